@@ -1,0 +1,40 @@
+# Every target sets up .venv by itself; only Python >= 3.10 and make are needed.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+EXTRAS := cli,transformers,test,lint
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: train test test-gpu lint format bench clean
+
+train: .venv/installed
+	cd examples/gpt && ../../$(BIN)/python main.py fit --config base.yaml --config tensor_parallel.yaml
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+test-gpu: .venv/installed
+	$(BIN)/python -m pytest -q -m gpu
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/tensor_parallel.py
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+.venv/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer was not found; set PYTHON=/path/to/python3"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
+	touch $@

@@ -1,0 +1,74 @@
+"""Python objects between ranks, and the checks that all ranks make together: all go on, or all raise."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_parallel.comm.groups import Group
+from lightning_parallel.comm.records import explain
+
+__all__ = ["agree", "all_gather_object", "barrier", "broadcast_object", "raise_together"]
+
+T = TypeVar("T")
+
+
+def all_gather_object(value: T, group: Group) -> list[T]:
+    """The picklable `value` of every rank, by position."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    try:
+        dist.all_gather_object(values, value, group=group.process_group)
+    except RuntimeError as error:
+        explain(error, "all_gather_object", group)
+    return values
+
+
+def broadcast_object(value: T, group: Group, source: int = 0) -> T:
+    """The picklable `value` of the rank at position `source`."""
+    if group.size == 1:
+        return value
+    values: list[Any] = [value]
+    try:
+        dist.broadcast_object_list(values, group.ranks[source], group=group.process_group)
+    except RuntimeError as error:
+        explain(error, "broadcast_object", group)
+    return values[0]
+
+
+def barrier(group: Group) -> None:
+    """Wait until every rank of `group` has arrived."""
+    if group.size > 1:
+        try:
+            dist.barrier(group=group.process_group)
+        except RuntimeError as error:
+            explain(error, "barrier", group)
+
+
+def raise_together(error: Exception | None, group: Group) -> None:
+    """Raise on every rank of `group` if any rank brings an `error`, so that no rank is left waiting.
+
+    A rank with an error of its own raises that; the others raise one of the same type that names the ranks.
+    """
+    found = all_gather_object(None if error is None else (type(error).__name__, str(error)), group)
+    if error is not None:
+        raise error
+    failed = {group.ranks[position]: what for position, what in enumerate(found) if what is not None}
+    if failed:
+        first = next(iter(failed.values()))
+        kind = {"ValueError": ValueError, "TypeError": TypeError}.get(first[0], RuntimeError)
+        raise kind(f"{first[1]}\n(found on rank {', '.join(map(str, failed))})")
+
+
+def agree(what: str, value: Any, group: Group) -> None:
+    """Check that all ranks of `group` hold an equal `value`.
+
+    Raises:
+        ValueError: On every rank, with the values of the ranks that differ.
+    """
+    values = all_gather_object(value, group)
+    if any(other != values[0] for other in values):
+        listed = "\n".join(f"  rank {rank}: {other}" for rank, other in zip(group.ranks, values))
+        raise ValueError(f"{what} must be the same on all ranks of the {group.axis} group, found\n{listed}")

@@ -1,0 +1,126 @@
+"""Ranks, coordinates and axes of a device mesh: arithmetic only.
+
+A mesh has three axes, outermost first. The last one varies fastest, so tensor-parallel peers are neighbours:
+
+    Mesh(data_parallel=2, pipeline_parallel=1, tensor_parallel=2)
+
+        rank   data_parallel  pipeline_parallel  tensor_parallel
+        0      0              0                  0
+        1      0              0                  1
+        2      1              0                  0
+        3      1              0                  1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, NamedTuple, Union
+
+__all__ = ["AXES", "DATA", "PIPELINE", "TENSOR", "Axis", "Coordinate", "Mesh", "Size"]
+
+Axis = Literal["data_parallel", "pipeline_parallel", "tensor_parallel"]
+Size = Union[Literal["auto"], int]
+
+DATA: Axis = "data_parallel"
+PIPELINE: Axis = "pipeline_parallel"
+TENSOR: Axis = "tensor_parallel"
+AXES: tuple[Axis, ...] = (DATA, PIPELINE, TENSOR)
+
+
+class Coordinate(NamedTuple):
+    """Position of one rank on every axis."""
+
+    data_parallel: int
+    pipeline_parallel: int
+    tensor_parallel: int
+
+    def __str__(self) -> str:
+        return f"data={self.data_parallel} pipeline={self.pipeline_parallel} tensor={self.tensor_parallel}"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the three axes; their product is the number of ranks.
+
+    Raises:
+        ValueError: If a size is not a positive integer.
+    """
+
+    data_parallel: int = 1
+    pipeline_parallel: int = 1
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"`{axis}_size` must be a positive integer or 'auto', got {size!r}")
+
+    @classmethod
+    def resolve(cls, world_size: int, sizes: Mapping[Axis, Size]) -> Mesh:
+        """Fill in `"auto"` sizes so that the product is `world_size`.
+
+        The first automatic axis, innermost first, takes what the others leave; further automatic axes get 1.
+
+        Raises:
+            ValueError: If the sizes cannot multiply to `world_size`.
+        """
+        given = cls(**{axis: size for axis, size in sizes.items() if size != "auto"})
+        automatic = [axis for axis in reversed(AXES) if sizes.get(axis, 1) == "auto"]
+        rest, remainder = divmod(world_size, given.world_size)
+        if remainder or (rest != 1 and not automatic):
+            asked = " x ".join(f"{axis}_size={sizes.get(axis, 1)}" for axis in AXES)
+            raise ValueError(
+                f"the axis sizes must multiply to the number of processes: {asked} does not fit {world_size} processes"
+                f" (the given sizes multiply to {given.world_size}). Change `devices`/`num_nodes` or one of the sizes,"
+                " or leave one size at 'auto'."
+            )
+        filled = {automatic[0]: rest} if automatic else {}
+        return cls(**{**{axis: given.size(axis) for axis in AXES}, **filled})
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return (self.data_parallel, self.pipeline_parallel, self.tensor_parallel)
+
+    def size(self, *axes: Axis) -> int:
+        """Number of ranks in one group along `axes`."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Position of global rank `rank`.
+
+        Raises:
+            ValueError: If the mesh has no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank must be in [0, {self.world_size}) for {self}, got {rank}")
+        outer, tensor = divmod(rank, self.tensor_parallel)
+        return Coordinate(*divmod(outer, self.pipeline_parallel), tensor)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """Global rank at `coordinate`; the inverse of `coordinate()`."""
+        data, pipeline, tensor = coordinate
+        return (data * self.pipeline_parallel + pipeline) * self.tensor_parallel + tensor
+
+    def peers(self, *axes: Axis) -> list[list[int]]:
+        """Rank lists of all groups that span `axes`; together they hold every rank once.
+
+        >>> Mesh(data_parallel=2, tensor_parallel=2).peers("tensor_parallel")
+        [[0, 1], [2, 3]]
+        >>> Mesh(data_parallel=2, tensor_parallel=2).peers("data_parallel")
+        [[0, 2], [1, 3]]
+        """
+        fixed = [axis for axis in AXES if axis not in axes]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for position in product(*map(range, self.shape)):
+            coordinate = Coordinate(*position)
+            key = tuple(getattr(coordinate, axis) for axis in fixed)
+            groups.setdefault(key, []).append(self.rank(coordinate))
+        return list(groups.values())

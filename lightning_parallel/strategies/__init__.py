@@ -1,0 +1,1 @@
+"""Lightning strategies: thin classes, no algorithms."""

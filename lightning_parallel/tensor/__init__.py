@@ -1,0 +1,1 @@
+"""Tensor parallelism: one layer over several ranks."""

@@ -1,0 +1,94 @@
+"""Collectives against what they mean, and what they record."""
+
+import pytest
+import torch
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.mesh import Mesh
+from tests.harness import RankError, distributed, run
+
+
+@distributed(world_size=4)
+def test_collectives(group):
+    rank, size = group.rank, group.size
+    mine = torch.arange(6.0).view(2, 3) + 10 * rank
+    everyone = [torch.arange(6.0).view(2, 3) + 10 * other for other in range(size)]
+    assert torch.equal(comm.all_reduce(mine, group), sum(everyone))
+    assert torch.equal(comm.all_reduce(mine, group, "max"), everyone[-1])
+    assert torch.equal(mine, everyone[rank]), "all_reduce must not change its input"
+    for dim in (0, 1, -1):
+        assert torch.equal(comm.all_gather(mine, group, dim), torch.cat(everyone, dim))
+    assert torch.equal(comm.broadcast_(mine.clone(), group, source=2), everyone[2])
+    wide = torch.arange(8.0).view(4, 2) + rank
+    assert torch.equal(comm.all_to_all(wide, group)[:, 0], torch.arange(size) + 2.0 * rank)
+
+
+@distributed(world_size=4)
+def test_uneven_gather_and_scatter(group):
+    sizes = [3, 0, 1, 2]
+    full = torch.arange(12.0).view(2, 6)
+    start = sum(sizes[: group.rank])
+    mine = full[:, start : start + sizes[group.rank]]
+    assert torch.equal(comm.all_gather(mine, group, 1, sizes), full)
+    assert torch.equal(comm.reduce_scatter(full, group, 1, sizes), 4 * mine)
+    assert torch.equal(comm.reduce_scatter(full.t()[:4], group, 0), 4 * full.t()[group.rank : group.rank + 1])
+
+
+@distributed(world_size=2)
+def test_send_and_receive(group):
+    other = 1 - group.rank
+    send = comm.isend(torch.full((3,), float(group.rank)), group, other)
+    received = comm.irecv(torch.empty(3), group, other).wait()
+    send.wait()
+    assert received.tolist() == [other] * 3
+
+
+@distributed(world_size=4)
+def test_mesh_groups_and_records():
+    groups = MeshGroups(Mesh(data_parallel=2, tensor_parallel=2))
+    assert groups.tensor_parallel.ranks == ((0, 1), (0, 1), (2, 3), (2, 3))[groups.world.rank]
+    assert groups.data_parallel.ranks == ((0, 2), (1, 3), (0, 2), (1, 3))[groups.world.rank]
+    assert groups.pipeline_parallel.size == 1
+    assert groups.model is groups.tensor_parallel
+    with comm.record() as records:
+        comm.all_reduce(torch.zeros(5), groups.tensor_parallel)
+        pending = comm.all_reduce_(torch.zeros(7), groups.data_parallel, async_op=True)
+        assert len(records) == 1
+        pending.wait()
+        comm.all_reduce(torch.zeros(7), groups.pipeline_parallel)
+    assert [(record.op, record.axis, record.bytes, record.group_size) for record in records] == [
+        ("all_reduce", "tensor_parallel", 20, 2),
+        ("all_reduce", "data_parallel", 28, 2),
+    ]
+    assert all(0 <= record.blocked_s <= record.seconds for record in records)
+
+
+def test_a_group_of_one_needs_no_processes():
+    group = Group.alone("tensor_parallel")
+    tensor = torch.ones(3)
+    assert comm.all_reduce(tensor, group) is tensor
+    assert comm.all_gather(tensor, group) is tensor
+    assert comm.all_reduce_(tensor, group, async_op=True).wait() is tensor
+    comm.agree("x", 1, group)
+
+
+@distributed(world_size=2)
+def test_errors_and_disagreements_are_raised_everywhere(group):
+    with pytest.raises(ValueError, match="(?s)plan.*rank 0: 0.*rank 1: 1"):
+        comm.agree("the plan", group.rank, group)
+    comm.agree("the plan", "same", group)
+    with pytest.raises(TypeError, match="bad" if group.rank else "(?s)bad.*found on rank 1"):
+        comm.raise_together(TypeError("bad") if group.rank else None, group)
+    comm.raise_together(None, group)
+
+
+def _fail_on_rank_one(group):
+    assert group.rank == 0, "this rank fails"
+    comm.barrier(group)
+
+
+def test_the_harness_shows_every_failing_rank_and_recovers():
+    with pytest.raises(RankError, match="(?s)rank 0.*rank 1: error.*this rank fails"):
+        run(_fail_on_rank_one, 2, deadline_s=5)
+    test_send_and_receive()
