@@ -1,0 +1,136 @@
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GPT = EXAMPLES / "gpt"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_gpt_{name}", GPT / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+data, model = load("data"), load("model")
+
+
+def corpus(batch_size: int, replica: dict[str, int] | None, **caps: int):
+    module = data.StandardLibrary(batch_size=batch_size, context=32, **caps)
+    module.trainer = SimpleNamespace(distributed_sampler_kwargs=replica)
+    module.setup("fit")
+    return module
+
+
+def rows(loader: DataLoader, epoch: int) -> list[set[tuple[int, ...]]]:
+    loader.sampler.set_epoch(epoch)
+    return [{tuple(window.tolist()) for window in batch} for batch in loader]
+
+
+def test_the_examples_do_not_import_the_library():
+    for path in [*GPT.glob("*.py"), *(EXAMPLES / "huggingface").glob("*.py")]:
+        assert "lightning_parallel" not in path.read_text()
+
+
+def test_files_are_split_once_and_the_same_way_each_time():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    training, validation = data.split_sources(root, 0.1)
+    assert (training, validation) == data.split_sources(root, 0.1)
+    assert not set(training) & set(validation)
+    assert 0.03 < len(validation) / (len(training) + len(validation)) < 0.2
+
+
+def test_tests_and_installed_packages_are_left_out(tmp_path):
+    for name in ("kept.py", "pkg/kept.py", "test/no.py", "pkg/tests/no.py", "site-packages/no.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    training, validation = data.split_sources(tmp_path, 0.5)
+    assert {path.name for path in training + validation} == {"kept.py"}
+    assert len(training + validation) == 2
+
+
+def test_text_is_capped_and_what_is_not_utf8_is_skipped(tmp_path):
+    contents = {"a.py": b"first", "b.py": b"\xff\xfe", "c.py": b"second"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    paths = [tmp_path / name for name in contents]
+    assert bytes(data.read_bytes(paths, 100).tolist()) == b"firstsecond"
+    assert bytes(data.read_bytes(paths, 7).tolist()) == b"firstse"
+
+
+def test_bigram_entropy_equals_a_count_by_hand():
+    training, validation = b"to be or not to be", b"not to be"
+    pairs, firsts = Counter(zip(training, training[1:])), Counter(training[:-1])
+    costs = [-math.log((pairs[a, b] + 0.1) / (firsts[a] + 25.6)) for a, b in zip(validation, validation[1:])]
+    tensors = (torch.tensor(list(text), dtype=torch.uint8) for text in (training, validation))
+    assert data.bigram_entropy(*tensors) == pytest.approx(sum(costs) / len(costs), rel=1e-6)
+
+
+def test_bigrams_predict_the_library_better_than_single_bytes():
+    module = corpus(4, None)
+    shares = torch.bincount(module.training.text.long(), minlength=256) / len(module.training.text)
+    unigram_entropy = -(shares * shares.clamp_min(1e-12).log()).sum().item()
+    assert 1.5 < module.bigram_entropy < unigram_entropy < math.log(256)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_replicas_draw_together_what_one_device_draws(replicas):
+    caps = {"training_bytes": 32 * 103 + 1, "validation_bytes": 32 * 70 + 1}
+    whole = corpus(8, None, **caps)
+    parts = [corpus(8 // replicas, {"num_replicas": replicas, "rank": rank}, **caps) for rank in range(replicas)]
+    for name in ("train_dataloader", "val_dataloader"):
+        for epoch in (0, 1):
+            expected = rows(getattr(whole, name)(), epoch)
+            found = [rows(getattr(part, name)(), epoch) for part in parts]
+            assert [set().union(*step) for step in zip(*found)] == expected
+    assert rows(whole.train_dataloader(), 0) != rows(whole.train_dataloader(), 1)
+
+
+def test_a_byte_does_not_change_the_prediction_of_earlier_ones():
+    torch.manual_seed(0)
+    gpt = model.ByteGPT(layers=2, width=32, context=16).eval()
+    tokens = torch.randint(256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    with torch.no_grad():
+        before, after = gpt(tokens), gpt(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=0)
+    assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+def test_weight_decay_reaches_the_matrices_of_the_blocks_only():
+    gpt = model.ByteGPT(layers=2, width=32)
+    names = {id(parameter): name for name, parameter in gpt.named_parameters()}
+    groups = gpt.configure_optimizers()["optimizer"].param_groups
+    decayed, plain = ({names[id(parameter)] for parameter in group["params"]} for group in groups)
+    matrices = ("attention.qkv", "attention.project", "mlp.up", "mlp.down")
+    assert decayed == {f"blocks.{block}.{name}.weight" for block in range(2) for name in matrices}
+    assert decayed | plain == set(names.values())
+    assert gpt.head.weight is gpt.embedding.weight
+
+
+def test_the_command_line_trains_reports_and_writes_text(tmp_path):
+    configs = (argument for name in ("base", "single") for argument in ("--config", str(GPT / f"{name}.yaml")))
+    sizes = ("--model.width=32", "--model.layers=1", "--data.training_bytes=100000")
+    run = subprocess.run(
+        [sys.executable, str(GPT / "main.py"), "fit", *configs, *sizes, "--trainer.fast_dev_run=1"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    assert {"bigram_entropy", "train_loss", "val_loss"} <= set(run.stdout.split())
+    assert "\ndef " in run.stdout
