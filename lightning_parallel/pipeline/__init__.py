@@ -1,0 +1,3 @@
+"""Pipeline parallelism: consecutive layers on consecutive ranks, microbatches flowing through them."""
+
+__all__: list[str] = []
