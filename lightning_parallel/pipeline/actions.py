@@ -223,7 +223,7 @@ class Schedule:
             ValueError: If a word is not an action, or the rank lines are not 0, 1, 2, ... in order.
         """
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        rows = []
+        rows: list[tuple[Action, ...]] = []
         for line in (line for line in lines if not line.startswith("#")):
             label, _, words = line.rpartition(":")
             if label not in ("", f"rank {len(rows)}"):

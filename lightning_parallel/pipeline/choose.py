@@ -63,6 +63,11 @@ class Candidate(NamedTuple):
     """Most bytes held by any rank."""
     fits: bool
 
+    @property
+    def held(self) -> float:
+        """Most activations held by any rank, in microbatches through all its layers."""
+        return max(self.schedule.max_in_flight) / self.schedule.virtual_stages
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -72,7 +77,7 @@ class Choice:
     candidates: tuple[Candidate, ...]
     memory_limit_bytes: float | None
 
-    HEADER = ("schedule", "V", "microbatches", "warm-up", "step", "bubble", "peak memory", "")
+    HEADER = ("schedule", "V", "microbatches", "warm-up", "step", "bubble", "held", "peak memory", "")
 
     def rows(self) -> list[tuple[str, ...]]:
         """Explain the choice: one row of words per candidate, best first, under `HEADER`."""
@@ -91,7 +96,8 @@ class Choice:
             "" if schedule.warmup is None else f"{schedule.warmup:g}",
             f"{timeline.makespan_s * 1e3:.4g} ms",
             f"{timeline.bubble_fraction:.1%}",
-            _bytes(candidate.peak_bytes),
+            f"{candidate.held:g}",
+            _bytes(candidate.peak_bytes) if candidate.peak_bytes else "",
             verdict,
         )
 
@@ -130,7 +136,7 @@ def choose_schedule(
             f"virtual_stages in {list(virtual_stages)} and microbatches in {list(microbatches)}"
         )
     candidates = [_play(workload, schedule, memory_limit_bytes) for schedule in built]
-    candidates.sort(key=lambda c: (not c.fits, float(f"{c.timeline.makespan_s:.9g}"), c.peak_bytes))
+    candidates.sort(key=lambda c: (not c.fits, float(f"{c.timeline.makespan_s:.9g}"), c.peak_bytes, c.held))
     if not candidates[0].fits:
         least = min(candidates, key=lambda candidate: candidate.peak_bytes)
         raise ValueError(

@@ -1,7 +1,7 @@
 """The pipeline schedules: pure functions of (ranks, virtual stages, microbatches) to rows of actions.
 
-Legend: P ranks, V stages on each rank ("virtual stages"), m microbatches, r a rank, s a stage; F, B, I, W the seconds of
-a rank's whole share of the model, B = I + W. "Bubble" is what the step takes beyond m(F+B).
+Legend: P ranks, V stages on each rank ("virtual stages"), m microbatches, r a rank, s a stage; F, B, I, W the seconds
+of a rank's whole share of the model, B = I + W. "Bubble" is what the step takes beyond m(F+B).
 """
 
 from __future__ import annotations
