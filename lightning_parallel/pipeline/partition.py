@@ -2,7 +2,7 @@
 
     layers   1 1 1 1 9 1 1 1          the head costs 3, four stages
     uniform  [1 1][1 1][9 1][1 1 +3]  slowest 10
-    measured [1 1][1 1][9][1 1 1 +3]  slowest 9
+    measured [1 1 1 1][9][1 1][1 +3]  slowest 9
 
 The slowest stage sets the pace of every schedule, so this saves more than the choice of schedule does.
 """

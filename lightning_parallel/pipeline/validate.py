@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from lightning_parallel.pipeline.actions import (
     Action,
@@ -244,7 +245,10 @@ def _builder_faults(schedule: Schedule) -> list[str]:
     meant = build(schedule.num_ranks, schedule.virtual_stages, schedule.num_microbatches, **options)
     faults = []
     for rank, (row, expected) in enumerate(zip(schedule.rows, meant.rows)):
-        for index, (action, wanted) in enumerate(zip(row, expected)):
+        for index, (action, wanted) in enumerate(zip_longest(row, expected)):
+            if action is None:
+                faults.append(_missing(schedule, rank, wanted))
+                break
             if action != wanted:
                 faults.append(
                     f"rank {rank} runs {action} where `{schedule.name}` runs {wanted}; "

@@ -1,0 +1,94 @@
+"""The command line: what it prints, what it writes, and what it says to mistakes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lightning_parallel.cli import main
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+
+
+def simulate(capsys, *words):
+    assert main(["simulate", "--width", "120", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words):
+    assert main(["simulate", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_default_is_1f1b_of_four_ranks(capsys):
+    out = simulate(capsys)
+    assert out.splitlines()[3].startswith("rank 3  ·········F0=B0----F1=B1----")
+    assert "step 33 ms, bubble 27.27%" in out
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_is_played(capsys, name):
+    out = simulate(capsys, "--schedule", name, "--costs", "1,1,1")
+    assert out.count("rank ") >= 4
+
+
+def test_latency_shows(capsys):
+    assert "step 33 ms" not in simulate(capsys, "--latency", 0.5)
+
+
+def test_pictures_and_the_schedule_are_written(capsys, tmp_path):
+    out = simulate(capsys, "--output", tmp_path / "a.svg", "--save", tmp_path / "a.csv")
+    assert f"wrote {tmp_path / 'a.svg'}" in out.replace("\n", "")
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    assert Schedule.from_csv((tmp_path / "a.csv").read_text()) == build_schedule("1f1b", 4, 8)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".txt"])
+def test_a_schedule_of_ones_own(capsys, tmp_path, suffix):
+    simulate(capsys, "--schedule", "zbv", "--save", tmp_path / f"a{suffix}")
+    assert "8 microbatches" not in simulate(capsys, "--schedule", tmp_path / f"a{suffix}", "--costs", "1,1,1")
+
+
+def test_a_broken_schedule_is_explained(capsys, tmp_path):
+    (tmp_path / "a.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    assert "rank 0 waits at 0B0 for 1B0 of rank 1" in refused(capsys, "--schedule", tmp_path / "a.csv")
+
+
+def test_costs_per_stage(capsys, tmp_path):
+    out = simulate(capsys, "--ranks", 2, "--microbatches", 2, "--costs", "1,2;2,4")
+    assert "step 15 ms" in out
+    costs = [{"forward_s": 1e-3, "input_gradient_s": 2e-3}, {"forward_s": 2e-3, "input_gradient_s": 4e-3}]
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    assert "step 15 ms" in simulate(capsys, "--ranks", 2, "--microbatches", 2, "--costs", tmp_path / "costs.json")
+
+
+def test_auto_compares_and_chooses(capsys):
+    out = simulate(capsys, "--schedule", "auto", "--costs", "1,1,1")
+    assert "chosen" in out
+    assert "interleaved_zb" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--schedule", "2f2b"), "expected one of gpipe, 1f1b"),
+        (("--costs", "1,x"), "`F,B` or `F,I,W` in milliseconds, got `1,x`"),
+        (("--costs", "1,2;1,2"), "costs of 1 rank or of 4 stages, got 2"),
+        (("--ranks", 0), "num_ranks=0"),
+        (("--output", "a.jpg"), "got `a.jpg`"),
+        (("--costs", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_mistakes_are_explained_in_one_line(capsys, words, message):
+    assert message in refused(capsys, *words)
+
+
+def test_it_runs_as_a_module():
+    run = subprocess.run(
+        [sys.executable, "-m", "lightning_parallel", "simulate", "--ranks", "2", "--microbatches", "2"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "bubble 33.33%" in run.stdout
