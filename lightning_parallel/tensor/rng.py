@@ -1,0 +1,151 @@
+"""Random numbers that are equal on all ranks where activations are, and different where activations are divided.
+
+Between a column-parallel layer and the row-parallel layer that follows it, each rank works on features of its own.
+Such a region runs on a random stream of its own:
+
+    replicated  |  region                          |  replicated
+    state S     |  seed(S, rank)  dropout, ...     |  S, advanced by one draw if the region drew anything
+
+The stream derives from the replicated state alone, so whatever restores that state (activation checkpointing before
+it recomputes, a resumed run) reproduces the region too; and a region that draws nothing leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_parallel.comm import Group
+
+__all__ = ["Region", "connect"]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+class Region:
+    """The random stream of the divided part of a computation; layers that share it open and close it.
+
+    Whether it is open is read off the generator: when something else has restored or reseeded it (the end of a
+    recomputation, an exception), the region is closed.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._generator: torch.Generator | None = None
+        self._seed = 0
+        self._before: Any = None
+        self._fresh: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        return self
+
+    @property
+    def is_open(self) -> bool:
+        return self._generator is not None and self._generator.initial_seed() == self._seed
+
+    def open(self, device: torch.device) -> None:
+        """Switch the default generator of `device` to this rank's stream; does nothing inside an open region."""
+        if self.group.size == 1 or device.type == "meta" or self.is_open:
+            return
+        generator = _default_generator(device)
+        self._before = _state(generator)
+        self._seed = _mix(_draw(generator) + (self.group.rank + 1) * _GOLDEN)
+        generator.manual_seed(self._seed)
+        self._fresh = _state(generator)
+        self._generator = generator
+
+    def close(self) -> None:
+        """Switch back; does nothing outside of a region."""
+        if self._generator is None:
+            return
+        generator, is_open = self._generator, self.is_open
+        self._generator = None
+        if is_open:
+            drew = not _equal(_state(generator), self._fresh)
+            _restore(generator, self._before)
+            if drew:
+                _draw(generator)
+
+    @contextmanager
+    def scope(self, device: torch.device) -> Iterator[None]:
+        """Run a block inside the region."""
+        self.open(device)
+        try:
+            yield
+        finally:
+            self.close()
+
+
+def connect(root: nn.Module, group: Group) -> None:
+    """Give the divided layers of `root` their random streams. Call it once, after all layers have been divided.
+
+    A row-parallel layer closes the region that the column-parallel layers in the smallest module around it open. That
+    module also closes the region when it is left by an exception.
+    """
+    if group.size > 1:
+        _connect(root, Region(group))
+
+
+def _connect(module: nn.Module, region: Region) -> list[nn.Module]:
+    """Connect the regions inside `module`; returns the layers that are still without their counterpart."""
+    end = getattr(module, "region_end", None)
+    if end is not None:
+        module.region = region  # type: ignore[assignment]
+    layers = [module] if end in ("opens", "closes") else []
+    for child in module.children():
+        layers += _connect(child, region)
+    if {layer.region_end for layer in layers} == {"opens", "closes"}:
+        module.register_forward_hook(lambda *_: region.close(), always_call=True)
+        return []
+    return layers
+
+
+# -------------------------------------------------------------------------------------------- one generator per device
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def _state(generator: torch.Generator) -> Any:
+    """What `_restore` needs; on CUDA without waiting for the device."""
+    if generator.device.type == "cuda":
+        return generator.initial_seed(), generator.get_offset()
+    return generator.get_state()
+
+
+def _restore(generator: torch.Generator, state: Any) -> None:
+    if generator.device.type == "cuda":
+        generator.manual_seed(state[0])
+        generator.set_offset(state[1])
+    else:
+        generator.set_state(state)
+
+
+def _equal(state: Any, other: Any) -> bool:
+    return state == other if isinstance(state, tuple) else state.numpy().tobytes() == other.numpy().tobytes()
+
+
+def _draw(generator: torch.Generator) -> int:
+    """An integer that depends on the state; the state moves on."""
+    if generator.device.type == "cuda":
+        seed, offset = generator.initial_seed(), generator.get_offset()
+        generator.set_offset(offset + 4)  # offsets count in fours
+        return _mix(seed + _mix(offset))
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+
+
+def _mix(value: int) -> int:
+    """Spread every bit of `value` over 64 bits (the finaliser of SplitMix64, doi:10.1145/2714064.2660195)."""
+    value &= _MASK
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK
+    return value ^ value >> 31
