@@ -50,7 +50,7 @@ def draw_text(timeline: Timeline, width: int) -> list[RichText]:
     shades, origin_s = _shades(timeline.schedule), timeline.start_s
     lines = []
     for rank, row in enumerate(timeline.spans):
-        line = RichText(f"rank {rank}".ljust(label_width), Style(bold=True), no_wrap=True)
+        line = RichText(no_wrap=True).append(f"rank {rank}".ljust(label_width), Style(bold=True))
         at = 0
         for action, (start_s, end_s) in row.items():
             start, stop = round((start_s - origin_s) * scale), round((end_s - origin_s) * scale)

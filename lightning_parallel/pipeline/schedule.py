@@ -88,8 +88,8 @@ def interleaved_1f1b(num_ranks: int, virtual_stages: int, num_microbatches: int,
 def zb_h1(num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float = 1) -> Schedule:
     """Build ZB-H1: 1F1B with the weight gradients put off to fill the bubble.
 
-    Bubble (P-1)(F+I-W), P microbatches held on every rank. `warmup=2` holds 2P-1 and, with F = I = W, leaves no
-    bubble but the stagger of the ranks, as ZB-H2 does.
+    Bubble (P-1)(F+I-W), P microbatches held on every rank. `warmup=2` is ZB-H2: 2P-1 held, and a bubble of
+    (P-1)(F+I-2W) or, if that is less, of the ranks' stagger (P-1)F.
 
     Source: https://arxiv.org/abs/2401.10241, section 3
     """

@@ -48,6 +48,15 @@ def test_bubble_of_zb_h1(ranks, microbatches, costs):
     assert timeline.bubble_s == pytest.approx((ranks - 1) * (f + i - w))
 
 
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 32)])
+def test_bubble_of_zb_h2(ranks, microbatches, costs):
+    f, i, w = costs
+    timeline = play("zb_h1", ranks, microbatches, costs, warmup=2)
+    assert timeline.bubble_s == pytest.approx((ranks - 1) * max(f, f + i - 2 * w))
+    assert timeline.in_flight_peaks == [min(microbatches, 2 * ranks - 1)] * ranks
+
+
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 32)])
 def test_bubble_of_interleaved_zero_bubble(ranks, microbatches, chunks):
