@@ -1,0 +1,135 @@
+"""Compressors: reducers with one method for all tensors, and the plain mean for those not worth compressing."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Optional
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.compression.codec import Codec, Exact
+from lightning_parallel.compression.exchange import Exchange, Sum, Traffic
+from lightning_parallel.compression.feedback import Block, Feedback, FeedbackName
+from lightning_parallel.compression.reducer import Method, Reducer, Step
+
+__all__ = ["Compressor", "Dense"]
+
+
+class Compressor(Reducer, Method):
+    """A reducer that treats all tensors alike; the base of what users construct.
+
+    `a | b` sends what `a` selects encoded by `b`; the error feedback is then that of `a`.
+
+    Args:
+        feedback: Error feedback: None, `classic`, `decayed` or `ef21`.
+        decay: How much of the old residual `decayed` keeps.
+        start_step: Steps with plain means before compression begins.
+        min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
+        values: Encoding of what is sent, as `| values` would set it.
+        momentum: Momentum correction; the optimizer must then have none.
+
+    Raises:
+        ValueError: If an argument is out of range, or a combination makes no sense.
+    """
+
+    codecs: ClassVar[tuple[str, ...]] = ()  # names of the classes allowed as `values`
+
+    def __init__(
+        self,
+        feedback: Optional[FeedbackName],
+        decay: float = 0.5,
+        start_step: int = 0,
+        min_numel: int = 1024,
+        values: Optional[Codec] = None,
+        momentum: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if feedback not in (None, "classic", "decayed", "ef21"):
+            raise ValueError(f"`feedback` must be None, 'classic', 'decayed' or 'ef21', got {feedback!r}")
+        if not 0 <= decay < 1 or not 0 <= momentum < 1:
+            raise ValueError(f"`decay` and `momentum` must be in [0, 1), got {decay} and {momentum}")
+        if start_step < 0 or min_numel < 0:
+            raise ValueError(f"`start_step` and `min_numel` must not be negative, got {start_step} and {min_numel}")
+        if momentum and feedback != "classic":
+            raise ValueError(f"momentum correction accumulates in classic error feedback, got feedback={feedback!r}")
+        self.start_step, self.min_numel = start_step, min_numel
+        self.feedback = Feedback(feedback, decay if feedback == "decayed" else 0.0, momentum)
+        self.values: Codec = Exact()
+        self._dense = Dense(momentum)
+        if values is not None:
+            self._set_values(values)
+
+    @abc.abstractmethod
+    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+        """Send `work` M, (names, *shape), and write the mean into `block.targets`; turn M into M - C(M)."""
+
+    def accepts(self, shape: Sequence[int]) -> bool:
+        """Whether a gradient of `shape` is worth compressing."""
+        return len(shape) >= 2 and math.prod(shape) >= max(self.min_numel, 1)
+
+    def method(self, name: str, shape: Sequence[int], step: int) -> Method:
+        return self if step >= self.start_step and self.accepts(shape) else self._dense
+
+    def exchange(self, block: Block, step: Step) -> Exchange:
+        work = self.feedback.open(block, step.memory, step.scale)
+        yield from self.compress(work, block, step)
+        self.feedback.close(block, step.memory, work, step.scale)
+
+    def __or__(self, values: Codec) -> Compressor:
+        composed = copy.deepcopy(self)
+        composed._set_values(values)
+        return composed
+
+    def _set_values(self, values: Codec) -> None:
+        allowed = f"one of {', '.join(self.codecs)}" if self.codecs else "nothing"
+        if type(values).__name__ not in self.codecs:
+            raise ValueError(
+                f"`{type(self).__name__} | {type(values).__name__}` is not possible: "
+                f"{type(self).__name__} can be followed by {allowed}"
+            )
+        if not isinstance(self.values, Exact):
+            raise ValueError(f"{type(self).__name__} already encodes its values by {self.values!r}; use one encoding")
+        if isinstance(values, Compressor) and values.start_step:
+            raise ValueError(f"set `start_step` on {type(self).__name__}, not on the encoding of its values")
+        self.values = values
+
+
+class Dense(Reducer, Method):
+    """The plain mean, by all-reduce. Exact, linear and unbiased.
+
+    Args:
+        momentum: Applied to the mean here, where an optimizer without momentum expects it done (momentum correction).
+    """
+
+    linear = True
+    unbiased = True
+    collective = "all_reduce"
+
+    def __init__(self, momentum: float = 0.0) -> None:
+        super().__init__()
+        self.feedback = Feedback(momentum=momentum)
+
+    def method(self, name: str, shape: Sequence[int], step: int) -> Method:
+        return self
+
+    def exchange(self, block: Block, step: Step) -> Exchange:
+        block.offer_targets()
+        if len(block.names) == 1 and block.targets[0] is block.gradients[0]:
+            total = yield Sum(block.targets[0].unsqueeze(0))
+        else:
+            total = yield Sum(torch.stack([gradient.to(block.dtype) for gradient in block.gradients]))
+        step.watch(total)
+        total.div_(step.group.size)
+        self.feedback.accelerate(total, block, step.memory, step.scale)
+        block.write(total)
+        block.deliver(scale=1.0)
+
+    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+        return [Traffic("all_reduce", 4 * math.prod(shape))]
+
+    def __repr__(self) -> str:
+        return "Dense()"

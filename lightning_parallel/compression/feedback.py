@@ -1,0 +1,194 @@
+"""Error feedback: what a compressor did not send is not lost.
+
+g is this rank's gradient (unscaled), e its memory, M the tensor that is compressed, C(M) what the method sent of it
+and mean(.) the mean over the ranks:
+
+    none      M = g        out = mean(C(M))
+    classic   M = g + e    out = mean(C(M))        e' = M - C(M)
+    decayed   M = g + e    out = mean(C(M))        e' = beta e + (1 - beta) (M - C(M))
+    ef21      M = g - h    out = H + mean(C(M))    h' = h + C(M)    H' = out = mean(h')
+
+With momentum correction g is replaced by the velocity u' = m u + g, which e accumulates; where it was sent u' becomes
+zero.
+
+Sources: classic: Karimireddy et al. 2019, arXiv 1901.09847; ef21: Richtarik et al. 2021, arXiv 2106.05203; decayed:
+LoCo, arXiv 2407.04480; momentum correction and factor masking: Deep Gradient Compression, sections 3.1 and 3.2, arXiv
+1712.01887.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Optional
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.compression.memory import Memory
+
+__all__ = ["Block", "Feedback", "FeedbackName", "working_dtype"]
+
+FeedbackName = Literal["classic", "decayed", "ef21"]
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of `dtype` are compressed and remembered."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Block:
+    """Gradients of one shape that one method compresses together.
+
+    Attributes:
+        names: Parameter names, sorted.
+        gradients: One per name; overwritten with the mean at the end.
+        sent: Positions (names, k) in the flattened tensors that were sent, where the method sends only some.
+        keep_rest: Whether M - C(M) is wanted.
+        targets: One contiguous tensor per name, in the working dtype, for the unscaled mean.
+    """
+
+    names: tuple[str, ...]
+    gradients: list[Tensor]
+    sent: Optional[Tensor] = None
+    keep_rest: bool = True
+    targets: list[Tensor] = field(default_factory=list)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.gradients[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return working_dtype(self.gradients[0].dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.gradients[0].device
+
+    def new_work(self) -> Tensor:
+        return torch.empty((len(self.names), *self.shape), dtype=self.dtype, device=self.device)
+
+    def offer_targets(self) -> None:
+        """Let the mean be written into the gradients themselves, where their layout and dtype allow it."""
+        self.targets = [
+            gradient
+            if gradient.dtype == self.dtype and gradient.is_contiguous()
+            else torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            for gradient in self.gradients
+        ]
+
+    def write(self, means: Tensor) -> None:
+        """Put the unscaled means (names, numel or shape) into the targets."""
+        for target, mean in zip(self.targets, means):
+            if target.data_ptr() != mean.data_ptr():
+                target.copy_(mean.view(self.shape))
+
+    def deliver(self, scale: float) -> None:
+        """Bring targets back to the gradients, times the loss scale."""
+        for gradient, target in zip(self.gradients, self.targets):
+            if target is not gradient:
+                gradient.copy_(target if scale == 1 else target * scale)
+            elif scale != 1:
+                gradient.mul_(scale)
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """How M is made of gradient and memory, and the memory of what is left of M.
+
+    Attributes:
+        kind: None, `classic`, `decayed` or `ef21`.
+        decay: beta of `decayed`.
+        momentum: m of momentum correction; 0 for none.
+    """
+
+    kind: Optional[FeedbackName] = None
+    decay: float = 0.0
+    momentum: float = 0.0
+
+    def open(self, block: Block, memory: Memory, scale: float) -> Tensor:
+        """The work tensor M, (names, *shape), and targets for the mean.
+
+        Where `block.keep_rest` is set the method must turn M into M - C(M). M may share its storage with the targets,
+        so these are written last.
+        """
+        gradients, factor = self._corrected(block, memory, 1 / scale)
+        if self.kind == "ef21":
+            return self._open_ef21(block, memory, factor)
+        block.offer_targets()
+        block.keep_rest = self.kind is not None
+        if self.kind is None:
+            if len(block.names) == 1 and factor == 1 and block.targets[0] is gradients[0]:
+                return gradients[0].unsqueeze(0)
+            work = block.new_work()
+            for row, gradient in zip(work, gradients):
+                _scaled(gradient, factor, out=row)
+            return work
+        work = _stage(block, memory, "residual")
+        for row, old, gradient in zip(work, _read(block, memory, "residual"), gradients):
+            if old is None:
+                _scaled(gradient, factor, out=row)
+            else:
+                torch.add(old, gradient, alpha=factor, out=row)
+        return work
+
+    def close(self, block: Block, memory: Memory, work: Tensor, scale: float) -> None:
+        """Update the memory from `work`, now M - C(M), and deliver the mean."""
+        if self.kind == "decayed":
+            work.mul_(1 - self.decay)
+            for row, old in zip(work, _read(block, memory, "residual")):
+                if old is not None:
+                    row.add_(old, alpha=self.decay)
+        elif self.kind == "ef21":
+            for target, estimate in zip(block.targets, _read(block, memory, "mean_estimate")):
+                if estimate is not None:
+                    target.add_(estimate)
+            _stage(block, memory, "estimate").sub_(work)
+        if self.momentum and block.sent is not None:
+            _stage(block, memory, "velocity").flatten(1).scatter_(1, block.sent, 0.0)
+        block.deliver(scale)
+
+    def accelerate(self, means: Tensor, block: Block, memory: Memory, scale: float) -> None:
+        """Turn scaled `means` (names, *shape) that all ranks hold alike into a momentum step, in place."""
+        if not self.momentum:
+            return
+        velocity = _stage(block, memory, "velocity")
+        torch.mul(means, 1 / scale, out=velocity)
+        for row, old in zip(velocity, _read(block, memory, "velocity")):
+            if old is not None:
+                row.add_(old, alpha=self.momentum)
+        torch.mul(velocity, scale, out=means)
+
+    def _open_ef21(self, block: Block, memory: Memory, factor: float) -> Tensor:
+        block.targets = list(_stage(block, memory, "mean_estimate").unbind())
+        work, estimate = block.new_work(), _stage(block, memory, "estimate")
+        for row, now, old, gradient in zip(work, estimate, _read(block, memory, "estimate"), block.gradients):
+            _scaled(gradient, factor, out=now)  # h' = h + C(M) = g - (M - C(M)): begin with g
+            torch.sub(now, old if old is not None else 0, out=row)
+        return work
+
+    def _corrected(self, block: Block, memory: Memory, factor: float) -> tuple[Sequence[Tensor], float]:
+        if not self.momentum:
+            return block.gradients, factor
+        velocity = _stage(block, memory, "velocity")
+        for row, old, gradient in zip(velocity, _read(block, memory, "velocity"), block.gradients):
+            _scaled(gradient, factor, out=row)
+            if old is not None:
+                row.add_(old, alpha=self.momentum)
+        return velocity.unbind(), 1.0
+
+
+def _stage(block: Block, memory: Memory, slot: str) -> Tensor:
+    return memory.stage(slot, block.names, block.shape, block.dtype, block.device)
+
+
+def _read(block: Block, memory: Memory, slot: str) -> list[Optional[Tensor]]:
+    return [memory.read(slot, name, block.device) for name in block.names]
+
+
+def _scaled(gradient: Tensor, factor: float, out: Tensor) -> None:
+    out.copy_(gradient)
+    if factor != 1:
+        out.mul_(factor)

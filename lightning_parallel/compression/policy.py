@@ -1,0 +1,60 @@
+"""Different compressors for different parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Optional
+
+from lightning_parallel.compression.compressor import Compressor, Dense
+from lightning_parallel.compression.reducer import Method, Reducer
+
+__all__ = ["Policy"]
+
+
+class Policy(Reducer):
+    """Chooses a compressor by parameter name: the first pattern that matches decides.
+
+        Policy({"*.bias": None, "embed*": Quantize(8), "*": PowerSGD(4)})
+
+    Parameters that no pattern matches, that are small, or that the chosen compressor does not accept (vectors) are
+    averaged as they are.
+
+    Args:
+        rules: Shell pattern over parameter names (`*`, `?`, `[...]`) -> compressor; None for plain means.
+        min_numel: Tensors with fewer elements are averaged as they are, whatever the pattern says.
+
+    Raises:
+        TypeError: If a rule is neither a compressor nor None.
+    """
+
+    def __init__(self, rules: Mapping[str, Optional[Compressor]], min_numel: int = 0) -> None:
+        super().__init__()
+        wrong = {pattern: rule for pattern, rule in rules.items() if not isinstance(rule, (Compressor, type(None)))}
+        if wrong:
+            raise TypeError(f"the rules of a policy are compressors or None, got {wrong}")
+        self.rules, self.min_numel = dict(rules), min_numel
+        self._dense = Dense()
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        return all(rule.linear for rule in self.rules.values() if rule is not None)
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return all(rule.unbiased for rule in self.rules.values() if rule is not None)
+
+    @property
+    def collective(self) -> str:  # type: ignore[override]
+        found = {rule.collective for rule in self.rules.values() if rule is not None}
+        return found.pop() if len(found) == 1 else "mixed" if found else "all_reduce"
+
+    def method(self, name: str, shape: Sequence[int], step: int) -> Method:
+        rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
+        if rule is None or math.prod(shape) < self.min_numel:
+            return self._dense
+        return rule.method(name, shape, step)
+
+    def __repr__(self) -> str:
+        return f"Policy({self.rules})"

@@ -1,0 +1,141 @@
+"""PowerSGD: gradients as products of two thin matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Optional, Union
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.compression.codec import Codec, Mean
+from lightning_parallel.compression.compressor import Compressor
+from lightning_parallel.compression.draws import generator
+from lightning_parallel.compression.exchange import Exchange, Traffic
+from lightning_parallel.compression.feedback import Block, FeedbackName
+from lightning_parallel.compression.reducer import Step
+from lightning_parallel.compression.schedule import Schedule, at, every
+
+__all__ = ["PowerSGD"]
+
+
+class PowerSGD(Compressor):
+    """Send a low-rank approximation of each gradient matrix, found by one step of power iteration.
+
+    For a gradient seen as a matrix M_i (n, m) on rank i, with r = min(rank, n, m) and Q (m, r) from the last step:
+
+        P = orthonormalise(mean(M_i Q))        all-reduce of r n
+        Q_i = M_i^T P,  Q = mean(Q_i)          all-reduce of r m
+        out = P Q^T,    rest = M_i - P Q_i^T
+
+    The alternating form sends one factor a step, in one all-reduce that needs no answer from another:
+
+        even steps   Q = orthonormalise(Q)     P_i = M_i Q      P = mean(P_i)    rest = M_i - P_i Q^T
+        odd steps    P = orthonormalise(P)     Q_i = M_i^T P    Q = mean(Q_i)    rest = M_i - P Q_i^T
+
+    Linear in the gradients, hence independent of how they are spread over the ranks; biased.
+
+    Args:
+        rank: Rank r, or a schedule of ranks.
+        alternate: Use the alternating form (half the bytes and half the round trips).
+        feedback: Error feedback; the method needs one to converge.
+        decay: How much of the old residual `decayed` keeps.
+        start_step: Steps with plain means before compression begins.
+        min_numel: Smaller tensors are averaged as they are, like those that would not shrink.
+        values: Encoding of the factors: `PowerSGD(4) | Cast("bf16")`.
+        seed: Of the first Q.
+
+    Source: Vogels et al. 2019, algorithm 1, arXiv 1905.13727; alternating: ACP-SGD, Zhang et al. 2023.
+    """
+
+    codecs: ClassVar[tuple[str, ...]] = ("Cast", "Quantize")
+    unbiased = False
+
+    def __init__(
+        self,
+        rank: Union[int, Schedule] = 4,
+        alternate: bool = False,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: float = 0.5,
+        start_step: int = 0,
+        min_numel: int = 1024,
+        values: Optional[Codec] = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(feedback, decay, start_step, min_numel, values)
+        if min(every(rank)) < 1:
+            raise ValueError(f"`rank` must be at least 1, got {rank!r}")
+        self.rank, self.alternate, self.seed = rank, alternate, seed
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self.values.linear and self.feedback.kind != "ef21"
+
+    @property
+    def collective(self) -> str:  # type: ignore[override]
+        return self.values.collective
+
+    def accepts(self, shape: Sequence[int]) -> bool:
+        if not super().accepts(shape):
+            return False
+        n, m = shape[0], math.prod(shape[1:])
+        return self._rank(n, m, step=1 << 40) * (n + m) < n * m
+
+    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+        n, m = shape[0], math.prod(shape[1:])
+        rank = self._rank(n, m, step)
+        sides = [n, m] if not self.alternate else [m if step % 2 else n]
+        return [traffic for side in sides for traffic in self.values.mean_traffic(rank * side, world_size)]
+
+    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+        matrices = work.view(len(work), work.shape[1], -1)
+        if not self.alternate or step.number % 2 == 0:
+            right = self._basis("right", block, step, matrices.shape)
+            if self.alternate:
+                right = _orthonormal(right)
+            left = torch.bmm(right, matrices.mT)
+            left, left_sent = yield from self._mean(left, step, "left", block)
+            right_sent = right
+        else:
+            left = self._basis("left", block, step, matrices.shape)
+        if not self.alternate or step.number % 2:
+            left = left_sent = _orthonormal(left)
+            right = torch.bmm(left, matrices)
+            right, right_sent = yield from self._mean(right, step, "right", block)
+        if block.keep_rest:
+            matrices.baddbmm_(left_sent.mT, right_sent, alpha=-1)
+        for one, other, target in zip(left, right, block.targets):
+            torch.mm(one.t(), other, out=target.view(matrices.shape[1:]))
+
+    def _mean(self, mine: Tensor, step: Step, side: str, block: Block) -> Mean:
+        """The mean of the factors (names, rank, extent) and this rank's contribution; kept for the next step."""
+        mean, sent = yield from self.values.mean(mine.flatten(1), step, (self.seed, side, block.names))
+        if self.alternate or side == "right":
+            step.memory.stage(side, block.names, mine.shape[1:], mine.dtype, mine.device).copy_(mean.view_as(mine))
+        return mean.view_as(mine), sent.view_as(mine)
+
+    def _basis(self, side: str, block: Block, step: Step, shape: Sequence[int]) -> Tensor:
+        """What the last step left on `side`, (names, rank, extent), filled up with equal random numbers everywhere."""
+        _, n, m = shape
+        rank, extent = self._rank(n, m, step.number), n if side == "left" else m
+        rows = []
+        for name in block.names:
+            row = step.memory.read(side, name, block.device)
+            if row is None or len(row) < rank:
+                draws = generator(torch.device("cpu"), self.seed, side, name)
+                fresh = torch.randn(rank, extent, generator=draws, dtype=block.dtype).to(block.device)
+                row = fresh if row is None else torch.cat([row, fresh[len(row) :]])
+            rows.append(row[:rank])
+        return torch.stack(rows)
+
+    def _rank(self, n: int, m: int, step: int) -> int:
+        return min(n, m, int(at(self.rank, step)))
+
+    def __repr__(self) -> str:
+        return f"PowerSGD(rank={self.rank}{', alternate=True' if self.alternate else ''})"
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """An orthonormal basis of the span of the rows, (..., rank, extent); any, where they are dependent."""
+    return torch.linalg.qr(rows.mT).Q.mT.contiguous()

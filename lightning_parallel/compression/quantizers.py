@@ -1,0 +1,287 @@
+"""Quantizers: every element, in fewer bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Optional, Union
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.compression.bits import pack_nibbles, pack_signs, unpack_nibbles, unpack_signs
+from lightning_parallel.compression.codec import Codec, Mean, as_bytes, from_bytes, pad
+from lightning_parallel.compression.compressor import Compressor
+from lightning_parallel.compression.draws import generator
+from lightning_parallel.compression.exchange import Exchange, Gather, Sum, Swap, Traffic
+from lightning_parallel.compression.feedback import Block, FeedbackName
+from lightning_parallel.compression.reducer import Step
+
+__all__ = ["Cast", "Quantize", "Sign"]
+
+_GROUP = 512  # elements that share a scale, at most
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Quantizer(Compressor, Codec):
+    """A compressor of whole tensors that can also encode what another one sends."""
+
+    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+        rows = work.flatten(1)
+        mean, sent = yield from self.mean(rows, step, block.names)
+        if block.keep_rest:
+            rows.sub_(sent)
+        block.write(mean)
+
+    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+        return self.mean_traffic(math.prod(shape), world_size)
+
+
+class Cast(Quantizer):
+    """Send elements in a shorter dtype; the sum is taken in it as well.
+
+        C(M) = W cast(M / W)        out = sum(cast(M_i / W))
+
+    Dividing before the sum keeps it in range. Biased by rounding; a half-precision cast is not linear.
+
+    Args:
+        dtype: `bf16`, `fp16`, `fp32` or a torch dtype.
+        feedback: Error feedback; without it no memory is needed.
+        decay: How much of the old residual `decayed` keeps.
+        start_step: Steps with plain means before compression begins.
+        min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
+    """
+
+    collective = "all_reduce"
+    unbiased = False
+
+    def __init__(
+        self,
+        dtype: Union[Literal["bf16", "fp16", "fp32"], torch.dtype] = "bf16",
+        feedback: Optional[FeedbackName] = None,
+        decay: float = 0.5,
+        start_step: int = 0,
+        min_numel: int = 1024,
+    ) -> None:
+        super().__init__(feedback, decay, start_step, min_numel)
+        found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if found is None or found not in DTYPES.values():
+            raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)} or such a torch dtype, got {dtype!r}")
+        self.dtype: torch.dtype = found
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self.dtype == torch.float32
+
+    def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
+        return as_bytes(rows.to(self.dtype))
+
+    def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        return from_bytes(packed, self.dtype).to(dtype)
+
+    def packed_bytes(self, n: int) -> int:
+        return n * self.dtype.itemsize
+
+    def mean(self, rows: Tensor, step: Step, purpose: object) -> Mean:
+        short = (rows / step.group.size).to(self.dtype)
+        sent = short.to(rows.dtype) * step.group.size
+        total = yield Sum(short)
+        step.watch(total)
+        return total.to(rows.dtype), sent
+
+    def mean_traffic(self, n: int, world_size: int) -> list[Traffic]:
+        return [Traffic("all_reduce", self.packed_bytes(n))]
+
+    def __repr__(self) -> str:
+        return f"Cast({str(self.dtype).removeprefix('torch.')!r})"
+
+
+class Quantize(Quantizer):
+    """Send elements as integers of 8 or 4 bits, with one scale per group of at most 512 elements.
+
+        s = max|x| / L        C(x) = s round(x / s)        L = 127 or 7
+
+    The mean is taken in two phases, each of n bits/8 bytes per rank whatever the number of ranks:
+
+        1. rank r receives part r of every rank's integers and takes the mean, in the working dtype
+        2. it encodes that mean again and all ranks gather it
+
+    With error feedback the owner of a part also keeps what the second encoding lost, times the number of ranks, so that
+    the mean of all residuals accounts for both. Not linear; unbiased with `stochastic` and without feedback.
+
+    Args:
+        bits: 8 or 4.
+        stochastic: Round up with the probability of the fraction: floor(x / s + u), u uniform in [0, 1).
+        feedback: Error feedback.
+        decay: How much of the old residual `decayed` keeps.
+        start_step: Steps with plain means before compression begins.
+        min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
+        seed: Of stochastic rounding; every rank draws its own numbers.
+
+    Sources: QSGD, Alistarh et al. 2017, arXiv 1610.02132; two phases: 1-bit Adam, Tang et al. 2021, arXiv 2102.02888.
+    """
+
+    linear = False
+    collective = "two_phase"
+
+    def __init__(
+        self,
+        bits: Literal[8, 4] = 8,
+        stochastic: bool = False,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: float = 0.5,
+        start_step: int = 0,
+        min_numel: int = 1024,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(feedback, decay, start_step, min_numel)
+        if bits not in (8, 4):
+            raise ValueError(f"`bits` must be 8 or 4, got {bits!r}")
+        self.bits, self.stochastic, self.seed = bits, stochastic, seed
+        self.levels = 2 ** (bits - 1) - 1
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.stochastic and self.feedback.kind is None
+
+    def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
+        groups, extent = self._grouping(rows.shape[1])
+        grouped = pad(rows, groups * extent).view(len(rows), groups, extent)
+        peaks = torch.linalg.vector_norm(grouped, math.inf, dim=2)
+        # A group of zeros has some tiny scale instead of none; NaN passes.
+        scales = (peaks / self.levels).float().clamp_min_(torch.finfo(torch.float32).tiny)
+        levels = grouped * scales.to(rows.dtype).reciprocal().unsqueeze(2)
+        if self.stochastic:
+            levels.add_(torch.rand(levels.shape, generator=noise, dtype=rows.dtype, device=rows.device)).floor_()
+        else:
+            levels.round_()
+        integers = levels.clamp_(-self.levels, self.levels).to(torch.int8).flatten(1)
+        packed = integers.view(torch.uint8) if self.bits == 8 else pack_nibbles(integers)
+        return torch.cat([packed, as_bytes(scales)], dim=1)
+
+    def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        groups, extent = self._grouping(n)
+        integers, scales = packed[..., : -4 * groups], from_bytes(packed[..., -4 * groups :], torch.float32)
+        levels = integers.view(torch.int8) if self.bits == 8 else unpack_nibbles(integers)
+        grouped = levels.unflatten(-1, (groups, extent)).to(dtype).mul_(scales.to(dtype).unsqueeze(-1))
+        return grouped.flatten(-2)[..., :n]
+
+    def packed_bytes(self, n: int) -> int:
+        groups, extent = self._grouping(n)
+        return groups * extent * self.bits // 8 + 4 * groups
+
+    def mean(self, rows: Tensor, step: Step, purpose: object) -> Mean:
+        size, rank, n = step.group.size, step.group.rank, rows.shape[1]
+        chunk = math.ceil(n / size)
+        noise = generator(rows.device, self.seed, step.number, purpose, rank) if self.stochastic else None
+        packed = self.pack(pad(rows, size * chunk).view(-1, chunk), noise).view(len(rows), size, -1)
+        received = yield Swap(packed.transpose(0, 1).reshape(size, -1))
+        mine = self.unpack(received.reshape(size, len(rows), -1), chunk, rows.dtype).sum(0).div_(size)
+        packed_mine = self.pack(mine, noise)
+        everyone = yield Gather(packed_mine.flatten())
+        means = self.unpack(everyone.reshape(size, len(rows), -1), chunk, rows.dtype)
+        step.watch(means)
+        sent = self.unpack(packed, chunk, rows.dtype)
+        sent[:, rank].sub_(mine.sub_(means[rank]), alpha=size)
+        return means.transpose(0, 1).flatten(1)[:, :n], sent.flatten(1)[:, :n]
+
+    def mean_traffic(self, n: int, world_size: int) -> list[Traffic]:
+        chunk_bytes = self.packed_bytes(math.ceil(n / world_size))
+        return [Traffic("all_to_all", world_size * chunk_bytes), Traffic("all_gather", chunk_bytes)]
+
+    def _grouping(self, n: int) -> tuple[int, int]:
+        """Number and extent of the equal groups that `n` elements are padded to."""
+        groups = math.ceil(n / _GROUP)
+        extent = math.ceil(n / groups)
+        return groups, extent + (extent % 2 if self.bits == 4 else 0)
+
+    def __repr__(self) -> str:
+        return f"Quantize({self.bits}{', stochastic=True' if self.stochastic else ''})"
+
+
+class Sign(Compressor):
+    """Send one bit per element and one scale per tensor, in the two phases of `Quantize`.
+
+        C(x) = s sign(x),  s = mean|x|,  sign(0) = 1
+
+    Both phases have their own residual: each rank for its tensors, and the owner of part r for the mean it encodes,
+
+        M_i = g_i + e_i        c = mean(C(M_i)) + d        out = C(c)        d' = c - C(c)
+
+    Not linear, biased; it needs error feedback to converge.
+
+    Args:
+        feedback: Error feedback; None turns off both residuals.
+        decay: How much of the old residual `decayed` keeps.
+        start_step: Steps with plain means before compression begins.
+        min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
+
+    Sources: EF-signSGD, Karimireddy et al. 2019, arXiv 1901.09847; two phases: 1-bit Adam, arXiv 2102.02888.
+    """
+
+    linear = False
+    unbiased = False
+    collective = "two_phase"
+
+    def __init__(
+        self,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: float = 0.5,
+        start_step: int = 0,
+        min_numel: int = 1024,
+    ) -> None:
+        super().__init__(feedback, decay, start_step, min_numel)
+
+    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+        rows, size = work.flatten(1), step.group.size
+        n, chunk = rows.shape[1], _sign_chunk(rows.shape[1], size)
+        scales = rows.abs().mean(1).float()
+        bits = pack_signs(pad(rows, size * chunk).view(len(rows), size, chunk))
+        send = torch.cat([bits, as_bytes(scales.unsqueeze(1)).unsqueeze(1).expand(-1, size, -1)], dim=2)
+        received = yield Swap(send.transpose(0, 1).reshape(size, -1))
+        mine = _decode_signs(received.reshape(size, len(rows), -1), rows.dtype).sum(0).div_(size)
+        if block.keep_rest:
+            sent = unpack_signs(bits, rows.dtype).flatten(1)[:, :n]
+            rows.sub_(sent.mul_(scales.to(rows.dtype).unsqueeze(1)))
+        everyone = yield Gather(self._encode_part(mine, n, block, step).flatten())
+        everyone = _decode_signs(everyone.reshape(size, len(rows), -1), rows.dtype)
+        step.watch(everyone)
+        block.write(everyone.transpose(0, 1).flatten(1)[:, :n])
+
+    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+        chunk_bytes = _sign_chunk(math.prod(shape), world_size) // 8 + 4
+        return [Traffic("all_to_all", world_size * chunk_bytes), Traffic("all_gather", chunk_bytes)]
+
+    @staticmethod
+    def _encode_part(part: Tensor, n: int, block: Block, step: Step) -> Tensor:
+        """Encode this rank's part (names, chunk) of the mean, with its residual."""
+        chunk = part.shape[1]
+        valid = min(max(n - step.group.rank * chunk, 0), chunk)
+        part[:, valid:] = 0
+        if block.keep_rest:
+            held = [step.memory.read("server_residual", name, block.device) for name in block.names]
+            for row, old in zip(part, held):
+                if old is not None:
+                    row.add_(old)
+        scales = (part.abs().sum(1) / max(valid, 1)).float()
+        bits = pack_signs(part)
+        if block.keep_rest:
+            staged = step.memory.stage("server_residual", block.names, (chunk,), part.dtype, part.device)
+            torch.addcmul(
+                part, unpack_signs(bits, part.dtype), scales.to(part.dtype).unsqueeze(1), value=-1, out=staged
+            )
+            staged[:, valid:] = 0
+        return torch.cat([bits, as_bytes(scales.unsqueeze(1))], dim=1)
+
+    def __repr__(self) -> str:
+        return "Sign()"
+
+
+def _decode_signs(messages: Tensor, dtype: torch.dtype) -> Tensor:
+    scales = from_bytes(messages[..., -4:], torch.float32).to(dtype)
+    return unpack_signs(messages[..., :-4], dtype).mul_(scales)
+
+
+def _sign_chunk(n: int, size: int) -> int:
+    """Elements of each rank's part: whole bytes."""
+    return 8 * math.ceil(n / (8 * size))

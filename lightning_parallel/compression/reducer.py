@@ -1,0 +1,231 @@
+"""The contract of every reducer, and the step: a transaction over the buckets of one optimizer step."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Union
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compression.exchange import Exchange, Seconds, Traffic, run, sent_bytes
+from lightning_parallel.compression.feedback import Block, working_dtype
+from lightning_parallel.compression.memory import Memory
+from lightning_parallel.compression.state import gather_state, local_state, values_for
+
+__all__ = ["Method", "Reducer", "Step"]
+
+GroupLike = Union[Group, dist.ProcessGroup, None]
+_LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
+
+
+class Method(abc.ABC):
+    """What a reducer does with the gradients of one block."""
+
+    @abc.abstractmethod
+    def exchange(self, block: Block, step: Step) -> Exchange:
+        """Replace the block's gradients by their mean; a generator of requests. It watches what it receives."""
+
+    @abc.abstractmethod
+    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+        """The payloads of one gradient of `shape`, of 4-byte elements, in step number `step`."""
+
+
+class Reducer(abc.ABC):
+    """Replaces gradients by their (approximate) mean over a group, in place.
+
+    Attributes:
+        scale: What the gradients are multiplied by (the loss scale); memory is kept unscaled. Set it before a step.
+        step: Steps committed so far. A skipped step does not count.
+        seconds: Where the time of the last step went.
+    """
+
+    linear: bool
+    unbiased: bool
+    collective: str
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.step = 0
+        self.seconds = Seconds()
+        self.memory = Memory()
+        self._group_size = 1
+        self._agreed: set[tuple[Any, ...]] = set()
+
+    @abc.abstractmethod
+    def method(self, name: str, shape: Sequence[int], step: int) -> Method:
+        """What is done with parameter `name` in step number `step`; equal on all ranks."""
+
+    def reduce_(self, named_gradients: Mapping[str, Tensor], group: GroupLike = None) -> bool:
+        """Replace each gradient by its (approximate) mean over `group`: one whole step.
+
+        Args:
+            named_gradients: Gradients by parameter name; the same names and shapes on every rank.
+            group: A group of this library or of torch; None means all ranks.
+
+        Returns:
+            True if the step counts. False if a gradient was not finite somewhere: then the gradients hold non-finite
+            values on every rank, so that whoever checks them skips alike, and the reducer is as if never called.
+
+        Raises:
+            TypeError: If a gradient is sparse, complex or of integers.
+            ValueError: If the ranks bring different names, shapes or dtypes.
+        """
+        with self.begin(group) as step:
+            step.reduce_(named_gradients)
+            return step.commit()
+
+    def begin(self, group: GroupLike = None) -> Step:
+        """Start a step that is reduced in several buckets: `reduce_` each, in one order on all ranks, then `commit`."""
+        return Step(self, group if isinstance(group, Group) else Group.of(group, axis="data_parallel"))
+
+    def wire_bytes(self, named_shapes: Mapping[str, Sequence[int]], world_size: int, step: Optional[int] = None) -> int:
+        """Bytes that one rank sends in one step, for gradients of 4-byte elements.
+
+        Args:
+            step: Number of the step; None for one after all warm-up and schedules (on average, where steps alternate).
+        """
+        steps = [_LATE, _LATE + 1] if step is None else [step]
+        traffic = [
+            Traffic(operation, payload_bytes / len(steps))
+            for number in steps
+            for name, shape in named_shapes.items()
+            for operation, payload_bytes in self._traffic(name, shape, world_size, number)
+        ]
+        return sent_bytes(traffic, world_size)
+
+    def _traffic(self, name: str, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+        if 0 in shape:
+            return []
+        return self.method(name, shape, step).traffic(shape, world_size, step)
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, copied: tensors by slot and parameter name, ints and strings. Resumes bit for bit."""
+        return local_state(self.memory, self.step, self._group_size)
+
+    def gather_state(self, group: GroupLike = None, exact: bool = True) -> dict[str, Any]:
+        """The state of all ranks, for one checkpoint file; every rank must call it. It loads at any world size.
+
+        Args:
+            exact: Keep every rank's memory, so that as many ranks resume bit for bit. Otherwise only their mean is
+                kept, one tensor per parameter: exact in exact arithmetic for linear reducers, an approximation for
+                the others.
+
+        Returns:
+            The state on the group's first rank, an empty dict on the others.
+        """
+        group = group if isinstance(group, Group) else Group.of(group, axis="data_parallel")
+        return gather_state(self.memory, self.step, group, exact)
+
+    def load_state_dict(self, state: Mapping[str, Any], group: GroupLike = None) -> None:
+        """Continue from `state_dict()` of the same rank of as many ranks, or from `gather_state()` of any number.
+
+        Raises:
+            ValueError: If `state` is that of one rank among a different number of ranks, or of another version.
+        """
+        group = group if isinstance(group, Group) else Group.of(group, axis="data_parallel")
+        self.memory.load(values_for(state, group))
+        self.step, self._group_size = int(state["step"]), group.size
+
+    @property
+    def residual_norm(self) -> float:
+        """Euclidean norm of this rank's residuals."""
+        norms = [tensor.norm().double().cpu() for slot, _, tensor in self.memory.items() if slot == "residual"]
+        return float(torch.stack(norms).norm()) if norms else 0.0
+
+
+class Step:
+    """One optimizer step of a reducer, in any number of buckets; leaving it without `commit` rolls back.
+
+    Attributes:
+        number: How many steps were committed before this one.
+    """
+
+    def __init__(self, reducer: Reducer, group: Group) -> None:
+        self.reducer, self.group = reducer, group
+        self.number, self.scale, self.memory = reducer.step, reducer.scale, reducer.memory
+        self._suspects: list[Tensor] = []
+        self._open = True
+        self._seconds = Seconds()
+        self.memory.rollback()
+
+    def __enter__(self) -> Step:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open:
+            self.rollback()
+
+    def reduce_(self, named_gradients: Mapping[str, Tensor]) -> None:
+        """Replace a part of the gradients by their mean; each parameter comes once in a step."""
+        if not self._open:
+            raise RuntimeError("this step has been committed or rolled back; begin another one")
+        self._agree(named_gradients)
+        blocks = self._blocks(named_gradients)
+        run([method.exchange(block, self) for method, block in blocks], self.group, self._seconds)
+
+    def watch(self, received: Tensor) -> None:
+        """Remember a tensor, equal on all ranks, that is non-finite where a gradient on any rank was."""
+        self._suspects.append(received.detach().sum(dtype=working_dtype(received.dtype)))
+
+    def commit(self) -> bool:
+        """End the step; False, and no trace of it, if a gradient was not finite on any rank."""
+        self._open = False
+        finite = all(bool(torch.stack(some).isfinite().all()) for some in _by_kind(self._suspects))
+        if not finite:
+            self.memory.rollback()
+            return False
+        self.memory.commit()
+        self.reducer.step += 1
+        self.reducer._group_size = self.group.size
+        self.reducer.seconds = self._seconds
+        return True
+
+    def rollback(self) -> None:
+        """End the step and forget it."""
+        self._open = False
+        self.memory.rollback()
+
+    def _blocks(self, named_gradients: Mapping[str, Tensor]) -> list[tuple[Method, Block]]:
+        found: dict[Any, tuple[Method, list[str], list[Tensor]]] = {}
+        seen: set[Tensor] = set()  # tensors hash by identity: a tied gradient under two names is reduced once
+        for name in sorted(named_gradients):
+            gradient = named_gradients[name]
+            if gradient.numel() == 0 or gradient in seen:
+                continue
+            seen.add(gradient)
+            method = self.reducer.method(name, gradient.shape, self.number)
+            key = (id(method), gradient.shape, gradient.dtype, gradient.device)
+            _, names, gradients = found.setdefault(key, (method, [], []))
+            names.append(name)
+            gradients.append(gradient.detach())
+        return [(method, Block(tuple(names), gradients)) for method, names, gradients in found.values()]
+
+    def _agree(self, named_gradients: Mapping[str, Tensor]) -> None:
+        """Check gradients of a new kind with the other ranks, before the first collective on them."""
+        signature = tuple((name, tuple(g.shape), g.dtype) for name, g in sorted(named_gradients.items()))
+        key = (self.group.ranks, signature)
+        if key in self.reducer._agreed:
+            return
+        refused = {
+            name: f"{gradient.layout} {gradient.dtype}"
+            for name, gradient in named_gradients.items()
+            if gradient.layout != torch.strided or not gradient.dtype.is_floating_point
+        }
+        error = TypeError(f"gradients must be dense and of a floating-point dtype, found {refused}")
+        comm.raise_together(error if refused else None, self.group)
+        comm.agree("the gradients' names, shapes and dtypes", signature, self.group)
+        self.reducer._agreed.add(key)
+
+
+def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())

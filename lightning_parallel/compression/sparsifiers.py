@@ -1,0 +1,236 @@
+"""Sparsifiers: send some elements exactly, keep the others for later."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Optional, Union
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.compression.codec import Codec, as_bytes, from_bytes, pad
+from lightning_parallel.compression.compressor import Compressor
+from lightning_parallel.compression.draws import generator
+from lightning_parallel.compression.exchange import Exchange, Gather, Sum, Traffic
+from lightning_parallel.compression.feedback import Block, FeedbackName
+from lightning_parallel.compression.reducer import Step
+from lightning_parallel.compression.schedule import Schedule, at, every
+from lightning_parallel.compression.selection import largest
+
+__all__ = ["BlockTopK", "RandomK", "Sparsifier", "TopK"]
+
+_SPAN = 1 << 16  # elements that a two-byte index can tell apart
+
+
+class Sparsifier(Compressor):
+    """What sparsifiers have in common.
+
+    Args:
+        ratio: Share of the elements to send, in (0, 1], or a schedule of it.
+        feedback: Error feedback.
+        decay: How much of the old residual `decayed` keeps.
+        momentum: Momentum correction: the momentum of SGD, applied before the selection. Give the optimizer none.
+        start_step: Steps with plain means before compression begins.
+        min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
+        values: Encoding of the values sent: `TopK(0.01) | Quantize(8)`.
+        seed: Of the random choices, where there are any.
+    """
+
+    codecs: ClassVar[tuple[str, ...]] = ("Cast", "Quantize")
+
+    def __init__(
+        self,
+        ratio: Union[float, Schedule] = 0.01,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: float = 0.5,
+        momentum: float = 0.0,
+        start_step: int = 0,
+        min_numel: int = 1024,
+        values: Optional[Codec] = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(feedback, decay, start_step, min_numel, values, momentum)
+        if not all(0 < value <= 1 for value in every(ratio)):
+            raise ValueError(f"`ratio` must be in (0, 1], got {ratio!r}")
+        self.ratio, self.seed = ratio, seed
+
+    def _count(self, n: int, step: int) -> int:
+        return max(1, round(at(self.ratio, step) * n))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(ratio={self.ratio})"
+
+
+class TopK(Sparsifier):
+    """Send the k = ratio n elements of largest magnitude of each tensor, with their positions, to all ranks.
+
+        C(M) = M where |M| is among the k largest, 0 elsewhere        out = mean(C(M_i)), by all-gather
+
+    Contraction: |C(M) - M|^2 <= (1 - k/n) |M|^2. Biased and not linear. A position takes two bytes (an offset in a
+    span of 65 536, and one count per span). Over W ranks one rank sends (W - 1) k (value + 2) bytes, so from W = 8 /
+    (ratio (value + 2)) on a plain all-reduce sends less.
+
+    See `Sparsifier` for the arguments.
+
+    Source: Aji and Heafield 2017, arXiv 1704.05021; momentum: Lin et al. 2018, arXiv 1712.01887.
+    """
+
+    linear = False
+    unbiased = False
+    collective = "all_gather"
+
+    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+        n = math.prod(shape)
+        k = self._count(n, step)
+        return [Traffic("all_gather", self.values.packed_bytes(k) + 2 * k + 4 * math.ceil(n / _SPAN))]
+
+    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+        rows = work.flatten(1)
+        n, k = rows.shape[1], self._count(rows.shape[1], step.number)
+        positions = largest(rows, k)
+        values = rows.gather(1, positions)
+        noise = generator(rows.device, self.seed, step.number, block.names, step.group.rank)
+        packed = self.values.pack(values, noise)
+        if block.keep_rest:
+            rows.scatter_(1, positions, values - self.values.unpack(packed, k, rows.dtype))
+        block.sent = positions
+        message = torch.cat([packed, _pack_positions(positions, n)], dim=1)
+        everyone = yield Gather(message.flatten())
+        everyone = everyone.reshape(step.group.size, *message.shape)
+        values = self.values.unpack(everyone[..., : packed.shape[1]], k, rows.dtype)
+        step.watch(values)
+        values.div_(step.group.size)
+        for index, target in enumerate(block.targets):
+            flat = target.view(-1).zero_()
+            for some, where in zip(values[:, index], everyone[:, index, packed.shape[1] :]):
+                flat.index_add_(0, _unpack_positions(where, k), some)  # rank by rank: the sum has one order
+
+
+class RandomK(Sparsifier):
+    """Send k = ratio n random elements, the same on all ranks, so positions need not travel and an all-reduce suffices.
+
+    The tensor is divided into k nearly equal runs and one element is drawn from each, from a generator that depends on
+    seed, step and parameter name only.
+
+        with feedback       C(M) = M at the drawn positions                    linear
+        without             C(M) = M times the length of the run, there        linear and unbiased
+
+    See `Sparsifier` for the arguments.
+
+    Source: Stich et al. 2018, arXiv 1809.07599; sampling one element per run keeps memory access in order.
+    """
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self.values.linear and self.feedback.kind != "ef21"
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        return self.feedback.kind is None and self.values.unbiased
+
+    @property
+    def collective(self) -> str:  # type: ignore[override]
+        return self.values.collective
+
+    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+        return self.values.mean_traffic(self._count(math.prod(shape), step), world_size)
+
+    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+        rows = work.flatten(1)
+        n, k = rows.shape[1], self._count(rows.shape[1], step.number)
+        starts = torch.arange(k + 1) * n // k
+        lengths = starts.diff()
+        draws = [generator(starts.device, self.seed, step.number, name) for name in block.names]
+        uniform = torch.stack([torch.rand(k, generator=draw, dtype=torch.float64) for draw in draws])
+        positions = (starts[:-1] + (uniform * lengths).long()).to(rows.device)
+        values = rows.gather(1, positions)
+        if self.feedback.kind is None:
+            values.mul_(lengths.to(rows))
+        values[:, 0].add_(rows.sum(1), alpha=0)  # NaN, if there is something non-finite that was not drawn
+        mean, sent = yield from self.values.mean(values, step, block.names)
+        if block.keep_rest:
+            rows.scatter_(1, positions, values - sent)
+        block.sent = positions
+        for target, where, some in zip(block.targets, positions, mean):
+            target.view(-1).zero_().scatter_(0, where, some)
+
+
+class BlockTopK(Sparsifier):
+    """Send the blocks of consecutive elements that are largest over all ranks together: no positions, no all-gather.
+
+        1. all-reduce of the squared norms of all blocks of the flattened tensor: every rank chooses the same blocks
+        2. all-reduce of the elements of the chosen blocks
+
+    The first phase costs 1 / block of the dense bytes. Biased and not linear.
+
+    Args:
+        ratio: Share of the blocks to send, in (0, 1], or a schedule of it.
+        block: Elements of a block.
+        feedback: See `Sparsifier`, as for all further arguments.
+
+    Source: agreed sparsification, Shi et al. 2019, arXiv 1902.06855.
+    """
+
+    linear = False
+    unbiased = False
+
+    def __init__(
+        self,
+        ratio: Union[float, Schedule] = 0.01,
+        block: int = 256,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: float = 0.5,
+        momentum: float = 0.0,
+        start_step: int = 0,
+        min_numel: int = 1024,
+        values: Optional[Codec] = None,
+    ) -> None:
+        super().__init__(ratio, feedback, decay, momentum, start_step, min_numel, values)
+        if block < 1:
+            raise ValueError(f"`block` must be at least 1, got {block}")
+        self.block = block
+
+    @property
+    def collective(self) -> str:  # type: ignore[override]
+        return self.values.collective
+
+    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+        num_blocks = math.ceil(math.prod(shape) / self.block)
+        chosen = self._count(num_blocks, step) * self.block
+        return [Traffic("all_reduce", 4 * num_blocks), *self.values.mean_traffic(chosen, world_size)]
+
+    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+        rows = work.flatten(1)
+        n, num_blocks = rows.shape[1], math.ceil(rows.shape[1] / self.block)
+        padded = pad(rows, num_blocks * self.block)
+        blocks = padded.view(len(rows), num_blocks, self.block)
+        norms = yield Sum(torch.linalg.vector_norm(blocks, dim=2).square_())
+        step.watch(norms)
+        chosen = norms.topk(self._count(num_blocks, step.number), dim=1).indices.sort(dim=1).values
+        positions = (chosen.unsqueeze(2) * self.block + torch.arange(self.block, device=rows.device)).flatten(1)
+        values = padded.gather(1, positions)
+        mean, sent = yield from self.values.mean(values, step, block.names)
+        if block.keep_rest:
+            padded.scatter_(1, positions, values - sent)
+            if padded is not rows:
+                rows.copy_(padded[:, :n])
+        block.sent = positions.clamp_max(n - 1)  # what is clamped belongs to the last block, which was sent
+        for target, where, some in zip(block.targets, positions, mean):
+            inside = len(where) - (num_blocks * self.block - n) * int(where[-1] >= n)
+            target.view(-1).zero_().scatter_(0, where[:inside], some[:inside])
+
+
+def _pack_positions(positions: Tensor, n: int) -> Tensor:
+    """Bytes (rows, 2 k + 4 spans) of ascending positions (rows, k) below n."""
+    spans = math.ceil(n / _SPAN)
+    counts = torch.zeros(len(positions), spans, dtype=torch.int32, device=positions.device)
+    counts.scatter_add_(1, positions // _SPAN, torch.ones_like(positions, dtype=torch.int32))
+    offsets = (positions % _SPAN).to(torch.int32).to(torch.int16)
+    return torch.cat([as_bytes(counts), as_bytes(offsets)], dim=1)
+
+
+def _unpack_positions(packed: Tensor, k: int) -> Tensor:
+    counts, offsets = from_bytes(packed[: len(packed) - 2 * k], torch.int32), from_bytes(packed[-2 * k :], torch.int16)
+    spans = torch.arange(len(counts), device=packed.device) * _SPAN
+    return torch.repeat_interleave(spans, counts, output_size=k) + (offsets.to(torch.int64) & (_SPAN - 1))
