@@ -1,0 +1,413 @@
+"""What every compressor promises, checked on every compressor."""
+
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_parallel import comm
+from lightning_parallel.compression import (
+    BlockTopK,
+    Cast,
+    Dense,
+    Policy,
+    PowerSGD,
+    Quantize,
+    RandomK,
+    Schedule,
+    Sign,
+    TopK,
+)
+from lightning_parallel.compression.exchange import Traffic, sent_bytes
+from tests.harness import distributed, run
+
+SMALL = {"min_numel": 16}
+COMPRESSORS = {
+    "dense": Dense,
+    "cast": lambda: Cast("bf16", **SMALL),
+    "cast_feedback": lambda: Cast(torch.float16, feedback="classic", **SMALL),
+    "topk": lambda: TopK(0.1, **SMALL),
+    "topk_int8": lambda: TopK(0.1, **SMALL) | Quantize(8),
+    "topk_bf16": lambda: TopK(0.1, **SMALL) | Cast("bf16"),
+    "topk_ef21": lambda: TopK(0.1, feedback="ef21", **SMALL),
+    "topk_decayed": lambda: TopK(0.1, feedback="decayed", **SMALL),
+    "dgc": lambda: TopK(Schedule.warm_up(0.05, 3), momentum=0.9, **SMALL),
+    "randomk": lambda: RandomK(0.1, **SMALL),
+    "randomk_plain": lambda: RandomK(0.1, feedback=None, **SMALL),
+    "randomk_int4": lambda: RandomK(0.3, **SMALL) | Quantize(4),
+    "blocktopk": lambda: BlockTopK(0.2, block=8, **SMALL),
+    "blocktopk_int8": lambda: BlockTopK(0.2, block=5, **SMALL) | Quantize(8),
+    "int8": lambda: Quantize(8, **SMALL),
+    "int4": lambda: Quantize(4, **SMALL),
+    "int4_stochastic": lambda: Quantize(4, stochastic=True, feedback=None, **SMALL),
+    "sign": lambda: Sign(**SMALL),
+    "powersgd": lambda: PowerSGD(2, **SMALL),
+    "powersgd_ef21": lambda: PowerSGD(2, feedback="ef21", **SMALL),
+    "powersgd_ranks": lambda: PowerSGD(Schedule({0: 4, 2: 1, 3: 3}), **SMALL),
+    "powersgd_int8": lambda: PowerSGD(2, **SMALL) | Quantize(8),
+    "alternating": lambda: PowerSGD(2, alternate=True, **SMALL),
+    "alternating_bf16": lambda: PowerSGD(2, alternate=True, **SMALL) | Cast("bf16"),
+    "late": lambda: TopK(0.1, start_step=2, **SMALL),
+    "policy": lambda: Policy({"conv": None, "a.*": Sign(**SMALL), "*": PowerSGD(1, **SMALL) | Cast("bf16")}),
+}
+every_compressor = pytest.mark.parametrize("name", COMPRESSORS)
+SHAPES = {"a.weight": (12, 10), "b.weight": (12, 10), "bias": (12,), "conv": (6, 4, 3, 3), "scalar": (), "odd": (7, 9)}
+
+
+def gradients(step, rank, dtype=torch.float32, shapes=SHAPES):
+    draws = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=draws, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
+
+
+def mean_gradients(step, world_size, dtype=torch.float32):
+    everyone = [gradients(step, rank, dtype) for rank in range(world_size)]
+    return {name: sum(g[name] for g in everyone) / world_size for name in SHAPES}
+
+
+def memory_of(reducer, slot, like):
+    held = reducer.state_dict().get(slot, {})
+    return {name: held.get(name, torch.zeros_like(tensor)) for name, tensor in like.items()}
+
+
+def mean_memory(reducer, like, group):
+    """The mean of the residuals over the ranks, with what owners of parts of the mean hold."""
+    means = {name: comm.all_reduce(value, group) / group.size for name, value in memory_of(reducer, "residual", like).items()}
+    for name, part in reducer.state_dict().get("server_residual", {}).items():
+        whole = comm.all_gather(part, group).flatten()[: means[name].numel()]
+        means[name] = means[name] + whole.view_as(means[name])
+    return means
+
+
+def steps_of(reducer, steps, group, start=0):
+    outputs = []
+    for step in range(start, start + steps):
+        grads = gradients(step, group.rank)
+        assert reducer.reduce_(grads, group)
+        outputs.append(grads)
+    return outputs
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+# --------------------------------------------------------------------------------------------------- the mean
+
+
+@distributed(world_size=2)
+def _conserves(name, group):
+    """Inputs + old residual = sent + new residual, in the mean over ranks; in fp64, hence no rounding of the sum."""
+    reducer = COMPRESSORS[name]()
+    summed_in_half = "cast" in name or "bf16" in name or name == "policy"
+    for step in range(6):
+        grads = gradients(step, group.rank, torch.float64)
+        old = mean_memory(reducer, grads, group)
+        reducer.reduce_(grads, group)
+        new = mean_memory(reducer, grads, group)
+        inputs = mean_gradients(step, group.size, torch.float64)
+        for key in SHAPES:
+            error = (inputs[key] + old[key] - grads[key] - new[key]).abs().max()
+            assert error < (0.1 if summed_in_half else 1e-12), (key, step, error)
+
+
+LOSSY = {"cast", "topk_ef21", "powersgd_ef21", "topk_decayed", "dgc", "randomk_plain", "int4_stochastic"}
+
+
+@pytest.mark.parametrize("name", sorted(COMPRESSORS.keys() - LOSSY))
+def test_nothing_is_lost(name):
+    _conserves(name=name)
+
+
+@every_compressor
+@distributed(world_size=2)
+def test_replicas_stay_bitwise_equal(name, group):
+    for grads in steps_of(COMPRESSORS[name](), 5, group):
+        for key, gradient in grads.items():
+            both = comm.all_gather(gradient.unsqueeze(0), group)
+            assert torch.equal(both[0], both[1]), key
+
+
+@every_compressor
+@distributed(world_size=2)
+def test_linear_ones_do_not_see_how_gradients_are_spread(name, group):
+    reducer, alone = COMPRESSORS[name](), COMPRESSORS[name]()
+    if not reducer.linear:
+        pytest.skip("not linear")
+    for step in range(5):
+        grads, means = gradients(step, group.rank, torch.float64), mean_gradients(step, group.size, torch.float64)
+        reducer.reduce_(grads, group)
+        alone.reduce_(means, comm.Group.alone("alone"))
+        for key in SHAPES:
+            torch.testing.assert_close(grads[key], means[key], rtol=0, atol=1e-10)
+
+
+@every_compressor
+@distributed(world_size=2)
+def test_buckets_of_a_step_equal_one_call(name, group):
+    whole, parts = COMPRESSORS[name](), COMPRESSORS[name]()
+    for step in range(4):
+        expected, grads = gradients(step, group.rank), gradients(step, group.rank)
+        whole.reduce_(expected, group)
+        names = list(grads)[:: -1 if step % 2 else 1]
+        with parts.begin(group) as transaction:
+            for bucket in (names[:2], names[2:3], names[3:]):
+                transaction.reduce_({key: grads[key] for key in bucket})
+            assert transaction.commit()
+        if isinstance(whole, PowerSGD):  # batched and single products may differ in the last bit
+            for key in SHAPES:
+                torch.testing.assert_close(grads[key], expected[key], rtol=1e-4, atol=1e-4)
+        elif name not in ("int4_stochastic", "policy"):
+            assert_equal(grads, expected)
+
+
+# --------------------------------------------------------------------------------------------------- the wire
+
+
+@every_compressor
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_told_are_bytes_sent(name, world_size):
+    for told, counted in run(_count_bytes, world_size, name=name)[0]:
+        assert told == counted
+
+
+def _count_bytes(name, group):
+    reducer, pairs = COMPRESSORS[name](), []
+    for step in range(4):
+        told = reducer.wire_bytes(SHAPES, group.size, step)
+        with comm.record() as records:
+            steps_of(reducer, 1, group, start=step)
+        divisor = {"all_gather": group.size}  # a record holds what was gathered, `Traffic` what one rank gave
+        traffic = [Traffic(record.op, record.bytes / divisor.get(record.op, 1)) for record in records]
+        pairs.append((told, sent_bytes(traffic, group.size)))
+    return pairs
+
+
+@distributed(world_size=2)
+def test_a_bucket_takes_no_more_collectives_than_its_method_has_phases(group):
+    phases = {"dense": 1, "topk": 2, "randomk": 1, "blocktopk": 2, "int8": 3, "powersgd": 2, "alternating": 1}
+    for name, count in phases.items():
+        reducer = COMPRESSORS[name]()
+        steps_of(reducer, 1, group)
+        with comm.record() as records:
+            steps_of(reducer, 1, group, start=1)
+        assert len(records) == count, (name, records)
+
+
+# -------------------------------------------------------------------------------------------------- the state
+
+
+@every_compressor
+@distributed(world_size=2)
+def test_resumes_bit_for_bit(name, group):
+    straight, first = COMPRESSORS[name](), COMPRESSORS[name]()
+    expected = steps_of(straight, 6, group)
+    steps_of(first, 3, group)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    resumed = COMPRESSORS[name]()
+    resumed.load_state_dict(torch.load(file, weights_only=True), group)
+    assert resumed.step == 3
+    for ours, theirs in zip(steps_of(resumed, 3, group, start=3), expected[3:]):
+        assert_equal(ours, theirs)
+    one_file = first.gather_state(group)
+    shared = comm.broadcast_object(one_file, group)
+    again = COMPRESSORS[name]()
+    again.load_state_dict(shared, group)
+    for ours, theirs in zip(steps_of(again, 3, group, start=3), expected[3:]):
+        assert_equal(ours, theirs)
+
+
+def _state_after(name, exact, group):
+    reducer = COMPRESSORS[name]()
+    for step in range(3):
+        reducer.reduce_(gradients(step, group.rank, torch.float64), group)
+    state = reducer.gather_state(group, exact)
+    outputs = []
+    for step in range(3, 6):
+        grads = gradients(step, group.rank, torch.float64)
+        reducer.reduce_(grads, group)
+        outputs.append(grads)
+    return state, outputs
+
+
+@every_compressor
+@pytest.mark.parametrize("exact", [True, False])
+def test_resumes_at_another_world_size(name, exact):
+    state, expected = run(_state_after, 2, name=name, exact=exact)[0]
+    reducer = COMPRESSORS[name]()
+    reducer.load_state_dict(state)
+    assert reducer.step == 3
+    for step, theirs in zip(range(3, 6), expected):
+        ours = mean_gradients(step, 2, torch.float64)
+        assert reducer.reduce_(ours)
+        if reducer.linear:
+            for key in SHAPES:
+                torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=1e-10)
+    held = reducer.state_dict().get("residual", {})
+    assert all(tensor.shape == SHAPES[key] for key, tensor in held.items())
+
+
+@distributed(world_size=2)
+def test_one_ranks_state_is_refused_at_another_world_size(group):
+    reducer = TopK(0.1, **SMALL)
+    steps_of(reducer, 1, group)
+    with pytest.raises(ValueError, match=r"one of 2 ranks, but there are 1.*gather_state"):
+        TopK(0.1).load_state_dict(reducer.state_dict(), comm.Group.alone("alone"))
+    with pytest.raises(ValueError, match="version"):
+        reducer.load_state_dict({}, group)
+
+
+@every_compressor
+def test_global_generators_are_untouched(name):
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    steps_of(COMPRESSORS[name](), 3, comm.Group.alone("alone"))
+    after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+# -------------------------------------------------------------------------------------------- the transaction
+
+
+@every_compressor
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@distributed(world_size=2)
+def test_one_bad_gradient_leaves_no_trace(name, value, group):
+    straight, hit = COMPRESSORS[name](), COMPRESSORS[name]()
+    expected = steps_of(straight, 54, group)
+    steps_of(hit, 4, group)
+    for where in ("a.weight", "bias", "conv"):
+        grads = gradients(99, group.rank)
+        if group.rank == 1:
+            grads[where].view(-1)[5] = value
+        names = list(grads)
+        with hit.begin(group) as step:  # the first bucket is fine and must be rolled back too
+            step.reduce_({key: grads[key] for key in names if key != where})
+            step.reduce_({where: grads[where]})
+            assert not step.commit()
+        assert not grads[where].isfinite().all()
+        assert not hit.reduce_({where: torch.full(SHAPES[where], value)}, group)
+    assert hit.step == 4
+    for ours, theirs in zip(steps_of(hit, 50, group, start=4), expected[4:]):
+        assert_equal(ours, theirs)
+
+
+@every_compressor
+@distributed(world_size=2)
+def test_a_changing_loss_scale_changes_nothing(name, group):
+    plain, scaled = COMPRESSORS[name](), COMPRESSORS[name]()
+    for step, scale in enumerate([65536.0, 65536.0, 32768.0, 1.0, 2.0**20]):
+        expected, grads = gradients(step, group.rank), gradients(step, group.rank)
+        plain.reduce_(expected, group)
+        scaled.scale = scale
+        for gradient in grads.values():
+            gradient.mul_(scale)
+        scaled.reduce_(grads, group)
+        for key in SHAPES:
+            assert torch.equal(grads[key] / scale, expected[key]), key
+
+
+def test_a_step_left_early_is_rolled_back():
+    reducer = TopK(0.1, **SMALL)
+    steps_of(reducer, 1, comm.Group.alone("alone"))
+    before = reducer.state_dict()
+    with pytest.raises(KeyError), reducer.begin() as step:
+        step.reduce_(gradients(1, 0))
+        raise KeyError
+    assert_equal(reducer.state_dict()["residual"], before["residual"])
+    with pytest.raises(RuntimeError, match="begin another"):
+        step.reduce_(gradients(1, 0))
+
+
+# ------------------------------------------------------------------------------------------ odd kinds of input
+
+
+@every_compressor
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(name, dtype):
+    reducer, reference = COMPRESSORS[name](), COMPRESSORS[name]()
+    for step in range(3):
+        grads = gradients(step, 0, dtype)
+        expected = {key: value.to(torch.float64 if dtype == torch.float64 else torch.float32) for key, value in grads.items()}
+        assert reducer.reduce_(grads)
+        assert reference.reduce_(expected)
+        for key, gradient in grads.items():
+            assert gradient.dtype == dtype
+            assert torch.equal(gradient, expected[key].to(dtype)), key
+
+
+@every_compressor
+def test_layout_does_not_matter(name):
+    reducer, reference = COMPRESSORS[name](), COMPRESSORS[name]()
+    for step in range(3):
+        expected = gradients(step, 0)
+        grads = {key: value.clone() for key, value in expected.items()}
+        grads["conv"] = grads["conv"].to(memory_format=torch.channels_last)
+        grads["odd"] = grads["odd"].t().contiguous().t()
+        reducer.reduce_(grads)
+        reference.reduce_(expected)
+        assert_equal(grads, expected)
+
+
+@every_compressor
+def test_empty_unused_and_tied_gradients(name):
+    reducer, reference = COMPRESSORS[name](), COMPRESSORS[name]()
+    for step in range(5):
+        expected = gradients(step, 0)
+        grads = gradients(step, 0) | {"empty": torch.empty(0, 5)}
+        grads["tied.weight"] = grads["odd"]
+        if step == 2:  # unused in this step: what it owes is kept
+            held = memory_of(reducer, "residual", expected)["a.weight"]
+            del grads["a.weight"], expected["a.weight"]
+        reducer.reduce_(grads)
+        reference.reduce_(expected)
+        for key, gradient in expected.items():
+            torch.testing.assert_close(gradient, grads[key])
+        if step == 2:
+            assert torch.equal(memory_of(reducer, "residual", gradients(0, 0))["a.weight"], held)
+
+
+def test_what_cannot_be_averaged_is_refused():
+    for wrong in (torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.complex64), torch.eye(3).to_sparse()):
+        with pytest.raises(TypeError, match="floating-point dtype.*weight"):
+            TopK(0.1).reduce_({"weight": wrong})
+
+
+@distributed(world_size=2)
+def test_different_gradients_are_refused_on_all_ranks(group):
+    grads = {"x": torch.ones(4, 4), "y": torch.ones(2)}
+    if group.rank:
+        del grads["y"]
+    with pytest.raises(ValueError, match="names, shapes"):
+        PowerSGD(1).reduce_(grads, group)
+
+
+def test_the_group_may_be_torchs_or_left_out():
+    for result in run(_reduce_over_the_world, 2):
+        assert result == [0.5] * 3
+
+
+def _reduce_over_the_world(group):
+    results = []
+    for given in (None, torch.distributed.group.WORLD, group):
+        grads = {"bias": torch.tensor([float(group.rank)])}
+        Cast().reduce_(grads, given)
+        results.append(grads["bias"].item())
+    return results
+
+
+@every_compressor
+def test_says_what_it_is(name):
+    reducer = COMPRESSORS[name]()
+    assert isinstance(reducer.linear, bool)
+    assert isinstance(reducer.unbiased, bool)
+    assert reducer.collective in {"all_reduce", "all_gather", "two_phase", "mixed"}
+    assert repr(reducer)
