@@ -73,7 +73,10 @@ class Region:
 
     @contextmanager
     def scope(self, device: torch.device) -> Iterator[None]:
-        """Run a block inside the region."""
+        """Run a block inside the region; it closes with the block that opened it."""
+        if self.is_open:
+            yield
+            return
         self.open(device)
         try:
             yield
@@ -96,7 +99,9 @@ def _connect(module: nn.Module, region: Region) -> list[nn.Module]:
     end = getattr(module, "region_end", None)
     if end is not None:
         module.region = region  # type: ignore[assignment]
-    layers = [module] if end in ("opens", "closes") else []
+    if end == "inside":
+        return []
+    layers = [] if end is None else [module]
     for child in module.children():
         layers += _connect(child, region)
     if {layer.region_end for layer in layers} == {"opens", "closes"}:

@@ -1,0 +1,257 @@
+"""PyTorch's own attention and transformer layers, divided by heads, in place.
+
+Shapes: L target length, S source length, B batch, E features, H heads of D = E / H features, h heads on this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_parallel.comm import Group
+from lightning_parallel.tensor.collectives import gather_from_group, reduce_from_group
+from lightning_parallel.tensor.conversion import convert, describe, shard_parameters, shared_inputs
+from lightning_parallel.tensor.layers import Column, ColumnLinear, Row, RowLinear, Style
+from lightning_parallel.tensor.linear import Inputs, column_linear
+from lightning_parallel.tensor.rng import Region
+from lightning_parallel.tensor.sharding import Part, Shard
+
+__all__ = ["Attention", "ParallelAttention", "ParallelEncoderLayer", "TransformerLayer", "guard_fast_path"]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Divide the heads of an `nn.MultiheadAttention`."""
+
+    def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
+        """See `Style`.
+
+        Raises:
+            TypeError: If the module is not an `nn.MultiheadAttention`, or has a `forward` of its own.
+            ValueError: If it has fewer heads than `ranks`, `add_bias_kv` or `add_zero_attn`.
+        """
+        native = isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
+        if not native or "forward" in vars(module):
+            raise TypeError(f"`Attention` applies to `nn.MultiheadAttention`, found {describe(module)}")
+        assert isinstance(module, nn.MultiheadAttention)
+        if module.bias_k is not None or module.add_zero_attn:
+            raise ValueError("`add_bias_kv` and `add_zero_attn` cannot be divided by heads; leave this attention whole")
+        heads = Part(module.embed_dim, module.head_dim)
+        packed, single = Shard.packed(0, [heads] * 3, ranks), Shard.packed(0, [heads], ranks)
+        rules = {f"{name}_proj_weight": single for name in ("q", "k", "v")}
+        rules |= {"in_proj_weight": packed, "in_proj_bias": packed, "out_proj.weight": single.along(1)}
+        present = {name for name, _ in module.named_parameters()}
+        return {name: rule for name, rule in rules.items() if name in present}
+
+    def partial(self, module: nn.Module) -> frozenset[str]:
+        """See `Style`."""
+        return frozenset()
+
+    def apply(self, module: nn.Module, group: Group) -> None:
+        """See `Style`."""
+        rules = self.rules(module, group.size)
+        layer = convert(module, ParallelAttention)
+        heads = rules["out_proj.weight"]
+        layer.group, layer.inputs, layer.region = group, shared_inputs(group, None), None
+        layer.head_counts = tuple(size // layer.head_dim for size in heads.sizes)
+        layer.first_head = heads.ranges[group.rank][0][0] // layer.head_dim
+        Row(unit=layer.head_dim).apply(layer.out_proj, group)
+        shard_parameters(layer, {name: rule for name, rule in rules.items() if name != "out_proj.weight"}, group)
+
+
+@dataclass(frozen=True)
+class TransformerLayer:
+    """Divide an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`: attention by heads, then the MLP."""
+
+    def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
+        """See `Style`."""
+        return {
+            f"{child}.{name}": rule
+            for child, style in _transformer_styles(module).items()
+            for name, rule in style.rules(module.get_submodule(child), ranks).items()
+        }
+
+    def partial(self, module: nn.Module) -> frozenset[str]:
+        """See `Style`."""
+        return frozenset()
+
+    def apply(self, module: nn.Module, group: Group) -> None:
+        """See `Style`."""
+        self.rules(module, group.size)  # refuse before anything has changed
+        for child, style in _transformer_styles(module).items():
+            style.apply(module.get_submodule(child), group)
+        guard_fast_path(module)
+
+
+def _transformer_styles(module: nn.Module) -> dict[str, Style]:
+    if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+        raise TypeError(f"`TransformerLayer` applies to torch's own transformer layers, found {describe(module)}")
+    attentions = ["self_attn"] if isinstance(module, nn.TransformerEncoderLayer) else ["self_attn", "multihead_attn"]
+    return {**{name: Attention() for name in attentions}, "linear1": Column(), "linear2": Row()}
+
+
+class ParallelAttention(nn.MultiheadAttention):
+    """`nn.MultiheadAttention` that computes this rank's heads; see `Attention`.
+
+    `embed_dim` and `num_heads` are those of the whole layer, as masks and other code expect.
+    """
+
+    group: Group
+    inputs: Inputs
+    region: Region | None
+    head_counts: tuple[int, ...]
+    first_head: int
+
+    @property
+    def region_end(self) -> Literal["inside"]:
+        """The random numbers of the attention weights have to differ between the ranks."""
+        return "inside"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `nn.MultiheadAttention`, masks and weights included."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("`is_causal` is a hint about `attn_mask`; pass the mask too")
+        batched = query.dim() == 3
+        if not batched:
+            distinct = {id(x): x.unsqueeze(1) for x in (query, key, value)}
+            query, key, value = (distinct[id(x)] for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        batch_first = self.batch_first and batched
+        q, k, v = (_by_head(x, self.head_dim, batch_first) for x in self._project(query, key, value))
+        mask = self._mask(attn_mask, key_padding_mask, q)
+        if is_causal and key_padding_mask is None and not need_weights:
+            mask = None  # the kernel is told instead, as in torch
+        else:
+            is_causal = False
+        mixed, weights = self._attend(q, k, v, mask, is_causal, need_weights)
+        mixed = mixed.transpose(1, 2) if batch_first else mixed.permute(2, 0, 1, 3)
+        output = self.out_proj(mixed.flatten(2))
+        if weights is not None:
+            weights = self._whole_weights(weights, average_attn_weights)
+        if not batched:
+            return output.squeeze(1), None if weights is None else weights.squeeze(0)
+        return output, weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """(..., E) each -> (..., h D) each, with one product for what shares an input."""
+        bias = self.in_proj_bias
+        if self.in_proj_weight is not None and query is key and key is value:
+            return column_linear(query, self.in_proj_weight, bias, self.inputs).chunk(3, -1)
+        if self.in_proj_weight is not None:
+            matrices = self.in_proj_weight.chunk(3)
+        else:
+            matrices = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        return tuple(
+            column_linear(x, matrix, b, self.inputs) for x, matrix, b in zip((query, key, value), matrices, biases)
+        )
+
+    def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
+        """Both masks as one term of the scores of q (B, h, L, D), that broadcasts to (B, h, L, S)."""
+        mask = None
+        if attn_mask is not None:
+            mask = _additive(attn_mask, q.dtype)
+            if mask.dim() == 3:  # (B H, L, S)
+                mask = mask.unflatten(0, (-1, self.num_heads)).narrow(1, self.first_head, q.shape[1])
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask, q.dtype)[:, None, None, :]
+            mask = padding if mask is None else mask + padding
+        return mask
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, h, L, D), (B, h, S, D) twice -> (B, h, L, D), and the weights (B, h, L, S) if they are needed."""
+        dropout = self.dropout if self.training else 0.0
+        with self.region.scope(q.device) if self.region is not None and dropout else nullcontext():
+            if not need_weights:
+                return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal), None
+            scores = (q * math.sqrt(1.0 / self.head_dim)) @ k.transpose(-2, -1)
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, dropout, training=dropout > 0)
+            return weights @ v, weights
+
+    def _whole_weights(self, weights: Tensor, average: bool) -> Tensor:
+        if average:
+            return reduce_from_group(weights.sum(1), self.group) / self.num_heads
+        return gather_from_group(weights, self.group, 1, self.head_counts)
+
+    def extra_repr(self) -> str:
+        """Heads in all and here, and the rank."""
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads},"
+            f" local_heads={self.head_counts[self.group.rank]}, rank={self.group.rank}/{self.group.size}"
+        )
+
+
+def _by_head(x: Tensor, head_size: int, batch_first: bool) -> Tensor:
+    """(B, L, h D), or (L, B, h D), -> (B, h, L, D)."""
+    x = x.unflatten(-1, (-1, head_size))
+    return x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to add to scores; True in a boolean mask excludes."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+    return mask.to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------ torch's fused encoder
+
+
+class ParallelEncoderLayer(nn.TransformerEncoderLayer):
+    """`nn.TransformerEncoderLayer` without the fused inference kernel, which would read the shards as whole weights."""
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As `nn.TransformerEncoderLayer`; evaluation with padding gives nested tensors."""
+        with _no_fast_path():
+            if not src.is_nested:
+                return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+            lengths = torch.tensor([sequence.shape[0] for sequence in src.unbind()], device=src.device)
+            padded = src.to_padded_tensor(0.0)
+            absent = torch.arange(padded.shape[1], device=src.device) >= lengths[:, None]
+            output = super().forward(padded, None, absent)
+            return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths.tolist())])
+
+
+def guard_fast_path(root: nn.Module) -> None:
+    """Keep torch's fused encoder kernel away from divided layers. Call it after layers inside `root` were divided."""
+    for module in list(root.modules()):
+        if isinstance(module, nn.TransformerEncoderLayer) and not isinstance(module, ParallelEncoderLayer):
+            kinds = (ColumnLinear, RowLinear, ParallelAttention)
+            if any(isinstance(inner, kinds) for inner in module.modules()):
+                convert(module, ParallelEncoderLayer)
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -1,0 +1,149 @@
+"""Cross-entropy of logits whose classes are divided over the ranks, without gathering them.
+
+With z the logits and m their maximum, all that the ranks exchange are numbers per target: the maximum, and then in
+one message the sum of exp(z - m), the target's own z - m, and for label smoothing the sum of z - m.
+
+Legend: N targets of any shape, C classes, c classes on this rank.
+
+Source: Megatron-LM, section 3, https://arxiv.org/abs/1909.08053
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["cross_entropy"]
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    rule: Shard,
+    group: Group,
+    *,
+    dim: int = -1,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of the full logits, on every rank.
+
+    Args:
+        logits: This rank's classes, (N..., c), or with the classes in dimension `dim`. Half precision is computed in
+            single precision.
+        target: Class indices (N...) in the whole vocabulary, the same on every rank.
+        rule: How the classes are divided, in consecutive pieces; its `dim` does not matter.
+        group: The tensor-parallel group.
+        dim: Dimension of the classes. PyTorch's own layout is `dim=1`.
+        weight: Weight of each of the C classes, the same on every rank.
+        ignore_index: Targets of this value do not count.
+        reduction: As in PyTorch; the mean of no targets is nan.
+        label_smoothing: Share of the target distribution that is spread evenly over all classes.
+
+    Raises:
+        ValueError: If the arguments do not fit each other.
+        IndexError: If a target is not a class (on the CPU).
+    """
+    _check(logits, target, rule, group, dim, reduction, label_smoothing)
+    classes = _Classes(rule.ranges[group.rank][0][0], rule.full_size, group, label_smoothing)
+    valid = target != ignore_index
+    if target.device.type == "cpu" and not ((target >= 0) & (target < classes.count) | ~valid).all():
+        raise IndexError(f"targets must be in [0, {classes.count}) or {ignore_index}, found {target.unique().tolist()}")
+    losses = _CrossEntropy.apply(logits.movedim(dim, -1), target, valid, weight, classes)
+    if torch.is_autocast_enabled(logits.device.type):
+        losses = losses.float()
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    counted = valid if weight is None else weight[target.masked_fill(~valid, 0)] * valid
+    return losses.sum() / counted.sum()
+
+
+def _check(
+    logits: Tensor, target: Tensor, rule: Shard, group: Group, dim: int, reduction: str, label_smoothing: float
+) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"`reduction` must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"`label_smoothing` must be between 0 and 1, got {label_smoothing}")
+    if rule.ranks != group.size or not rule.consecutive or any(len(pieces) != 1 for pieces in rule.ranges):
+        raise ValueError(f"`rule` must give each of the {group.size} ranks one piece, in their order; got {rule}")
+    if target.is_floating_point():
+        raise ValueError("`target` must hold class indices; class probabilities are not supported")
+    shape = list(logits.shape)
+    size = shape.pop(dim)
+    if size != rule.local_size(group.rank) or shape != list(target.shape):
+        raise ValueError(
+            f"expected logits of {tuple(target.shape)} targets by {rule.local_size(group.rank)} classes,"
+            f" found shape {tuple(logits.shape)} with the classes in dimension {dim}"
+        )
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """This rank's classes: they start at `first` of `count`."""
+
+    first: int
+    count: int
+    group: Group
+    smoothing: float
+
+
+class _CrossEntropy(Function):
+    """Loss of each target, (N..., c) -> (N...).
+
+    loss = (1 - a) w_t (log s - z_t) + a / C sum_k w_k (log s - z_k),  s = sum_k exp z_k,  z relative to its maximum
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, valid: Tensor, weight: Tensor | None, classes: _Classes
+    ) -> Tensor:
+        z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        z = z - comm.all_reduce_(z.amax(-1), classes.group, "max").unsqueeze(-1)
+        size = z.shape[-1]
+        held = (target >= classes.first) & (target < classes.first + size)
+        index = (target - classes.first).masked_fill(~held, 0).unsqueeze(-1)
+        w = None if weight is None else weight.to(z.dtype)
+        local_w = None if w is None else w[classes.first : classes.first + size]
+        parts = [None, z.gather(-1, index).squeeze(-1).masked_fill(~held, 0.0)]
+        if classes.smoothing:
+            parts.append((z if local_w is None else z * local_w).sum(-1))
+        p = z.exp_()
+        parts[0] = p.sum(-1)
+        s, z_target, *z_sum = comm.all_reduce_(torch.stack(parts), classes.group).unbind()
+        p /= s.unsqueeze(-1)
+        log_s, a = s.log(), classes.smoothing
+        w_target = torch.ones_like(s) if w is None else w[target.masked_fill(~valid, 0)]
+        w_total = float(classes.count) if w is None else w.sum()
+        losses = (1 - a) * w_target * (log_s - z_target)
+        if z_sum:
+            losses += a / classes.count * (w_total * log_s - z_sum[0])
+        ctx.save_for_backward(p, index, held, valid, w_target, local_w)
+        ctx.classes, ctx.w_total, ctx.dtype = classes, w_total, logits.dtype
+        return losses.masked_fill_(~valid, 0.0).to(logits.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        p, index, held, valid, w_target, local_w = ctx.saved_tensors
+        a = ctx.classes.smoothing
+        grad = grad.to(p.dtype) * valid
+        hard, soft = (1 - a) * w_target * grad, a / ctx.classes.count * grad
+        dz = p * (hard + soft * ctx.w_total).unsqueeze(-1)
+        dz.scatter_add_(-1, index, -(hard * held).unsqueeze(-1))
+        if a:
+            dz -= soft.unsqueeze(-1) * (1.0 if local_w is None else local_w)
+        return dz.to(ctx.dtype), None, None, None, None

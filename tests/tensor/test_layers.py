@@ -1,0 +1,460 @@
+"""Column, row and vocabulary layers against the same layers in one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.tensor.collectives import (
+    all_gather_to_group,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    scatter_to_group,
+)
+from lightning_parallel.tensor.layers import Column, ColumnLinear, Replicate, Row, RowLinear, Vocab, VocabEmbedding
+from lightning_parallel.tensor.sharding import Part, Shard, balanced
+from tests.harness import distributed, run
+from tests.tensor.oracle import check, divide, finish_gradients, same_by_name
+
+WORLDS = pytest.mark.parametrize("world", [2, 3, 4])
+
+
+class Conv1D(nn.Module):
+    """The layer of that name in transformers: a linear layer with a transposed weight."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class Gated(nn.Module):
+    """An MLP whose two input layers share their input, with a bias everywhere."""
+
+    def __init__(self, width=6, hidden=10):
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, hidden), nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Grouped(nn.Module):
+    """Attention with fewer key/value heads than query heads, a norm per head, and one packed projection."""
+
+    def __init__(self, heads=4, key_heads=2, size=4, width=8):
+        super().__init__()
+        self.size = size
+        self.sizes = [heads * size, key_heads * size, key_heads * size]
+        self.qkv = nn.Linear(width, sum(self.sizes))
+        self.norm = nn.LayerNorm(size)
+        self.out = nn.Linear(heads * size, width)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (-1, self.size)).transpose(1, 2) for t in self.qkv(x).split(self.sizes, -1))
+        y = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def double(*shape):
+    return torch.randn(*shape, dtype=torch.double)
+
+
+MLP = {"gate": Column(), "up": Column(), "down": Row()}
+
+
+@WORLDS
+def test_pair(world):
+    run(pair, world)
+
+
+def pair(group):
+    x = double(3, 5, 6)
+    check(Gated().double(), MLP, [x], group)
+    check(Gated().double(), MLP, [x[0, 0]], group)
+    check(Gated().double(), MLP, [x[:0]], group)
+    check(Gated().float(), MLP, [x.float()], group, atol=1e-5)
+    check(Gated(hidden=4 * 3).double(), {"gate": Column(unit=3), "up": Column(unit=3), "down": Row(unit=3)}, [x], group)
+    loose = {"gate": Column(gather_output=True), "up": Column(gather_output=True), "down": Row(split_input=True)}
+    check(Gated().double(), loose, [x], group)
+    packed = Column(gather_output=True, parts=(6, 4))
+    check(Gated().double(), {"gate": packed, "down": Row(split_input=True, parts=(4, 6))}, [x], group)
+    conv = nn.Sequential(Conv1D(9, 6), nn.GELU(), Conv1D(6, 9)).double()
+    check(conv, {"0": Column(), "2": Row()}, [x], group)
+    inplace = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(inplace=True), nn.Linear(8, 6, bias=False)).double()
+    check(inplace, {"0": Column(), "2": Row()}, [x], group)
+
+
+@WORLDS
+def test_grouped_queries_and_norms_of_local_heads(world):
+    run(grouped, world)
+
+
+def grouped(group):
+    heads, keys, size = 4, 2, 4
+    parts = (Part.queries(heads, size, keys), Part.keys(keys, size), Part.keys(keys, size))
+    styles = {"qkv": Column(parts=parts), "norm": Replicate(partial_gradient=True), "out": Row(parts=parts[:1])}
+
+    def adapt(model):  # what a model that keeps sizes instead of asking its tensors needs
+        model.sizes = [rule.local_size(group.rank) for rule in (Shard.packed(0, [p], group.size) for p in parts)]
+
+    rules = check(Grouped(heads, keys, size).double(), styles, [double(2, 3, 8)], group, adapt=adapt)
+    assert rules["qkv.weight"].replicated == (group.size > keys)
+
+
+class Tied(nn.Module):
+    def __init__(self, vocabulary=11, width=4, padding=None):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width, padding_idx=padding)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+@WORLDS
+def test_vocabulary_and_tied_head(world):
+    run(vocabulary, world)
+
+
+def vocabulary(group):
+    tokens = torch.randint(11, (2, 7))
+    styles = {"embedding": Vocab(), "head": Column(gather_output=True)}
+    for padding in (None, 1, 10):
+        model = Tied(padding=padding).double()
+        check(model, styles, [tokens], group)
+        assert model.head.weight is model.embedding.weight
+        assert isinstance(model.embedding, VocabEmbedding)
+    with pytest.raises(IndexError, match=r"\[0, 11\), found 0 to 11"):
+        model.embedding(torch.tensor([0, 11]))
+    with pytest.raises(ValueError, match="tied to a parameter that is divided in another way"):
+        divide(Tied(), {"embedding": Vocab(), "head": Row()}, group)
+
+
+@distributed(world_size=2)
+def test_the_layers_keep_identity_names_and_hooks(group):
+    model, calls = Gated(), []
+    model.gate.register_forward_hook(lambda *_: calls.append("hook"))
+    before = {name: id(p) for name, p in model.named_parameters()}
+    modules = [id(module) for module in model.modules()]
+    divide(model, MLP, group)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert [id(module) for module in model.modules()] == modules
+    assert isinstance(model.gate, ColumnLinear)
+    assert isinstance(model.down, RowLinear)
+    assert isinstance(model.gate, nn.Linear)
+    model(torch.randn(2, 6))
+    assert calls == ["hook"]
+    assert f"in_features=6, out_features=10, bias=True, local_out_features=5, rank={group.rank}/2" in repr(model)
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) == 4 * (2 * (5 * 6 + 5) + 6 * 5 + 6)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(torch.ones(1, 6)), model(torch.ones(1, 6)))
+
+
+@distributed(world_size=2)
+def test_subclasses_of_linear(group):
+    class Named(nn.Linear):
+        pass
+
+    class Own(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    layer = Named(4, 4)
+    Column().apply(layer, group)
+    assert isinstance(layer, Named)
+    assert isinstance(layer, ColumnLinear)
+    patched = nn.Linear(4, 4)
+    patched.forward = lambda x: x
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    for refused in (Own(4, 4), patched, normed, nn.LayerNorm(4), nn.LazyLinear(4)):
+        for style in (Column(), Row()):
+            with pytest.raises(TypeError, match=f"`{type(style).__name__}` applies to"):
+                style.apply(refused, group)
+
+
+def test_what_cannot_be_divided_is_refused():
+    group = Group("tensor_parallel", (0, 1, 2, 3), 0, None)
+    refused = [
+        (Column(unit=4), nn.Linear(6, 12), ValueError, r"3 heads \(units of 4 features\) cannot .* 4 ranks"),
+        (Column(parts=(4, 4)), nn.Linear(6, 12), ValueError, "make 8 features, but the layer has 12"),
+        (Row(parts=(Part.keys(2, 2),)), nn.Linear(4, 4), ValueError, "cannot be shared between ranks"),
+        (Vocab(), nn.Embedding(8, 2, max_norm=1.0), ValueError, "cannot have `max_norm`"),
+        (Vocab(), nn.Linear(8, 2), TypeError, "`Vocab` applies to `nn.Embedding`, found `torch.nn"),
+    ]
+    for style, module, error, message in refused:
+        with pytest.raises(error, match=message):
+            style.apply(module, group)
+    with pytest.raises(ValueError, match="gather_output"):
+        Column(gather_output=True, parts=(Part.keys(2, 2),))
+
+
+# ----------------------------------------------------------------------------------------------------- communication
+
+
+def counted(function):
+    with comm.record() as records:
+        function()
+    return [record.op for record in records]
+
+
+@distributed(world_size=2)
+def test_collective_counts(group):
+    model = Gated()
+    divide(model, MLP, group)
+    x = torch.randn(2, 6, requires_grad=True)
+    assert counted(lambda: model(x)) == ["all_reduce"], "forward: the row layer's"
+    loss = model(x).sum()
+    assert counted(loss.backward) == ["all_reduce"], "backward: one for both column layers"
+    with torch.no_grad():
+        assert counted(lambda: model(x)) == ["all_reduce"]
+    loss = model(x.detach()).sum()
+    assert counted(loss.backward) == [], "nobody needs the gradient of the input"
+
+
+@distributed(world_size=2)
+def test_frozen_weights_get_no_gradient(group):
+    model = Gated()
+    divide(model, MLP, group)
+    model.gate.requires_grad_(False)
+    model.down.weight.requires_grad_(False)
+    x = torch.randn(2, 6, requires_grad=True)
+    model(x).sum().backward()
+    assert model.gate.weight.grad is None
+    assert model.gate.bias.grad is None
+    assert model.down.weight.grad is None
+    assert model.down.bias.grad is not None
+    assert model.up.weight.grad is not None
+    assert x.grad is not None
+
+
+@distributed(world_size=2)
+def test_overlap_changes_no_bit(group):
+    layer, plain = nn.Linear(33, 40), nn.Linear(33, 20)
+    Column().apply(layer, group)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 17, 33, requires_grad=True)
+    other = x.detach().clone().requires_grad_()
+    torch.manual_seed(group.rank)
+    grad = torch.randn(4, 17, 20)
+    layer(x).backward(grad)
+    plain(copy_to_group(other, group)).backward(grad)
+    assert torch.equal(x.grad, other.grad)
+    assert torch.equal(layer.weight.grad, plain.weight.grad)
+    assert torch.equal(layer.bias.grad, plain.bias.grad)
+
+
+@distributed(world_size=2)
+def test_the_weight_gradient_is_computed_while_the_reduction_runs(group):
+    layer = nn.Linear(6, 8)
+    Column().apply(layer, group)
+    events = []
+    layer.weight.register_hook(lambda _: events.append("weight gradient"))
+    x = torch.randn(3, 6, requires_grad=True)
+    y = layer(x)
+    with comm.observe(lambda _: events.append("reduction collected")):
+        y.sum().backward()
+    assert events == ["weight gradient", "reduction collected"]
+
+
+# ---------------------------------------------------------------------------------------- other ways through autograd
+
+
+@distributed(world_size=2)
+def test_partial_and_repeated_backward_passes(group):
+    """The shared input's gradient is right whichever of its layers take part, and after passes that left it out."""
+    model = Gated().double()
+    whole = copy.deepcopy(model)
+    rules, _ = divide(model, MLP, group)
+    x, z = (t.requires_grad_() for t in double(2, 4, 6).unbind())
+    x, z = x.detach().requires_grad_(), x.detach().clone().requires_grad_()
+    y, expected = model(x).pow(2).sum(), whole(z).pow(2).sum()
+    (grad,) = torch.autograd.grad(y, [model.gate.weight], retain_graph=True)  # does not need the input's gradient
+    torch.testing.assert_close(
+        grad,
+        rules["gate.weight"].split(
+            torch.autograd.grad(expected, [whole.gate.weight], retain_graph=True)[0], group.rank
+        ),
+    )
+    for _ in range(2):
+        y.backward(retain_graph=True)
+        expected.backward(retain_graph=True)
+    torch.testing.assert_close(x.grad, z.grad)
+    same_by_name(model, whole, rules, group, "grad")
+    # Only one of the two layers that share the input takes part.
+    for m, leaf in ((model, x), (whole, z)):
+        leaf.grad = None
+        gate, up = m.gate(leaf), m.up(leaf)
+        assert up is not None
+        (gate.sum() if m is whole else reduce_from_group(gate.sum(), group)).backward()
+    torch.testing.assert_close(x.grad, z.grad)
+    # An input that is changed between its two uses is not the same input.
+    for m, leaf in ((model, x), (whole, z)):
+        leaf.grad = None
+        h = leaf * 1
+        gate = m.gate(h).sum()
+        h.mul_(2)
+        total = gate + m.up(h).sum()
+        (total if m is whole else reduce_from_group(total, group)).backward()
+    torch.testing.assert_close(x.grad, z.grad)
+
+
+@distributed(world_size=2)
+def test_no_memory_is_held_after_backward(group):
+    import gc
+    import weakref
+
+    model = Gated()
+    divide(model, MLP, group)
+    gc.disable()
+    try:
+        for backward in (True, False):
+            x = torch.randn(2, 6, requires_grad=True) * 1
+            seen = weakref.ref(x.grad_fn)
+            y = model(x).sum()
+            if backward:
+                y.backward()
+            del x, y
+            assert seen() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@distributed(world_size=2)
+def test_activation_checkpointing(group, reentrant):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlps = nn.ModuleList(Gated() for _ in range(2))
+
+        def forward(self, x):
+            for mlp in self.mlps:
+                x = x + checkpoint(mlp, x, use_reentrant=reentrant)
+            return x
+
+    styles = {f"mlps.{i}.{name}": style for i in range(2) for name, style in MLP.items()}
+    check(Block().double(), styles, [double(3, 6)], group)
+
+
+@distributed(world_size=2)
+def test_autocast(group):
+    model, x = Gated(), torch.randn(4, 6)
+    whole = copy.deepcopy(model)
+    rules, _ = divide(model, MLP, group)
+    for m in (model, whole):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = m(leaf)
+        assert y.dtype == torch.bfloat16
+        y.float().pow(2).sum().backward()
+        m.leaf = leaf
+    assert model.leaf.grad.dtype == torch.float32
+    assert model.gate.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(model.leaf.grad, whole.leaf.grad, rtol=5e-2, atol=5e-2)
+    same_by_name(model, whole, rules, group, "grad", atol=5e-2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.double()(x.double()).dtype == torch.double, "as in torch, autocast leaves double precision alone"
+
+
+@distributed(world_size=2)
+def test_inference_mode_and_meta(group):
+    model = Gated().double()
+    whole = copy.deepcopy(model)
+    divide(model, MLP, group)
+    with torch.inference_mode():
+        x = double(2, 6)
+        torch.testing.assert_close(model(x), whole(x))
+    model(double(2, 6)).sum().backward()
+    with torch.device("meta"):
+        empty = Gated()
+    divide(empty, MLP, group)
+    assert empty.gate.weight.shape == (5, 6)
+    assert empty.gate.weight.is_meta
+
+
+# --------------------------------------------------------------------------------------------------- sequence parallel
+
+
+class Stream(nn.Module):
+    """A residual stream that a sequence-parallel layout divides along the sequence, norms included."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.norm = nn.LayerNorm(6)
+        self.mlp = Gated()
+        self.last = nn.LayerNorm(6)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.last(x + self.mlp(self.norm(x)))
+
+
+@WORLDS
+@pytest.mark.parametrize("dim", [0, 1])
+def test_sequence_parallel(world, dim):
+    run(sequence, world, dim=dim)
+
+
+def sequence(group, dim):
+    torch.manual_seed(0)
+    model = Stream().double()
+    whole = copy.deepcopy(model)
+    column = Column(sequence_dim=dim)
+    styles = {
+        "embedding": Vocab(sequence_dim=dim),
+        "norm": Replicate(partial_gradient=True),
+        "mlp.gate": column,
+        "mlp.up": column,
+        "mlp.down": Row(sequence_dim=dim),
+        "last": Replicate(partial_gradient=True),
+    }
+    rules, partial = divide(model, styles, group)
+    assert partial == {"norm.weight", "norm.bias", "last.weight", "last.bias", "mlp.down.bias"}
+    for length in (5, 8, 6):
+        tokens = torch.randint(9, (length, 3) if dim == 0 else (3, length))
+        for m in (model, whole):
+            m.zero_grad()
+        with comm.record() as records:
+            y = model(tokens)
+        assert [record.op for record in records] == ["reduce_scatter", "all_gather", "reduce_scatter"]
+        sizes = balanced(length, group.size)
+        expected = whole(tokens)
+        torch.testing.assert_close(y, expected.split(sizes, dim)[group.rank])
+        with comm.record() as records:
+            y.pow(2).sum().backward()
+        assert [record.op for record in records] == ["all_gather", "reduce_scatter", "all_gather"]
+        expected.pow(2).sum().backward()
+        finish_gradients(model, rules, partial, group)
+        same_by_name(model, whole, rules, group, "grad")
+
+
+@distributed(world_size=2)
+def test_a_sequence_that_nobody_divided_is_refused(group):
+    layer = nn.Linear(4, 4)
+    Column(sequence_dim=1).apply(layer, group)
+    with pytest.raises(RuntimeError, match="sequence of 3 in dimension 1, but no layer before it divided"):
+        layer(torch.randn(2, 3, 4))
+
+
+def test_one_rank():
+    group = Group.alone("tensor_parallel")
+    model, tokens = Tied(), torch.randint(11, (2, 3))
+    expected = model(tokens)
+    divide(model, {"embedding": Vocab(), "head": Column(gather_output=True)}, group)
+    assert torch.equal(model(tokens), expected)
+    assert gather_from_group(expected, group) is scatter_to_group(expected, group) is expected
+    assert all_gather_to_group(expected, group) is expected
