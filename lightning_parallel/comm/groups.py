@@ -29,6 +29,9 @@ class Group:
     rank: int
     process_group: dist.ProcessGroup | None
 
+    def __deepcopy__(self, memo: object) -> Group:
+        return self  # a copied module communicates with the same ranks
+
     @property
     def size(self) -> int:
         return len(self.ranks)

@@ -211,7 +211,7 @@ class _Enter(Function):
         ctx.gradient, ctx.dtype = gradient, x.dtype
         whole = gradient.inputs._whole(x.to(dtype))
         ctx.shape = whole.shape
-        return whole.view_as(x) if whole is x else whole
+        return x.detach() if whole is x else whole  # shares the version of `x`, but does not keep it alive
 
     @staticmethod
     @once_differentiable
@@ -226,7 +226,8 @@ class _Column(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: _InputGradient | None, transposed: bool
     ) -> Tensor:
         matrix = weight.to(x.dtype)
-        ctx.save_for_backward(x, matrix)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)
+        ctx.shape = x.shape
         ctx.gradient, ctx.transposed, ctx.weight_dtype = gradient, transposed, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _linear(x, matrix, bias, transposed)
@@ -237,7 +238,7 @@ class _Column(Function):
         x, matrix = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         if ctx.gradient is not None:
-            ctx.gradient.add(rows, matrix.t() if ctx.transposed else matrix, x.shape)
+            ctx.gradient.add(rows, matrix.t() if ctx.transposed else matrix, ctx.shape)
         return None, *_parameter_gradients(ctx, x, rows), None, None
 
 
@@ -255,7 +256,8 @@ class _Row(Function):
         ctx.input_dtype = x.dtype
         x = x.to(compute_dtype(x))
         matrix = weight.to(x.dtype)
-        ctx.save_for_backward(x, matrix)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)
+        ctx.shape = x.shape
         ctx.group, ctx.lengths, ctx.transposed, ctx.weight_dtype = group, lengths, transposed, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         y = _linear(x, matrix, None, transposed)
@@ -276,7 +278,7 @@ class _Row(Function):
             rows = comm.all_gather(grad, ctx.group, ctx.lengths.dim, ctx.sizes).reshape(-1, grad.shape[-1])
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = (rows @ (matrix.t() if ctx.transposed else matrix)).view(x.shape).to(ctx.input_dtype)
+            dx = (rows @ (matrix.t() if ctx.transposed else matrix)).view(ctx.shape).to(ctx.input_dtype)
         dw, _ = _parameter_gradients(ctx, x, rows, bias=False)
         db = local.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None, None
@@ -289,9 +291,11 @@ def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) ->
     return no_view(y, (*x.shape[:-1], factor.shape[1]))
 
 
-def _parameter_gradients(ctx: Any, x: Tensor, rows: Tensor, bias: bool = True) -> tuple[Tensor | None, Tensor | None]:
+def _parameter_gradients(
+    ctx: Any, x: Tensor | None, rows: Tensor, bias: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
     dw = None
-    if ctx.needs_input_grad[1]:
+    if x is not None:
         inputs = x.reshape(-1, x.shape[-1])
         dw = (inputs.t() @ rows if ctx.transposed else rows.t() @ inputs).to(ctx.weight_dtype)
     db = rows.sum(0).to(ctx.bias_dtype) if bias and ctx.needs_input_grad[2] else None

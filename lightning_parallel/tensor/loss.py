@@ -140,7 +140,7 @@ class _CrossEntropy(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         p, index, held, valid, w_target, local_w = ctx.saved_tensors
         a = ctx.classes.smoothing
-        grad = grad.to(p.dtype) * valid
+        grad = grad.to(p.dtype).masked_fill(~valid, 0.0)  # not a product: the mean of no targets sends nan
         hard, soft = (1 - a) * w_target * grad, a / ctx.classes.count * grad
         dz = p * (hard + soft * ctx.w_total).unsqueeze(-1)
         dz.scatter_add_(-1, index, -(hard * held).unsqueeze(-1))
