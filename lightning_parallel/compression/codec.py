@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Codec", "Exact", "Mean", "as_bytes", "from_bytes", "pad"]
 
-Mean = Generator[Request, Tensor, tuple[Tensor, Tensor]]
+Mean = Generator[Request, Tensor, tuple[Tensor, Optional[Tensor]]]
 
 
 class Codec(abc.ABC):
@@ -45,8 +45,8 @@ class Codec(abc.ABC):
         """Bytes of one packed row of `n` 4-byte numbers."""
 
     @abc.abstractmethod
-    def mean(self, rows: Tensor, step: Step, purpose: object) -> Mean:
-        """The mean of `rows` (rows, n) over the ranks, watched, and what this rank contributed to it.
+    def mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Mean:
+        """The mean of `rows` (rows, n) over the ranks, watched, and what this rank contributed to it (if to `keep`).
 
         The mean of all ranks' contributions is the returned mean, up to rounding in the working dtype and, for casts,
         in the sum.
@@ -73,10 +73,10 @@ class Exact(Codec):
     def packed_bytes(self, n: int) -> int:
         return 4 * n
 
-    def mean(self, rows: Tensor, step: Step, purpose: object) -> Mean:
-        total = yield Sum(rows.clone())
+    def mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Mean:
+        total = yield Sum(rows.clone() if keep else rows)
         step.watch(total)
-        return total.div_(step.group.size), rows
+        return total.div_(step.group.size), rows if keep else None
 
     def mean_traffic(self, n: int, world_size: int) -> list[Traffic]:
         return [Traffic("all_reduce", 4 * n)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar, Optional, Union
+from collections.abc import Generator, Sequence
+from typing import ClassVar, Literal, Optional, Union
 
 import torch
 from torch import Tensor
@@ -12,12 +12,15 @@ from torch import Tensor
 from lightning_parallel.compression.codec import Codec, Mean
 from lightning_parallel.compression.compressor import Compressor
 from lightning_parallel.compression.draws import generator
-from lightning_parallel.compression.exchange import Exchange, Traffic
+from lightning_parallel.compression.exchange import Exchange, Request, Traffic
 from lightning_parallel.compression.feedback import Block, FeedbackName
 from lightning_parallel.compression.reducer import Step
 from lightning_parallel.compression.schedule import Schedule, at, every
 
 __all__ = ["PowerSGD"]
+
+Side = Literal["left", "right"]
+_Factors = tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]
 
 
 class PowerSGD(Compressor):
@@ -90,32 +93,37 @@ class PowerSGD(Compressor):
 
     def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
         matrices = work.view(len(work), work.shape[1], -1)
-        if not self.alternate or step.number % 2 == 0:
-            right = self._basis("right", block, step, matrices.shape)
-            if self.alternate:
-                right = _orthonormal(right)
-            left = torch.bmm(right, matrices.mT)
-            left, left_sent = yield from self._mean(left, step, "left", block)
-            right_sent = right
-        else:
-            left = self._basis("left", block, step, matrices.shape)
-        if not self.alternate or step.number % 2:
-            left = left_sent = _orthonormal(left)
-            right = torch.bmm(left, matrices)
-            right, right_sent = yield from self._mean(right, step, "right", block)
-        if block.keep_rest:
-            matrices.baddbmm_(left_sent.mT, right_sent, alpha=-1)
+        left, right, left_mine, right_mine = yield from self._factors(matrices, block, step)
+        if left_mine is not None and right_mine is not None:
+            matrices.baddbmm_(left_mine.mT, right_mine, alpha=-1)
         for one, other, target in zip(left, right, block.targets):
             torch.mm(one.t(), other, out=target.view(matrices.shape[1:]))
 
-    def _mean(self, mine: Tensor, step: Step, side: str, block: Block) -> Mean:
-        """The mean of the factors (names, rank, extent) and this rank's contribution; kept for the next step."""
-        mean, sent = yield from self.values.mean(mine.flatten(1), step, (self.seed, side, block.names))
+    def _factors(self, matrices: Tensor, block: Block, step: Step) -> Generator[Request, Tensor, _Factors]:
+        """The mean's factors P^T (names, rank, n) and Q^T (names, rank, m), and those of what this rank sent."""
+        keep = block.keep_rest
+        if self.alternate and step.number % 2:
+            left = _orthonormal(self._basis("left", block, step, matrices.shape))
+            right, sent = yield from self._mean("right", torch.bmm(left, matrices), block, step, keep)
+            return left, right, left, sent
+        right = self._basis("right", block, step, matrices.shape)
+        if self.alternate:
+            right = _orthonormal(right)
+            left, sent = yield from self._mean("left", torch.bmm(right, matrices.mT), block, step, keep)
+            return left, right, sent, right
+        left, _ = yield from self._mean("left", torch.bmm(right, matrices.mT), block, step, keep=False)
+        left = _orthonormal(left)
+        right, sent = yield from self._mean("right", torch.bmm(left, matrices), block, step, keep)
+        return left, right, left, sent
+
+    def _mean(self, side: Side, mine: Tensor, block: Block, step: Step, keep: bool) -> Mean:
+        """The mean of the factors (names, rank, extent), and this rank's part in it; kept for the next step."""
+        mean, sent = yield from self.values.mean(mine.flatten(1), step, (self.seed, side, block.names), keep)
         if self.alternate or side == "right":
             step.memory.stage(side, block.names, mine.shape[1:], mine.dtype, mine.device).copy_(mean.view_as(mine))
-        return mean.view_as(mine), sent.view_as(mine)
+        return mean.view_as(mine), None if sent is None else sent.view_as(mine)
 
-    def _basis(self, side: str, block: Block, step: Step, shape: Sequence[int]) -> Tensor:
+    def _basis(self, side: Side, block: Block, step: Step, shape: Sequence[int]) -> Tensor:
         """What the last step left on `side`, (names, rank, extent), filled up with equal random numbers everywhere."""
         _, n, m = shape
         rank, extent = self._rank(n, m, step.number), n if side == "left" else m

@@ -9,6 +9,7 @@ from torch import Tensor
 __all__ = ["largest"]
 
 _STRIDE = 61  # of the sample from which a first threshold is taken
+_PIECE = 1 << 16  # elements looked at in one go: they stay in the cache
 
 
 def largest(rows: Tensor, k: int) -> Tensor:
@@ -19,26 +20,31 @@ def largest(rows: Tensor, k: int) -> Tensor:
     if rows.device.type != "cpu":
         return rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
     integers = torch.int64 if rows.dtype == torch.float64 else torch.int32
+    return torch.stack([torch.from_numpy(_largest(row, k)) for row in rows.contiguous().view(integers).numpy()])
+
+
+def _largest(bits: np.ndarray, k: int) -> np.ndarray:
     # Without its sign bit, a float orders as an integer does, NaN above all.
-    magnitudes = rows.view(integers).bitwise_and(torch.iinfo(integers).max).numpy()
-    return torch.stack([torch.from_numpy(_largest(row, k)) for row in magnitudes])
-
-
-def _largest(magnitudes: np.ndarray, k: int) -> np.ndarray:
-    candidates = np.flatnonzero(magnitudes >= _threshold(magnitudes, k))
-    if len(candidates) < k:  # the sample misled
-        candidates = np.arange(len(magnitudes))
-    chosen = magnitudes[candidates]
+    mask = np.iinfo(bits.dtype).max
+    threshold = _threshold(bits[:: min(_STRIDE, max(1, k // 16))] & mask, k / len(bits))
+    candidates, magnitudes = [], []
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE] & mask
+        found = np.flatnonzero(piece >= threshold)
+        candidates.append(found + start)
+        magnitudes.append(piece[found])
+    positions, chosen = np.concatenate(candidates), np.concatenate(magnitudes)
+    if len(positions) < k:  # the sample misled
+        positions, chosen = np.arange(len(bits)), bits & mask
     boundary = np.partition(chosen, len(chosen) - k)[len(chosen) - k]
     above = chosen > boundary
     ties = np.flatnonzero(chosen == boundary)[: k - np.count_nonzero(above)]
     above[ties] = True
-    return candidates[above]
+    return positions[above]
 
 
-def _threshold(magnitudes: np.ndarray, k: int) -> np.integer:
-    """A magnitude that, as a sample tells, somewhat more than k elements reach."""
-    sample = magnitudes[:: min(_STRIDE, max(1, k // 16))]
-    share = k / len(magnitudes) * len(sample)
-    rank = min(len(sample), int(share + 4 * share**0.5) + 1)
+def _threshold(sample: np.ndarray, share: float) -> np.integer:
+    """A magnitude that, as a sample tells, somewhat more than the wanted share of all elements reach."""
+    expected = share * len(sample)
+    rank = min(len(sample), int(expected + 4 * expected**0.5) + 1)
     return np.partition(sample, len(sample) - rank)[len(sample) - rank]

@@ -148,8 +148,8 @@ class RandomK(Sparsifier):
         if self.feedback.kind is None:
             values.mul_(lengths.to(rows))
         values[:, 0].add_(rows.sum(1), alpha=0)  # NaN, if there is something non-finite that was not drawn
-        mean, sent = yield from self.values.mean(values, step, block.names)
-        if block.keep_rest:
+        mean, sent = yield from self.values.mean(values, step, block.names, block.keep_rest)
+        if sent is not None:
             rows.scatter_(1, positions, values - sent)
         block.sent = positions
         for target, where, some in zip(block.targets, positions, mean):
@@ -210,8 +210,8 @@ class BlockTopK(Sparsifier):
         chosen = norms.topk(self._count(num_blocks, step.number), dim=1).indices.sort(dim=1).values
         positions = (chosen.unsqueeze(2) * self.block + torch.arange(self.block, device=rows.device)).flatten(1)
         values = padded.gather(1, positions)
-        mean, sent = yield from self.values.mean(values, step, block.names)
-        if block.keep_rest:
+        mean, sent = yield from self.values.mean(values, step, block.names, block.keep_rest)
+        if sent is not None:
             padded.scatter_(1, positions, values - sent)
             if padded is not rows:
                 rows.copy_(padded[:, :n])

@@ -73,7 +73,9 @@ def memory_of(reducer, slot, like):
 
 def mean_memory(reducer, like, group):
     """The mean of the residuals over the ranks, with what owners of parts of the mean hold."""
-    means = {name: comm.all_reduce(value, group) / group.size for name, value in memory_of(reducer, "residual", like).items()}
+    means = {
+        name: comm.all_reduce(value, group) / group.size for name, value in memory_of(reducer, "residual", like).items()
+    }
     for name, part in reducer.state_dict().get("server_residual", {}).items():
         whole = comm.all_gather(part, group).flatten()[: means[name].numel()]
         means[name] = means[name] + whole.view_as(means[name])
@@ -336,7 +338,9 @@ def test_other_dtypes(name, dtype):
     reducer, reference = COMPRESSORS[name](), COMPRESSORS[name]()
     for step in range(3):
         grads = gradients(step, 0, dtype)
-        expected = {key: value.to(torch.float64 if dtype == torch.float64 else torch.float32) for key, value in grads.items()}
+        expected = {
+            key: value.to(torch.float64 if dtype == torch.float64 else torch.float32) for key, value in grads.items()
+        }
         assert reducer.reduce_(grads)
         assert reference.reduce_(expected)
         for key, gradient in grads.items():
