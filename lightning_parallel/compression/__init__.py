@@ -17,6 +17,7 @@ How it is built, from the outside in:
 A skipped step leaves non-finite gradients on every rank alike and makes `reduce_` return False.
 """
 
+from lightning_parallel.compression.auto import Auto
 from lightning_parallel.compression.compressor import Compressor, Dense
 from lightning_parallel.compression.policy import Policy
 from lightning_parallel.compression.powersgd import PowerSGD
@@ -26,6 +27,7 @@ from lightning_parallel.compression.schedule import Schedule
 from lightning_parallel.compression.sparsifiers import BlockTopK, RandomK, TopK
 
 __all__ = [
+    "Auto",
     "BlockTopK",
     "Cast",
     "Compressor",

@@ -14,10 +14,11 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compression.exchange import Exchange, Seconds, Traffic, run, sent_bytes
 from lightning_parallel.compression.feedback import Block, working_dtype
+from lightning_parallel.compression.fidelity import Fidelity
 from lightning_parallel.compression.memory import Memory
 from lightning_parallel.compression.state import gather_state, local_state, values_for
 
-__all__ = ["Method", "Reducer", "Step"]
+__all__ = ["GroupLike", "Method", "Reducer", "Step"]
 
 GroupLike = Union[Group, dist.ProcessGroup, None]
 _LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
@@ -42,6 +43,8 @@ class Reducer(abc.ABC):
         scale: What the gradients are multiplied by (the loss scale); memory is kept unscaled. Set it before a step.
         step: Steps committed so far. A skipped step does not count.
         seconds: Where the time of the last step went.
+        sample_every: Compare with the true mean in every so many steps (at the price of taking it); 0 for never.
+        fidelity: `relative_error` and `cosine` of the last comparison; empty before it.
     """
 
     linear: bool
@@ -52,6 +55,8 @@ class Reducer(abc.ABC):
         self.scale = 1.0
         self.step = 0
         self.seconds = Seconds()
+        self.sample_every = 0
+        self.fidelity: dict[str, float] = {}
         self.memory = Memory()
         self._group_size = 1
         self._agreed: set[tuple[Any, ...]] = set()
@@ -153,6 +158,8 @@ class Step:
         self._suspects: list[Tensor] = []
         self._open = True
         self._seconds = Seconds()
+        sampled = reducer.sample_every > 0 and reducer.step % reducer.sample_every == 0
+        self._fidelity = Fidelity() if sampled else None
         self.memory.rollback()
 
     def __enter__(self) -> Step:
@@ -167,8 +174,11 @@ class Step:
         if not self._open:
             raise RuntimeError("this step has been committed or rolled back; begin another one")
         self._agree(named_gradients)
+        true = Fidelity.true_means(named_gradients, self.group) if self._fidelity else {}
         blocks = self._blocks(named_gradients)
         run([method.exchange(block, self) for method, block in blocks], self.group, self._seconds)
+        if self._fidelity:
+            self._fidelity.add(named_gradients, true)
 
     def watch(self, received: Tensor) -> None:
         """Remember a tensor, equal on all ranks, that is non-finite where a gradient on any rank was."""
@@ -185,6 +195,8 @@ class Step:
         self.reducer.step += 1
         self.reducer._group_size = self.group.size
         self.reducer.seconds = self._seconds
+        if self._fidelity:
+            self.reducer.fidelity = self._fidelity.report()
         return True
 
     def rollback(self) -> None:

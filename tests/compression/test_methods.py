@@ -1,0 +1,366 @@
+"""The defining property of each method."""
+
+import pytest
+import torch
+
+from lightning_parallel.comm import Group
+from lightning_parallel.compression import (
+    Auto,
+    BlockTopK,
+    Cast,
+    Dense,
+    Policy,
+    PowerSGD,
+    Quantize,
+    RandomK,
+    Schedule,
+    Sign,
+    TopK,
+)
+from lightning_parallel.compression.selection import largest
+from tests.harness import distributed
+
+ALONE = Group.alone("alone")
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def reduced(compressor, tensor, name="weight"):
+    gradient = tensor.clone()
+    assert compressor.reduce_({name: gradient}, ALONE)
+    return gradient
+
+
+# ---------------------------------------------------------------------------------------------------- PowerSGD
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_powersgd_is_exact_on_gradients_of_its_rank(rank):
+    """Several matrices of one shape: a batched normalisation that mixes them fails here."""
+    exact = {f"w{i}": randn(40, rank, seed=i) @ randn(rank, 30, seed=50 + i) for i in range(5)}
+    exact["conv"] = (randn(8, rank) @ randn(rank, 5 * 9)).view(8, 5, 3, 3)
+    grads = {name: tensor.clone() for name, tensor in exact.items()}
+    PowerSGD(rank, min_numel=0).reduce_(grads, ALONE)
+    for name, tensor in exact.items():
+        torch.testing.assert_close(grads[name], tensor, rtol=0, atol=1e-11)
+
+
+def test_powersgd_of_zero_and_of_lower_rank():
+    compressor = PowerSGD(4, min_numel=0)
+    thin = randn(40, 2) @ randn(2, 30)
+    for _ in range(3):
+        grads = {"zero": torch.zeros(40, 30, dtype=torch.float64), "thin": thin.clone(), "one": thin.clone()}
+        compressor.reduce_(grads, ALONE)
+        assert torch.count_nonzero(grads["zero"]) == 0
+        torch.testing.assert_close(grads["thin"], thin, rtol=0, atol=1e-11)
+    recovered = [reduced(compressor, thin, "zero") for _ in range(3)]
+    torch.testing.assert_close(recovered[-1], thin, rtol=0, atol=1e-11)
+
+
+def test_the_rank_is_limited_by_the_matrix_and_useless_compression_avoided():
+    assert isinstance(PowerSGD(4).method("w", (3, 1000), 0), Dense), "4 of 3 rows: factors are larger than the matrix"
+    assert isinstance(PowerSGD(1).method("w", (3, 1000), 0), PowerSGD)
+    assert isinstance(PowerSGD(1).method("b", (4096,), 0), Dense)
+
+
+def test_alternating_form_finds_the_dominant_subspace():
+    exact, compressor = randn(40, 2) @ randn(2, 30), PowerSGD(2, alternate=True, feedback=None, min_numel=0)
+    for _ in range(6):
+        last = reduced(compressor, exact)
+    torch.testing.assert_close(last, exact, rtol=0, atol=1e-9)
+
+
+def _resnet18_cifar():
+    """Shapes of the network of the PowerSGD paper: 11 173 962 parameters."""
+    shapes, channels = {"conv1": (64, 3, 3, 3), "bn1": (64,), "bn1.bias": (64,)}, 64
+    for stage, width in enumerate((64, 128, 256, 512)):
+        for index in range(2):
+            into, name = (channels if index == 0 else width), f"layer{stage}.{index}"
+            shapes |= {f"{name}.conv1": (width, into, 3, 3), f"{name}.conv2": (width, width, 3, 3)}
+            shapes |= {f"{name}.bn{i}.{kind}": (width,) for i in (1, 2) for kind in ("weight", "bias")}
+            if into != width:
+                shapes |= {f"{name}.short": (width, into, 1, 1), f"{name}.bns": (width,), f"{name}.bnsb": (width,)}
+        channels = width
+    return shapes | {"linear": (10, 512), "linear.bias": (10,)}
+
+
+@pytest.mark.parametrize(("rank", "ratio"), [(1, 243.3), (2, 135.8), (4, 72.1), (7, 42.3)])
+def test_published_ratios_of_resnet18(rank, ratio):
+    shapes = _resnet18_cifar()
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 11_173_962
+    for world_size in (2, 16):
+        found = Dense().wire_bytes(shapes, world_size) / PowerSGD(rank, min_numel=0).wire_bytes(shapes, world_size)
+        assert found == pytest.approx(ratio, abs=0.1)
+    halved = PowerSGD(rank, alternate=True, min_numel=0).wire_bytes(shapes, 16)
+    assert Dense().wire_bytes(shapes, 16) / halved > 1.6 * ratio
+
+
+# ------------------------------------------------------------------------------------------------ sparsifiers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 7), (1000, 1), (70_000, 700), (200_000, 150_000)])
+def test_largest_is_topk(n, k, dtype):
+    for rows in (randn(2, n, dtype=dtype), randn(2, n, dtype=dtype) ** 9, torch.zeros(2, n, dtype=dtype)):
+        positions = largest(rows, k)
+        assert positions.shape == (2, k)
+        assert (positions.diff(dim=1) > 0).all()
+        expected = rows.abs().topk(k, dim=1).values.sort(dim=1).values
+        assert torch.equal(rows.abs().gather(1, positions).sort(dim=1).values, expected)
+
+
+def test_largest_in_sorted_and_poisoned_rows():
+    rows = torch.arange(100_000.0).unsqueeze(0)
+    assert torch.equal(largest(rows, 10), torch.arange(99_990, 100_000).unsqueeze(0))
+    rows[0, 5] = float("nan")
+    assert 5 in largest(rows, 1)
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.3, 1.0])
+def test_topk_contracts(ratio):
+    matrix = randn(300, 400, seed=3)
+    sent = reduced(TopK(ratio, feedback=None), matrix)
+    k = round(ratio * matrix.numel())
+    assert torch.count_nonzero(sent) == k
+    assert (sent - matrix).square().sum() <= (1 - k / matrix.numel()) * matrix.square().sum() + 1e-12
+
+
+def test_positions_cross_spans():
+    matrix = torch.zeros(300, 1000)
+    places = [0, 65_535, 65_536, 131_071, 131_072, 299_999]
+    matrix.view(-1)[places] = torch.arange(1.0, 7)
+    sent = reduced(TopK(6 / 300_000, feedback=None), matrix)
+    assert torch.equal(sent, matrix)
+
+
+def test_randomk_draws_every_element_equally_often():
+    compressor, counts = RandomK(0.1, feedback=None, min_numel=0), torch.zeros(10, 11)
+    for _ in range(2000):
+        counts += reduced(compressor, torch.ones(10, 11)) != 0
+    assert counts.sum() == 2000 * 11
+    assert (counts - 200).abs().max() < 5 * (200 * 0.9) ** 0.5
+
+
+@distributed(world_size=2)
+def test_blocktopk_sends_the_blocks_that_are_largest_together(group):
+    gradient = torch.zeros(4, 20)
+    gradient[group.rank] = 3.0  # blocks of 10: 0, 1 on rank 0; 2, 3 on rank 1
+    gradient[3, 10:] = 2.9  # largest together, though on neither rank
+    BlockTopK(1 / 8, block=10, min_numel=0).reduce_({"w": gradient}, group)
+    assert torch.equal(gradient.nonzero()[:, 0].unique(), torch.tensor([3]))
+    torch.testing.assert_close(gradient[3, 10:], torch.full((10,), 2.9))
+
+
+def test_momentum_correction_is_sgd_with_momentum_when_everything_is_sent():
+    sparse = TopK(Schedule({0: 1.0}), momentum=0.9, min_numel=0)
+    gradients = [{"w": randn(8, 8, seed=step), "b": randn(8, seed=step)} for step in range(6)]
+    parameters = {"w": torch.zeros(8, 8, dtype=torch.float64), "b": torch.zeros(8, dtype=torch.float64)}
+    optimizer = torch.optim.SGD([parameters["b"].requires_grad_()], lr=1.0, momentum=0.9)
+    moved = torch.zeros(8, dtype=torch.float64)
+    for step in gradients:
+        parameters["b"].grad = step["b"].clone()
+        optimizer.step()
+        ours = {name: gradient.clone() for name, gradient in step.items()}
+        sparse.reduce_(ours, ALONE)
+        moved -= ours["b"]  # a vector: dense, with plain momentum
+        # Sent velocity is masked, so a fully sent matrix is plain SGD (momentum factor masking).
+        torch.testing.assert_close(ours["w"], step["w"], rtol=0, atol=1e-12)
+    torch.testing.assert_close(moved, parameters["b"].detach(), rtol=0, atol=1e-12)
+
+
+def test_momentum_accumulates_until_it_is_sent():
+    sparse, m = TopK(1 / 64, momentum=0.5, min_numel=0), 0.5
+    steady = torch.full((8, 8), 1.0, dtype=torch.float64)
+    first = reduced(sparse, steady)
+    assert first.sum() == 1
+    second = reduced(sparse, steady)  # elsewhere u = 1.5, v = 2.5
+    assert second.max() == 1 + (1 + m)
+
+
+# ------------------------------------------------------------------------------------------------- quantizers
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Quantize(8, stochastic=True, feedback=None, min_numel=0),
+        lambda: Quantize(4, stochastic=True, feedback=None, min_numel=0),
+        lambda: RandomK(0.2, feedback=None, min_numel=0),
+    ],
+)
+def test_unbiased_by_z_test(make):
+    compressor, draws = make(), 4000
+    assert compressor.unbiased
+    matrix = randn(6, 10, seed=5)
+    samples = torch.stack([reduced(compressor, matrix) for _ in range(draws)])
+    z = (samples.mean(0) - matrix) / (samples.std(0).clamp_min(1e-4) / draws**0.5)
+    assert z.abs().max() < 4.5, "60 elements: |z| > 4.5 has probability 4e-4"
+    assert z.square().mean() == pytest.approx(1, abs=0.7)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantization_error_is_within_a_level(bits):
+    matrix = randn(30, 100, dtype=torch.float32) * torch.logspace(-20, 10, 30).unsqueeze(1)
+    compressor = Quantize(bits, feedback=None)
+    rows = matrix.view(1, -1)
+    back = compressor.unpack(compressor.pack(rows), rows.shape[1], torch.float32)
+    groups = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 500)).view(-1, 500)
+    level = groups.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    assert ((back.view(-1, 500) - groups).abs() <= level / 2 * 1.0001).all()
+    assert compressor.pack(rows).shape[1] == compressor.packed_bytes(rows.shape[1])
+
+
+def test_eight_bits_beat_fp32_at_any_world_size():
+    shapes = {"w": (4096, 4096)}
+    for world_size in (2, 8, 16, 64, 1024):
+        ratio = Dense().wire_bytes(shapes, world_size) / Quantize(8).wire_bytes(shapes, world_size)
+        assert ratio == pytest.approx(4, rel=0.02)
+        assert Dense().wire_bytes(shapes, world_size) / Sign().wire_bytes(shapes, world_size) > 28
+
+
+def test_sign_is_the_scaled_sign():
+    matrix = randn(20, 33, dtype=torch.float32)
+    matrix[0, 0] = 0
+    sent = reduced(Sign(feedback=None, min_numel=0), matrix)
+    expected = torch.where(matrix >= 0, 1.0, -1.0) * matrix.abs().mean()
+    torch.testing.assert_close(sent, expected)
+
+
+# ------------------------------------------------------------------------------------------- error feedback
+
+
+def test_raw_vectors_leave_no_residual():
+    compressor = PowerSGD(1, min_numel=0)
+    for step in range(20):
+        compressor.reduce_({"w": randn(8, 8, seed=step), "b": randn(8, seed=step)}, ALONE)
+    assert set(compressor.state_dict()["residual"]) == {"w"}
+
+
+def test_decayed_feedback_follows_its_equation():
+    compressor, residual = TopK(0.1, feedback="decayed", decay=0.25, min_numel=0), torch.zeros(10, 10).double()
+    for step in range(4):
+        gradient = randn(10, 10, seed=step)
+        sent = reduced(compressor, gradient)
+        residual = 0.25 * residual + 0.75 * (gradient + residual - sent)
+        torch.testing.assert_close(compressor.state_dict()["residual"]["weight"], residual)
+
+
+@distributed(world_size=2)
+def test_ef21_tracks_the_mean_of_the_ranks_estimates(group):
+    compressor = TopK(0.3, feedback="ef21", min_numel=0)
+    steady = randn(6, 6, seed=group.rank)
+    for _ in range(4):
+        gradient = steady.clone()
+        compressor.reduce_({"w": gradient}, group)
+    mean = (randn(6, 6, seed=0) + randn(6, 6, seed=1)) / 2
+    torch.testing.assert_close(gradient, mean, rtol=0, atol=1e-12)  # 4 x 0.3 > 1: every element has been sent
+    torch.testing.assert_close(compressor.state_dict()["estimate"]["w"], steady, rtol=0, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------- schedules, policies, composition
+
+
+def test_schedule():
+    assert [Schedule({0: 4, 3: 2})(step) for step in (0, 2, 3, 9)] == [4, 4, 2, 2]
+    warm = Schedule.warm_up(0.001, steps=100)
+    assert [round(warm(step), 4) for step in (0, 25, 50, 75, 100, 10**6)] == [0.25, 0.0629, 0.0158, 0.004, 0.001, 0.001]
+    with pytest.raises(ValueError, match="begins at step 0"):
+        Schedule({1: 0.1})
+
+
+def test_density_warm_up_and_start_step_count_committed_steps():
+    compressor = TopK(Schedule({0: 0.5, 1: 0.1}), start_step=1, min_numel=0)
+    matrix = randn(10, 10)
+    assert torch.equal(reduced(compressor, matrix), matrix)
+    assert not compressor.reduce_({"weight": torch.full((10, 10), float("nan"))}, ALONE)
+    assert torch.count_nonzero(reduced(compressor, matrix)) == 10
+
+
+def test_the_first_matching_rule_decides():
+    power, topk = PowerSGD(2), TopK(0.1)
+    policy = Policy({"*.bias": None, "embed*": topk, "head": None, "*": power}, min_numel=100)
+    big = (100, 100)
+    assert policy.method("embed.weight", big, 0) is topk
+    assert policy.method("layer.weight", big, 0) is power
+    assert isinstance(policy.method("head", big, 0), Dense)
+    assert isinstance(policy.method("layer.bias", big, 0), Dense)
+    assert isinstance(policy.method("layer.weight", (9, 9), 0), Dense)
+    assert policy.collective == "mixed"
+    assert not policy.linear
+    assert Policy({"*": power, "x": None}).linear
+    with pytest.raises(TypeError, match="compressors or None"):
+        Policy({"*": "powersgd"})
+
+
+@pytest.mark.parametrize(
+    "compose",
+    [
+        lambda: Sign() | TopK(0.1),
+        lambda: Quantize(8) | Cast("bf16"),
+        lambda: TopK(0.1) | PowerSGD(1),
+        lambda: TopK(0.1) | Sign(),
+        lambda: TopK(0.1) | Quantize(8) | Cast("bf16"),
+        lambda: TopK(0.1) | Quantize(8, start_step=3),
+        lambda: TopK(0.1, values=Sign()),
+        lambda: TopK(0.0),
+        lambda: TopK(1.5),
+        lambda: RandomK(Schedule({0: 0.1, 2: 2.0})),
+        lambda: PowerSGD(0),
+        lambda: Quantize(3),
+        lambda: Cast("int8"),
+        lambda: TopK(0.1, feedback="magic"),
+        lambda: TopK(0.1, feedback="ef21", momentum=0.9),
+        lambda: TopK(0.1, start_step=-1),
+        lambda: BlockTopK(0.1, block=0),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_construction(compose):
+    with pytest.raises(ValueError, match="`|use one encoding|momentum|start_step"):
+        compose()
+
+
+def test_composition_leaves_its_parts_alone():
+    base = TopK(0.1)
+    both = base | Quantize(8)
+    shapes = {"w": (100, 100)}
+    assert (
+        both.wire_bytes(shapes, 4) == TopK(0.1, values=Quantize(8)).wire_bytes(shapes, 4) < base.wire_bytes(shapes, 4)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- auto
+
+
+@distributed(world_size=2)
+def test_auto_stays_dense_or_compresses_as_measured(group):
+    for min_gain, expected in ((0.999, "Dense"), (0.0, None)):
+        auto = Auto([TopK(0.5), Cast("bf16")], min_gain=min_gain, steps=2)
+        for step in range(4):
+            gradient = torch.full((64, 64), float(step + group.rank))
+            assert auto.reduce_({"w": gradient}, group)
+            assert step > 2 or torch.equal(gradient, torch.full((64, 64), step + 0.5)), "dense while measuring"
+        assert "plain means take" in auto.verdict
+        if expected:
+            assert type(auto.choice).__name__ == expected
+        resumed = Auto([TopK(0.5), Cast("bf16")])
+        resumed.load_state_dict(auto.state_dict(), group)
+        assert type(resumed.choice) is type(auto.choice)
+        assert resumed.verdict == auto.verdict
+
+
+# --------------------------------------------------------------------------------------------------- fidelity
+
+
+def test_fidelity_is_measured_when_asked_for():
+    compressor, matrix = TopK(0.1, feedback=None, min_numel=0), randn(20, 20)
+    compressor.sample_every = 2
+    sent = reduced(compressor, matrix)
+    error = ((sent - matrix).norm() / matrix.norm()).item()
+    assert compressor.fidelity["relative_error"] == pytest.approx(error)
+    assert compressor.fidelity["cosine"] == pytest.approx((1 - error**2) ** 0.5)
+    first = compressor.fidelity
+    reduced(compressor, matrix * 2)
+    assert compressor.fidelity is first
+    assert reduced(Dense(), matrix).equal(matrix)
