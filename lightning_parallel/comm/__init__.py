@@ -16,7 +16,7 @@ from lightning_parallel.comm.collectives import (
 )
 from lightning_parallel.comm.groups import Group, MeshGroups
 from lightning_parallel.comm.objects import agree, all_gather_object, barrier, broadcast_object, raise_together
-from lightning_parallel.comm.records import CommRecord, Pending, observe, record
+from lightning_parallel.comm.records import CommRecord, Pending, observe, record, rehearsal
 
 __all__ = [
     "CommRecord",
@@ -38,4 +38,5 @@ __all__ = [
     "raise_together",
     "record",
     "reduce_scatter",
+    "rehearsal",
 ]

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from lightning_parallel.comm import liveness
 from lightning_parallel.comm.groups import Group
 
-__all__ = ["CommRecord", "Done", "Pending", "explain", "observe", "record"]
+__all__ = ["CommRecord", "Done", "Pending", "explain", "observe", "record", "rehearsal"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,14 @@ class CommRecord:
         axis: Mesh axis of the group, or its description.
         bytes: Payload: the full tensor for all_reduce and broadcast, the gathered total for all_gather and
             reduce_scatter, what this rank sends for all_to_all, the message for send and recv.
-        seconds: From the call to its observed completion.
-        blocked_s: The part of `seconds` that the calling thread spent waiting.
+        seconds: From the call to its completion; where the backend does not tell that, to the end of the wait for it.
+        blocked_s: How long the calling thread was held up, by the call and by the wait for it.
         start_ns: `time.perf_counter_ns()` at the call.
         dtype: Element type of the payload.
         group_size: Ranks in the group.
+        end_ns: `time.perf_counter_ns()` when the calling thread had the result.
+        ranks: Global ranks of the group.
+        peer: Global rank at the other end of a message; None for a collective.
     """
 
     op: str
@@ -40,6 +44,9 @@ class CommRecord:
     start_ns: int
     dtype: torch.dtype
     group_size: int
+    end_ns: int
+    ranks: tuple[int, ...]
+    peer: int | None = None
 
 
 _observers: tuple[Callable[[CommRecord], None], ...] = ()
@@ -64,24 +71,63 @@ def record() -> Iterator[list[CommRecord]]:
         yield records
 
 
+_rehearsing = False
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Inside the block collectives return tensors of the right shape and communicate nothing; values are arbitrary.
+
+    A computation that fails on some ranks only fails here, where no other rank waits for it.
+    """
+    global _rehearsing
+    _rehearsing = True
+    try:
+        yield
+    finally:
+        _rehearsing = False
+
+
 class Pending:
     """A collective in flight. `wait()` returns its result; calling it again returns the same result."""
 
-    __slots__ = ("_blocked_ns", "_bytes", "_dtype", "_group", "_op", "_result", "_start_ns", "_work")
+    __slots__ = (
+        "_blocked_ns",
+        "_bytes",
+        "_complete_ns",
+        "_dtype",
+        "_group",
+        "_op",
+        "_peer",
+        "_result",
+        "_start_ns",
+        "_work",
+    )
 
-    def __init__(self, op: str, group: Group, num_bytes: int, dtype: torch.dtype, result: Any) -> None:
+    def __init__(
+        self, op: str, group: Group, num_bytes: int, dtype: torch.dtype, result: Any, peer: int | None = None
+    ) -> None:
         self._op, self._group, self._bytes, self._dtype, self._result = op, group, num_bytes, dtype, result
+        self._peer = peer
+        self._complete_ns: int | None = None
         self._work: Any = None
         self._start_ns = time.perf_counter_ns()
         self._blocked_ns = 0
 
     def launch(self, call: Callable[[], Any]) -> Pending:
+        if _rehearsing:
+            return self
         try:
             self._work = call()
         except RuntimeError as error:
             explain(error, self._op, self._group)
         self._blocked_ns = time.perf_counter_ns() - self._start_ns
+        if _observers and self._peer is None and dist.get_backend(self._group.process_group) == "gloo":
+            self._work.get_future().add_done_callback(self._note_completion)  # runs on a thread of gloo
         return self
+
+    def _note_completion(self, _: Any) -> None:
+        self._complete_ns = time.perf_counter_ns()
 
     def wait(self) -> Any:
         work, self._work = self._work, None
@@ -97,10 +143,20 @@ class Pending:
 
     def _report(self, end_ns: int, wait_ns: int) -> None:
         blocked_s = (self._blocked_ns + end_ns - wait_ns) / 1e9
-        seconds = (end_ns - self._start_ns) / 1e9
+        seconds = ((self._complete_ns or end_ns) - self._start_ns) / 1e9
         group = self._group
         finished = CommRecord(
-            self._op, group.axis, self._bytes, seconds, blocked_s, self._start_ns, self._dtype, group.size
+            self._op,
+            group.axis,
+            self._bytes,
+            seconds,
+            blocked_s,
+            self._start_ns,
+            self._dtype,
+            group.size,
+            end_ns,
+            group.ranks,
+            self._peer,
         )
         for observer in _observers:
             observer(finished)

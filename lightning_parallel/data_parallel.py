@@ -1,0 +1,247 @@
+"""The mean of gradients over the data-parallel axis: in buckets, while backward still runs.
+
+    backward:   ... layer 3 ........ layer 2 ........ layer 1 ...   reduce()
+    in flight:            [ bucket 0 ]       [ bucket 1 ]  [ 2 ]    waits, writes the means into `.grad`
+
+A bucket starts when its last gradient is ready, always in the order of the buckets, so that every rank issues the
+same collectives whatever order its gradients come in. Which parameters have a gradient is exchanged with every step:
+one that some replica did not use counts as zero there, one that no replica used keeps no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, Pending
+
+__all__ = ["GradientReducer", "MeanReducer"]
+
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+class MeanReducer(Protocol):
+    """What replaces the plain mean, such as a gradient compressor."""
+
+    def reduce_(self, named_gradients: Mapping[str, Tensor], group: Any) -> Any:
+        """Replace each gradient by its (approximate) mean over `group`, in place."""
+        ...
+
+
+class _Bucket:
+    """Parameters of one dtype and device whose gradients travel together."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.num_bytes = 0
+        self.ready: set[str] = set()
+        self.stale = False
+        self.flat: Tensor | None = None
+        self.pending: Pending | None = None
+
+
+class GradientReducer:
+    """Replaces the gradients of parameters by their mean over `group`.
+
+    `reduce()` ends a backward pass: afterwards every `.grad` is final. Inside `no_sync()` nothing is communicated and
+    gradients accumulate; the next `reduce()` takes what has accumulated.
+
+    Args:
+        parameters: The parameters by name; a shared one under one of its names. Frozen ones are left out for as long
+            as they are frozen.
+        group: The data-parallel group.
+        bucket_bytes: Size at which a bucket is full.
+        compression: Computes the mean instead; called once a step with all gradients.
+        prepare: Called with the gradients of `prepare_names` before they are reduced, to complete partial ones in
+            place (sums over the tensor-parallel group).
+        prepare_names: Parameters whose gradients `prepare` completes.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: Group,
+        bucket_bytes: int = 25 << 20,
+        compression: MeanReducer | None = None,
+        prepare: Callable[[dict[str, Tensor]], None] | None = None,
+        prepare_names: frozenset[str] = frozenset(),
+    ) -> None:
+        self.group = group
+        self._parameters = dict(parameters)
+        self._bucket_bytes = bucket_bytes
+        self._compression = compression
+        self._prepare = prepare
+        self._prepare_names = prepare_names if prepare is not None else frozenset()
+        self._synchronizing = True
+        self._hooks: list[Any] = []
+        self._trainable: list[bool] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take notice of parameters that were frozen or unfrozen; to be called between steps."""
+        trainable = [parameter.requires_grad for parameter in self._parameters.values()]
+        if trainable == self._trainable:
+            return
+        self.remove()
+        self._trainable = trainable
+        self._active = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        self._buckets = self._fill_buckets()
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        self._next = 0
+        if self._overlaps:
+            for name, parameter in self._active.items():
+                if name not in self._prepare_names:
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(name)))
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.group.size > 1 and self._compression is None
+
+    def _fill_buckets(self) -> list[_Bucket]:
+        """Buckets in reverse order of registration, about the order of backward; partial gradients come last."""
+        order = list(reversed(self._active))
+        order.sort(key=lambda name: name in self._prepare_names)
+        buckets: list[_Bucket] = []
+        open_buckets: dict[tuple[Any, ...], _Bucket] = {}
+        for name in order:
+            parameter = self._active[name]
+            kind = (parameter.dtype, parameter.device, name in self._prepare_names)
+            if kind not in open_buckets:
+                open_buckets[kind] = _Bucket()
+                buckets.append(open_buckets[kind])
+            bucket = open_buckets[kind]
+            bucket.names.append(name)
+            bucket.num_bytes += parameter.numel() * parameter.element_size()
+            if bucket.num_bytes >= (FIRST_BUCKET_BYTES if bucket is buckets[0] else self._bucket_bytes):
+                del open_buckets[kind]
+        return buckets
+
+    # ---------------------------------------------------------------------------------------------- during backward
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients accumulate without communication."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        def ready(parameter: Tensor) -> None:
+            if not self._synchronizing:
+                return
+            bucket = self._bucket_of[name]
+            bucket.ready.add(name)
+            bucket.stale |= bucket.pending is not None  # accumulated again: what was sent is not the whole
+            while self._next < len(self._buckets):
+                bucket = self._buckets[self._next]
+                if len(bucket.ready) < len(bucket.names):
+                    return
+                self._launch(bucket)
+                self._next += 1
+
+        return ready
+
+    def _launch(self, bucket: _Bucket) -> None:
+        bucket.flat = self._flatten(bucket)
+        bucket.pending = comm.all_reduce_(bucket.flat, self.group, async_op=True)
+
+    @torch.no_grad()
+    def _flatten(self, bucket: _Bucket) -> Tensor:
+        pieces = [self._gradient(name) for name in bucket.names]
+        with torch.inference_mode(False):
+            return torch.cat([piece.reshape(-1) for piece in pieces])
+
+    def _gradient(self, name: str) -> Tensor:
+        """The gradient of a parameter; zeros where it has none."""
+        parameter = self._active[name]
+        if parameter.grad is None:
+            return torch.zeros_like(parameter)
+        if parameter.grad.is_sparse:
+            raise TypeError(f"the gradient of `{name}` is sparse, which is not supported; use `sparse=False`")
+        return parameter.grad
+
+    # ---------------------------------------------------------------------------------------------- after backward
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a backward pass has started to reduce and `reduce()` has not been called."""
+        return any(bucket.ready for bucket in self._buckets)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Finish the reduction: afterwards every `.grad` is the mean over the group. Nothing inside `no_sync()`."""
+        if not self._synchronizing:
+            return
+        if self._prepare is not None:
+            self._prepare({name: self._gradient_of(name) for name in self._active if name in self._prepare_names})
+        if self.group.size > 1 or self._compression is not None:
+            if self._compression is None:
+                self._launch_rest()
+            used = self._exchange_use()
+            if self._compression is None:
+                self._finish_buckets(used)
+            else:
+                gradients = {name: self._gradient_of(name) for name in self._active if name in used}
+                self._compression.reduce_(gradients, self.group)
+        for bucket in self._buckets:
+            bucket.ready.clear()
+            bucket.stale, bucket.flat, bucket.pending = False, None, None
+        self._next = 0
+
+    def _gradient_of(self, name: str) -> Tensor:
+        """The gradient of a parameter in its place; zeros are put there where it has none."""
+        gradient = self._gradient(name)
+        self._active[name].grad = gradient
+        return gradient
+
+    def _exchange_use(self) -> set[str]:
+        """Names with a gradient on any replica; buckets that any replica has to send again become stale here too."""
+        flags = [self._active[name].grad is not None for name in self._active]
+        flags += [bucket.stale for bucket in self._buckets]
+        if not flags:
+            return set()
+        device = next(iter(self._active.values())).device
+        shared = comm.all_reduce_(torch.tensor(flags, dtype=torch.uint8, device=device), self.group, "max").tolist()
+        for bucket, stale in zip(self._buckets, shared[len(self._active) :]):
+            bucket.stale = bool(stale)
+        return {name for name, flag in zip(self._active, shared) if flag}
+
+    def _launch_rest(self) -> None:
+        for bucket in self._buckets:
+            if bucket.pending is None:
+                self._launch(bucket)
+
+    def _finish_buckets(self, used: set[str]) -> None:
+        for bucket in self._buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+            if bucket.stale:
+                self._launch(bucket)
+                bucket.pending.wait()
+            self._write_back(bucket, used)
+
+    def _write_back(self, bucket: _Bucket, used: set[str]) -> None:
+        assert bucket.flat is not None
+        bucket.flat.div_(self.group.size)
+        parameters = [self._active[name] for name in bucket.names]
+        means = bucket.flat.split([parameter.numel() for parameter in parameters])
+        for name, parameter, mean in zip(bucket.names, parameters, means):
+            if name not in used:
+                continue
+            if parameter.grad is None:
+                parameter.grad = mean.view_as(parameter).clone()
+            else:
+                parameter.grad.copy_(mean.view_as(parameter))
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

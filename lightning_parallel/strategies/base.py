@@ -1,0 +1,376 @@
+"""What every strategy with a mesh owes the Trainer: processes, ranks, groups, data, logging and checkpoints.
+
+Subclasses say how the module is cut (`parallelize`) and how a step runs. `notes` beside a hook name the trap in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal, Optional, Union
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parallel import checkpoint as checkpoints
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, MeshGroups, liveness
+from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
+from lightning_parallel.strategies import data, replicas
+from lightning_parallel.strategies.launcher import SpawnLauncher
+from lightning_parallel.strategies.precision import mesh_wide_norms, span_mesh
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["MeshStrategy", "StartMethod"]
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class MeshStrategy(ParallelStrategy):
+    """Base of the strategies whose ranks form a mesh.
+
+    Args:
+        sizes: Ranks along each axis, or `"auto"`.
+        compression: Reducer of the gradients over the data-parallel axis.
+        checkpoint_format: `full`, one ordinary Lightning checkpoint.
+        process_group_backend: Backend of torch.distributed; chosen by the device when omitted.
+        timeout: Deadline of every collective.
+        start_method: How the Trainer starts the processes when no launcher did: `popen` runs the script again, the
+            others start functions (notebooks: `fork`).
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[Axis, Size],
+        compression: Any = None,
+        checkpoint_format: Literal["full"] = "full",
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        if checkpoint_format != "full":
+            raise ValueError(f"`checkpoint_format` must be 'full', got {checkpoint_format!r}")
+        self.num_nodes = 1
+        self.compression = compression
+        self._sizes = dict(sizes)
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method: StartMethod = start_method
+        self._mesh: Mesh | None = None
+        self._groups: MeshGroups | None = None
+        self._device_mesh: DeviceMesh | None = None
+        self._reducer: GradientReducer | None = None
+
+    # ------------------------------------------------------------------------------------------- for subclasses
+
+    @property
+    def rules(self) -> Mapping[str, Shard]:
+        """How the module's tensors are sharded over the tensor axis, by name."""
+        return {}
+
+    def parallelize(self, module: LightningModule) -> None:
+        """Cut `module` in place; called once per module, with the full weights equal on all ranks."""
+
+    def gradient_reducer(self, module: LightningModule) -> GradientReducer:
+        """The reducer of the module's gradients, for one `fit`."""
+        return GradientReducer(dict(module.named_parameters()), self.groups.data_parallel, compression=self.compression)
+
+    # ---------------------------------------------------------------------------------- processes, ranks, groups
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all processes.
+
+        Raises:
+            ValueError: If the axis sizes do not multiply to the number of processes.
+        """
+        if self._mesh is None:
+            sizes = dict(self._sizes)
+            if sizes.get(TENSOR) == "auto" and sizes.get(DATA) == "auto" and self.num_nodes > 1:
+                sizes[DATA] = self.num_nodes  # tensor parallelism inside the node, replicas across nodes
+            self._mesh = Mesh.resolve(self.world_size, sizes)
+        return self._mesh
+
+    @property
+    def groups(self) -> MeshGroups:
+        """This rank's process groups; there are none before the processes have met."""
+        if self._groups is None:
+            raise RuntimeError("the process groups exist only while the Trainer runs; there is none yet")
+        return self._groups
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """Torch's view of the mesh, with the axes' names."""
+        if self._device_mesh is None:
+            raise RuntimeError("the device mesh exists only while the Trainer runs; there is none yet")
+        return self._device_mesh
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning to shard the data and to honour `sync_dist`."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> Optional[str]:
+        return self._process_group_backend
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment and both copies of `rank_zero_only` who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for decorator in (rank_zero_only, utilities_rank_zero_only):
+            decorator.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = SpawnLauncher(self, start_method=self._start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        mesh = self.mesh
+        reset_seed()
+        if self._groups is None:
+            assert self.cluster_environment is not None
+            device_type = self.root_device.type
+            backend = self._process_group_backend or dist.Backend.default_device_backend_map.get(device_type, "gloo")
+            device_id = None if device_type == "cpu" else self.root_device
+            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+            liveness.start()
+            self._groups = MeshGroups(mesh, timeout=self._timeout)
+            self._device_mesh = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
+        replicas.share_random_state(self.groups.model)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    # ------------------------------------------------------------------------------------------------- the model
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        self.accelerator.setup(trainer)
+        if self._layer_sync is not None and trainer.state.fn == TrainerFn.FITTING:
+            replicas.synchronize_batch_norm(module, self.groups.data_parallel)
+        self.precision_plugin.convert_module(module)
+        self.parallelize(module)
+        self.model_to_device()
+        replicas.start_equal(module, self.groups.data_parallel)
+        data.scope_metrics(module, self.groups)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._reducer = self.gradient_reducer(module)
+        self.setup_precision_plugin()
+        span_mesh(self.precision_plugin, self)
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+            data.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+
+    @override
+    def teardown(self) -> None:
+        if self._reducer is not None:
+            self._reducer.remove()
+            self._reducer = None
+        super().teardown()
+
+    # --------------------------------------------------------------------------------------------------- the data
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        coordinate = self.mesh.coordinate(self.global_rank)
+        return {"num_replicas": self.mesh.data_parallel, "rank": coordinate.data_parallel}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return data.seed_workers(dataloader, self.mesh.coordinate(self.global_rank).data_parallel)
+
+    # -------------------------------------------------------------------------------------------------- the steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._reducer is not None:
+            self._reducer.refresh()
+        with mesh_wide_norms(self):  # under manual optimization modules clip inside their step
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        if self._reducer is not None:
+            self._reducer.reduce()  # before `on_after_backward`, which sees final gradients
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Optional[Union[LightningModule, nn.Module]] = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._reducer is not None and self._reducer.in_flight:
+            self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
+        with mesh_wide_norms(self):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator:
+        context: AbstractContextManager = nullcontext() if self._reducer is None else self._reducer.no_sync()
+        with context:
+            yield
+
+    # -------------------------------------------------------------------------------------- between the processes
+
+    @override
+    def reduce(
+        self,
+        tensor: Union[Tensor, Any],
+        group: Optional[Any] = None,
+        reduce_op: Optional[Union[ReduceOp, str]] = "mean",
+    ) -> Union[Tensor, Any]:
+        """Reduce over the data-parallel replicas, unless another `group` is given.
+
+        The ranks of one replica hold the same value already: a mean or sum over all ranks would count it repeatedly.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if group is None and self.groups.data_parallel.process_group is None:
+            return tensor
+        return _sync_ddp_if_available(tensor, group or self.groups.data_parallel.process_group, reduce_op=reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        verdict = torch.tensor(int(decision), device=self.root_device)
+        return bool(comm.all_reduce_(verdict, self.groups.world, "min" if all else "max"))
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Optional[Any] = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the data-parallel replicas, unless another `group` is given: (replicas, *shape)."""
+        if group is None and self.groups.data_parallel.process_group is None:
+            return tensor.unsqueeze(0) if self.world_size > 1 else tensor
+        return super().all_gather(tensor, group or self.groups.data_parallel.process_group, sync_grads)
+
+    @override
+    def barrier(self, name: Optional[str] = None) -> None:
+        if self._groups is not None:
+            comm.barrier(self.groups.world)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        return comm.broadcast_object(obj, self.groups.world, src) if self._groups is not None else obj
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def _tensor_group(self) -> Group:
+        return self.groups.tensor_parallel
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full state dict, with values on rank 0 only; called on every rank."""
+        assert self.lightning_module is not None
+        state = self.lightning_module.state_dict()
+        return checkpoints.merge_state_dict(state, self.rules, self._tensor_group, keep=self.is_global_zero)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        state = checkpoint["state_dict"]
+        checkpoints.check_shapes(state, self.lightning_module, self.rules, "file")
+        local = checkpoints.cut_state_dict(state, self.rules, self._tensor_group.rank)
+        self.lightning_module.load_state_dict(local, strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of `optimizer` with full tensors, values on rank 0 only; called on every rank."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return checkpoints.merge_optimizer_state(
+            inner, self.parameter_names, self.rules, self._tensor_group, keep=self.is_global_zero
+        )
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        local = [
+            checkpoints.cut_optimizer_state(state, optimizer, self.parameter_names, self.rules, self._tensor_group.rank)
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"])
+        ]
+        super().load_optimizer_state_dict({"optimizer_states": local})
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        # Ranks may name the best checkpoint after their own replica's metric: all take that of rank 0.
+        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+
+    @property
+    def parameter_names(self) -> dict[int, str]:
+        """Name of each parameter of the module, by `id`."""
+        assert self.lightning_module is not None
+        return {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}

@@ -1,0 +1,117 @@
+"""Replicas start equal: the same random numbers inside a replica, the same weights everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+
+__all__ = ["materialize", "share_random_state", "start_equal", "synchronize_batch_norm"]
+
+
+def share_random_state(group: Group) -> None:
+    """Give the ranks of one replica the random state of its first rank, for data, dropout and initialisation."""
+    if group.size == 1:
+        return
+    import random
+
+    import numpy
+
+    state = (torch.get_rng_state(), random.getstate(), numpy.random.get_state())
+    torch_state, python_state, numpy_state = comm.broadcast_object(state, group)
+    torch.set_rng_state(torch_state)
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(comm.broadcast_object(torch.cuda.get_rng_state(), group))
+
+
+def start_equal(module: nn.Module, group: Group) -> None:
+    """Bring parameters and buffers on all ranks of `group` to those of its first rank, where they differ.
+
+    Raises:
+        ValueError: If the names, shapes or dtypes differ between the ranks.
+    """
+    if group.size == 1:
+        return
+    tensors = {name: tensor for name, tensor in _tensors(module) if not tensor.is_meta}
+    comm.agree(
+        "the module's tensors (name, shape, dtype)",
+        [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
+        group,
+    )
+    prints = comm.all_gather_object([_fingerprint(tensor) for tensor in tensors.values()], group)
+    for tensor, *values in zip(tensors.values(), *prints):
+        if len(set(values)) > 1:
+            _broadcast(tensor, group)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    """A 64-bit sum over the bytes, taken as integers: equal for equal tensors, different for different random ones."""
+    flat = tensor.detach().contiguous().view(-1)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    if integers is None:  # complex128
+        flat, integers = torch.view_as_real(flat).reshape(-1), torch.int64
+    return int(flat.view(integers).sum(dtype=torch.int64))
+
+
+@torch.no_grad()
+def _broadcast(tensor: Tensor, group: Group) -> None:
+    device = torch.device("cuda", torch.cuda.current_device()) if _needs_cuda(group) else tensor.device
+    shared = tensor.detach().to(device, copy=True).contiguous()
+    tensor.copy_(comm.broadcast_(shared, group))
+
+
+def _needs_cuda(group: Group) -> bool:
+    return "nccl" in torch.distributed.get_backend(group.process_group)
+
+
+def synchronize_batch_norm(module: nn.Module, group: Group) -> None:
+    """Convert batch normalisation to compute its statistics over the replicas (`Trainer(sync_batchnorm=True)`)."""
+    if group.size > 1:
+        nn.SyncBatchNorm.convert_sync_batchnorm(module, group.process_group)
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give parameters on the `meta` device their initial values, module by module, as construction would have.
+
+    Raises:
+        ValueError: If a module has such parameters and no `reset_parameters` (or Hugging Face `_init_weights`).
+    """
+    stuck = []
+    for path, owner in module.named_modules():
+        tensors = [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in tensors):
+            continue
+        initialize = getattr(owner, "reset_parameters", None) or _parent_initializer(module, path, owner)
+        if not callable(initialize):
+            stuck.append(f"`{path}` ({type(owner).__name__})")
+            continue
+        owner.to_empty(device=device, recurse=False)
+        initialize()
+    if stuck:
+        raise ValueError(
+            f"modules on the meta device without `reset_parameters`: {', '.join(stuck)}. Define that method, or build"
+            " them on a real device"
+        )
+
+
+def _parent_initializer(root: nn.Module, path: str, owner: nn.Module) -> Callable[[], None] | None:
+    """The `_init_weights` of the Hugging Face model around `owner`."""
+    parts = path.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        parent = root.get_submodule(".".join(parts[:depth]))
+        initialize = getattr(parent, "_init_weights", None)
+        if callable(initialize):
+            return partial(initialize, owner)
+    return None

@@ -1,0 +1,229 @@
+"""Which module is divided how: patterns over module paths, checked as a whole, then applied.
+
+A plan is a dict from module path to `Style`. It comes from the user (globs and style names), from the plan that many
+Hugging Face models carry, and from the structure of the rest (`discovery.py`). Nothing is changed before the whole
+plan is known to be possible.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal, TypeVar, Union
+
+from torch import nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.tensor import heads
+from lightning_parallel.tensor.attention import Attention, TransformerLayer, guard_fast_path
+from lightning_parallel.tensor.conversion import full_shape, is_linear, is_native
+from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
+from lightning_parallel.tensor.rng import connect
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["STYLES", "Plan", "Sharding", "UserPlan", "apply_plan", "parse_plan", "resolve_ties", "style_named"]
+
+UserPlan = Union[Literal["auto"], Mapping[str, Union[str, Style]]]
+Edits = dict[str, dict[str, int]]
+V = TypeVar("V")
+
+# The styles by name; the second group are the names of Hugging Face's plans.
+STYLES: dict[str, Style] = {
+    "column": Column(),
+    "column_gather": Column(gather_output=True),
+    "row": Row(),
+    "row_split": Row(split_input=True),
+    "vocab": Vocab(),
+    "replicate": Replicate(),
+    "replicate_partial": Replicate(partial_gradient=True),
+    "attention": Attention(),
+    "transformer_layer": TransformerLayer(),
+    "colwise": Column(),
+    "colwise_rep": Column(gather_output=True),
+    "colwise_gather_output": Column(gather_output=True),
+    "rowwise": Row(),
+    "rowwise_rep": Row(split_input=True),
+    "rowwise_split_input": Row(split_input=True),
+    "embedding_rowwise": Vocab(),
+    "replicated_with_grad_allreduce": Replicate(partial_gradient=True),
+}
+
+
+@dataclass
+class Plan:
+    """How the modules of one model are divided.
+
+    Attributes:
+        styles: The style of each divided module, by path.
+        edits: Attributes that have to change with it, such as the number of local heads: `{path: {name: value}}`.
+        notes: Why a module is divided less well than it could be, or not at all, by path.
+    """
+
+    styles: dict[str, Style] = field(default_factory=dict)
+    edits: Edits = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def under(self, prefix: str) -> Plan:
+        """The part of the plan inside the module at `prefix`, with paths relative to it."""
+        start = f"{prefix}." if prefix else ""
+        return Plan(_inside(self.styles, start), _inside(self.edits, start), _inside(self.notes, start))
+
+    def add(self, prefix: str, other: Plan) -> None:
+        """Take over `other`, whose paths are relative to `prefix`."""
+        start = f"{prefix}." if prefix else ""
+        self.styles |= {start + path: style for path, style in other.styles.items()}
+        self.edits |= {(start + path).rstrip("."): edit for path, edit in other.edits.items()}
+        self.notes |= {(start + path).rstrip("."): note for path, note in other.notes.items()}
+
+
+def _inside(part: dict[str, V], start: str) -> dict[str, V]:
+    return {path.removeprefix(start): value for path, value in part.items() if path.startswith(start)}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What became of a model: the facts that checkpoints, the clip norm and the table need.
+
+    Attributes:
+        shards: How parameters are divided, by full name; the others are whole on every rank.
+        partial: Parameters whose gradients are partial: their pieces held by several ranks have to be summed.
+        plan: The plan that was applied.
+        full_shapes: Shape of every parameter before, by name.
+    """
+
+    shards: dict[str, Shard]
+    partial: frozenset[str]
+    plan: Plan
+    full_shapes: dict[str, tuple[int, ...]]
+
+
+def style_named(name: str) -> Style:
+    """The style of that name.
+
+    Raises:
+        ValueError: If there is none, with the nearest names.
+    """
+    if name not in STYLES:
+        raise ValueError(f"unknown style {name!r}{_nearest(name, STYLES)}; the styles are {', '.join(sorted(STYLES))}")
+    return STYLES[name]
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.4)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+
+
+def parse_plan(module: nn.Module, plan: Mapping[str, str | Style], group: Group) -> Plan:
+    """Match a user's plan to the modules that own parameters.
+
+    Args:
+        module: The model.
+        plan: Globs over module paths (`*` also crosses dots) to styles or their names; the last match wins.
+        group: The tensor-parallel group.
+
+    Raises:
+        ValueError: With everything that is wrong: patterns that match nothing, unknown styles, modules to which a
+            style does not apply.
+    """
+    modules = dict(module.named_modules())
+    owners = [path for path, owner in modules.items() if any(True for _ in owner.parameters())]
+    problems, styles = [], {}
+    for pattern, wanted in plan.items():
+        matched = [path for path in owners if fnmatchcase(path, pattern)]
+        if not matched:
+            problems.append(f"`{pattern}` matches no module that has parameters{_nearest(pattern, owners)}")
+        try:
+            style = style_named(wanted) if isinstance(wanted, str) else wanted
+        except ValueError as error:
+            problems.append(f"`{pattern}`: {error}")
+            continue
+        styles.update(dict.fromkeys(matched, style))
+    found = Plan(styles)
+    if not problems:
+        heads.complete(module, found.styles, found.edits, group)
+        problems = _problems(modules, found.styles, group.size)
+    if problems:
+        raise ValueError("the tensor-parallel plan cannot be used:\n" + "\n".join(f"  {line}" for line in problems))
+    return found
+
+
+def _problems(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], ranks: int) -> list[str]:
+    problems = []
+    for path, style in styles.items():
+        try:
+            style.rules(modules[path], ranks)
+        except (TypeError, ValueError) as error:
+            problems.append(f"`{path}`: {error}")
+    return problems
+
+
+def resolve_ties(module: nn.Module, plan: Plan, ranks: int) -> None:
+    """Make modules that share a parameter agree: an embedding and its head are divided alike, others stay whole."""
+    modules = dict(module.named_modules())
+    owners: dict[int, list[str]] = {}
+    for path, owner in modules.items():
+        for parameter in owner.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(path)
+    for paths in owners.values():
+        if len(paths) < 2 or not any(path in plan.styles for path in paths):
+            continue
+        tied = [modules[path] for path in paths]
+        if all(is_native(owner, nn.Embedding) or is_linear(owner) for owner in tied):
+            for path in paths:
+                embedding = is_native(modules[path], nn.Embedding)
+                plan.styles[path] = Vocab() if embedding else Column(gather_output=True)
+        if len({_rule_of_shared(modules, plan, path, tied, ranks) for path in paths}) > 1:
+            for path in paths:
+                plan.styles.pop(path, None)
+                plan.notes[path] = "whole: shares a parameter with a module that is divided in another way"
+
+
+def _rule_of_shared(
+    modules: Mapping[str, nn.Module], plan: Plan, path: str, tied: list[nn.Module], ranks: int
+) -> Shard | None:
+    shared = set.intersection(*({id(parameter) for parameter in owner.parameters(recurse=False)} for owner in tied))
+    names = [name for name, parameter in modules[path].named_parameters(recurse=False) if id(parameter) in shared]
+    style = plan.styles.get(path)
+    try:
+        rules = style.rules(modules[path], ranks) if style is not None else {}
+    except (TypeError, ValueError):
+        return None
+    return next((rules[name] for name in names if name in rules), None)
+
+
+def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
+    """Divide `module` in place, after checking that all of `plan` is possible and the same on every rank.
+
+    Raises:
+        ValueError: On every rank, if the plan does not fit, or the ranks disagree on it or on the model's shapes.
+    """
+    modules = dict(module.named_modules())
+    problems = _problems(modules, plan.styles, group.size)
+    if problems:
+        raise ValueError("the model cannot be divided:\n" + "\n".join(f"  {line}" for line in problems))
+    shapes = {name: tuple(full_shape(parameter)) for name, parameter in module.named_parameters()}
+    comm.agree("the tensor-parallel plan", sorted((path, repr(style)) for path, style in plan.styles.items()), group)
+    comm.agree("the shapes of the model's parameters", shapes, group)
+    shards: dict[str, Shard] = {}
+    partial: set[str] = set()
+    for path, style in plan.styles.items():
+        prefix = f"{path}." if path else ""
+        owner = modules[path]
+        rules = style.rules(owner, group.size)
+        shards |= {prefix + name: rule for name, rule in rules.items()}
+        partial |= {prefix + name for name in style.partial(owner)}
+        partial |= {prefix + name for name, rule in rules.items() if rule.replicated}
+        style.apply(owner, group)
+    for path, edit in plan.edits.items():
+        for name, value in edit.items():
+            setattr(modules[path], name, value)
+    connect(module, group)
+    if any(isinstance(owner, nn.TransformerEncoder) for owner in modules.values()):
+        guard_fast_path(module)
+    names = shapes.keys()
+    return Sharding(
+        {name: rule for name, rule in shards.items() if name in names}, frozenset(partial & names), plan, shapes
+    )
