@@ -32,8 +32,10 @@ class Exchange:
     def __init__(self, tensor: Tensor, group: Group, op: str) -> None:
         peer = group.ranks[1 - group.rank]
         self._tensor, self._other, self._op = tensor, torch.empty_like(tensor), op
-        self._receive = dist.irecv(self._other, peer, group=group.process_group, tag=_TAG)
-        self._send = dist.isend(tensor, peer, group=group.process_group, tag=_TAG)
+        self._works = (
+            dist.irecv(self._other, peer, group=group.process_group, tag=_TAG),
+            dist.isend(tensor, peer, group=group.process_group, tag=_TAG),
+        )
 
     @staticmethod
     def suits(tensor: Tensor, group: Group) -> bool:
@@ -43,6 +45,7 @@ class Exchange:
 
     def wait(self) -> None:
         """Wait for both directions, then combine."""
-        self._receive.wait()
-        self._send.wait()
+        for work in self._works:
+            assert work is not None
+            work.wait()
         _COMBINE[self._op](self._tensor, self._other, out=self._tensor)
