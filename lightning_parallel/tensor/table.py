@@ -11,34 +11,38 @@ from rich.table import Table
 from torch import nn
 
 from lightning_parallel.tensor.attention import Attention, TransformerLayer
-from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
+from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
 from lightning_parallel.tensor.plan import Sharding
 
 __all__ = ["sharding_rows", "sharding_table"]
 
+Shape = tuple[int, ...]
 
-def sharding_rows(sharding: Sharding, local_shapes: dict[str, tuple[int, ...]]) -> list[tuple[str, ...]]:
-    """(module, style, global shape, local shape, parameters per rank, note), equal ones of repeated layers merged.
+
+def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tuple[str, ...]]:
+    """(module, style, global shape, local shape, parameters per rank, note), equal modules of repeated layers merged.
+
+    The shapes are those of the module's largest parameter; the parameters are those of all merged modules.
 
     Args:
         sharding: What became of the model.
         local_shapes: Shape of every parameter on this rank, by name.
     """
+    owners: dict[str, list[str]] = {}
+    for name in sharding.full_shapes:
+        owners.setdefault(name.rpartition(".")[0], []).append(name)
     merged: dict[tuple[str, ...], list[tuple[str, int]]] = {}
-    for name, full in sharding.full_shapes.items():
-        owner, _, leaf = name.rpartition(".")
+    for owner, names in owners.items():
+        largest = max(names, key=lambda name: math.prod(sharding.full_shapes[name]))
         styled = next((path for path in _ancestors(owner) if path in sharding.plan.styles), None)
-        style = _style_name(sharding.plan.styles[styled]) if styled is not None and name in sharding.shards else "whole"
-        if style == "whole" and leaf != "weight" and len(full) < 2:
-            note = ""
-        else:
-            note = sharding.plan.notes.get(styled if styled is not None else owner, "")
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
-        local = local_shapes[name]
-        key = (pattern, style, _shape(full), _shape(local), note)
-        merged.setdefault(key, []).append((name, math.prod(local)))
+        divided = styled is not None and any(name in sharding.shards for name in names)
+        style = _style_name(sharding.plan.styles[styled]) if styled is not None and divided else "whole"
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", f"{owner}.")
+        note = sharding.plan.notes.get(owner, "")
+        key = (pattern, style, _shape(sharding.full_shapes[largest]), _shape(local_shapes[largest]), note)
+        merged.setdefault(key, []).append((owner, sum(math.prod(local_shapes[name]) for name in names)))
     return [
-        (_merge_names([name for name, _ in found]), style, full, local, f"{sum(count for _, count in found):,}", note)
+        (_merge_names([owner for owner, _ in found]), style, full, local, f"{sum(count for _, count in found):,}", note)
         for (_, style, full, local, note), found in merged.items()
     ]
 
@@ -46,22 +50,23 @@ def sharding_rows(sharding: Sharding, local_shapes: dict[str, tuple[int, ...]]) 
 def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
     """The table that is shown when a model has been divided over `ranks` ranks."""
     local_shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    total = sum(math.prod(shape) for shape in sharding.full_shapes.values())
-    held = sum(math.prod(shape) for shape in local_shapes.values())
+    total = sum(map(math.prod, sharding.full_shapes.values()))
+    held = sum(map(math.prod, local_shapes.values()))
+    rows = sharding_rows(sharding, local_shapes)
     table = Table(
         title=f"{type(module).__name__} over {ranks} tensor-parallel ranks",
-        caption=f"rank 0 holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})",
+        caption=f"this rank holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})",
         box=box.SIMPLE_HEAD,
         title_justify="left",
         caption_justify="left",
     )
-    for header, justify in zip(
-        ("parameter", "style", "global", "local", "per rank", "note"),
-        ("left", "left", "right", "right", "right", "left"),
-    ):
-        table.add_column(header, justify=justify, no_wrap=header != "note", overflow="fold")  # type: ignore[arg-type]
-    for row in sharding_rows(sharding, local_shapes):
-        table.add_row(*row, style="dim" if row[1] == "whole" else None)
+    for header in ("module", "style", "global", "local", "parameters per rank"):
+        numeric = header in ("global", "local", "parameters per rank")
+        table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "parameters per rank")
+    if any(row[-1] for row in rows):
+        table.add_column("note", overflow="fold")
+    for row in rows:
+        table.add_row(*row[: len(table.columns)], style="dim" if row[1] == "whole" else None)
     return table
 
 
@@ -75,8 +80,7 @@ def _style_name(style: Style) -> str:
         return "column, gathered" if style.gather_output else "column"
     if isinstance(style, Row):
         return "row, input split" if style.split_input else "row"
-    names = {Vocab: "vocab", Attention: "heads", TransformerLayer: "heads and MLP", Replicate: "whole"}
-    return names.get(type(style), type(style).__name__)
+    return {Vocab: "vocab", Attention: "heads", TransformerLayer: "heads, mlp"}.get(type(style), type(style).__name__)
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -85,9 +89,8 @@ def _shape(shape: Sequence[int]) -> str:
 
 def _merge_names(names: Sequence[str]) -> str:
     """`layers.0.up`, ..., `layers.11.up` -> `layers.{0..11}.up`."""
-    split = [name.split(".") for name in names]
     merged = []
-    for parts in zip(*split):
+    for parts in zip(*(name.split(".") for name in names)):
         different = sorted({int(part) for part in parts if part.isdigit()})
         merged.append(parts[0] if len(set(parts)) == 1 else f"{{{different[0]}..{different[-1]}}}")
     return ".".join(merged)
