@@ -115,7 +115,7 @@ class Inputs:
     def __init__(self, group: Group, lengths: SequenceLengths | None = None) -> None:
         self.group, self.lengths = group, lengths
         self._source: Callable[[], Tensor | None] | None = None
-        self._key: tuple[int, torch.dtype] | None = None
+        self._key: tuple[int, torch.dtype, int] | None = None
         self._entry: tuple[Tensor, _InputGradient] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inputs:
@@ -126,7 +126,8 @@ class Inputs:
         dtype = compute_dtype(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
             return self._whole(x.to(dtype)), None
-        key = (x._version, dtype)
+        # A recomputation during backward builds a graph of its own, even from the same input.
+        key = (x._version, dtype, torch._C._current_graph_task_id())
         if self._entry is None or self._source is None or self._source() is not x or self._key != key:
             gradient = _InputGradient(self, self._sizes(x))
             # The copy is held until `x` is gone, its gradient is known, or another input comes.

@@ -88,7 +88,7 @@ def connect(root: nn.Module, group: Group) -> None:
     """Give the divided layers of `root` their random streams. Call it once, after all layers have been divided.
 
     A row-parallel layer closes the region that the column-parallel layers in the smallest module around it open. That
-    module also closes the region when it is left by an exception.
+    module also closes the region when it is left, be it by an exception.
     """
     if group.size > 1:
         _connect(root, Region(group))
@@ -97,17 +97,18 @@ def connect(root: nn.Module, group: Group) -> None:
 def _connect(module: nn.Module, region: Region) -> list[nn.Module]:
     """Connect the regions inside `module`; returns the layers that are still without their counterpart."""
     end = getattr(module, "region_end", None)
-    if end is not None:
-        module.region = region  # type: ignore[assignment]
     if end == "inside":
+        module.region = region  # type: ignore[assignment]
         return []
     layers = [] if end is None else [module]
     for child in module.children():
         layers += _connect(child, region)
-    if {layer.region_end for layer in layers} == {"opens", "closes"}:
-        module.register_forward_hook(lambda *_: region.close(), always_call=True)
-        return []
-    return layers
+    if {layer.region_end for layer in layers} != {"opens", "closes"}:
+        return layers
+    for layer in layers:
+        layer.region = region  # type: ignore[assignment]
+    module.register_forward_hook(lambda *_: region.close(), always_call=True)
+    return []
 
 
 # -------------------------------------------------------------------------------------------- one generator per device

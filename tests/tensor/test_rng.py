@@ -198,6 +198,15 @@ def test_an_exception_inside_a_region_closes_it(group):
 
 
 @distributed(world_size=2)
+def test_a_layer_without_a_counterpart_opens_nothing(group):
+    model = nn.ModuleDict({"block": Block(), "head": nn.Linear(8, 32)})
+    divide(model, {"block.up": Column(), "block.down": Row(), "head": Column()}, group)
+    logits = model["head"](model["block"](torch.ones(4, 8)))
+    assert logits.shape == (4, 16)
+    assert torch.equal(*gathered(group, F.dropout(torch.ones(50))))
+
+
+@distributed(world_size=2)
 def test_reseeding_inside_a_region_is_respected(group):
     region = Region(group)
     region.open(torch.device("cpu"))
