@@ -22,7 +22,7 @@ from lightning_parallel.comm import Group, Pending
 
 __all__ = ["GradientReducer", "MeanReducer"]
 
-FIRST_BUCKET_BYTES = 1 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket, so that communication starts early
 
 
 class MeanReducer(Protocol):
@@ -117,7 +117,8 @@ class GradientReducer:
             bucket = open_buckets[kind]
             bucket.names.append(name)
             bucket.num_bytes += parameter.numel() * parameter.element_size()
-            if bucket.num_bytes >= (FIRST_BUCKET_BYTES if bucket is buckets[0] else self._bucket_bytes):
+            full = min(FIRST_BUCKET_BYTES, self._bucket_bytes) if bucket is buckets[0] else self._bucket_bytes
+            if bucket.num_bytes >= full:
                 del open_buckets[kind]
         return buckets
 
