@@ -101,6 +101,17 @@ def test_equal_where_replicated_and_different_where_divided(group):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@distributed(world_size=2)
+def test_no_stream_is_used_twice_when_nothing_else_draws(group):
+    model = build(group)
+    for block in model.blocks:
+        block.outside.p = 0.0
+    model(torch.ones(16, 8))
+    first, second, third = (block.masks[0][0] for block in model.blocks)
+    assert not torch.equal(first, second)
+    assert not torch.equal(second, third)
+
+
 @distributed(world_size=3)
 def test_uneven_shards_draw_different_numbers_and_stay_in_step(group):
     torch.manual_seed(1)
