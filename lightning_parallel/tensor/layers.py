@@ -247,8 +247,8 @@ class ColumnLinear(nn.Linear):
 
     @property
     def region_end(self) -> Literal["opens"] | None:
-        """Whether random numbers after this layer have to differ between the ranks."""
-        return None if self.gather_output else "opens"
+        """Whether random numbers after this layer have to differ between the ranks, other than before it."""
+        return None if self.gather_output or self.inputs.lengths is not None else "opens"
 
     def extra_repr(self) -> str:
         """Full sizes, the local size, and the rank."""
@@ -277,8 +277,8 @@ class RowLinear(nn.Linear):
 
     @property
     def region_end(self) -> Literal["closes"] | None:
-        """Whether random numbers before this layer have to differ between the ranks."""
-        return None if self.split_input else "closes"
+        """Whether random numbers before this layer have to differ between the ranks, and after it no longer."""
+        return None if self.split_input or self.lengths is not None else "closes"
 
     def extra_repr(self) -> str:
         """Full sizes, the local size, and the rank."""

@@ -1,0 +1,112 @@
+"""Sequence parallelism over a stack of blocks against one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_parallel import comm
+from lightning_parallel.tensor.layers import Column, Replicate, Row
+from lightning_parallel.tensor.sequence import along_sequence, divide_sequence
+from lightning_parallel.tensor.sharding import Part
+from tests.harness import distributed, run
+from tests.tensor.oracle import divide, finish_gradients, same_by_name
+
+
+class Block(nn.Module):
+    def __init__(self, width=12, size=3, p=0.0):
+        super().__init__()
+        self.norm, self.norm_again = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 10), nn.Linear(10, width)
+        self.size, self.dropout = size, nn.Dropout(p)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (-1, self.size)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(y))
+        return x + self.scale * self.down(F.gelu(self.up(self.norm_again(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, p=0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(9, 12)
+        self.blocks = nn.Sequential(Block(p=p), Block(p=p))
+        self.head = nn.Linear(12, 9)
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+HEADS = (Part(12, 3),)
+STYLES = {"qkv": Column(parts=HEADS * 3), "out": Row(parts=HEADS), "up": Column(), "down": Row()}
+
+
+def build(group, p=0.0):
+    torch.manual_seed(0)
+    model = Model(p).double()
+    whole = copy.deepcopy(model)
+    styles = {}
+    for i, block in enumerate(model.blocks):
+        styles |= {f"blocks.{i}.{path}".rstrip("."): style for path, style in along_sequence(block, STYLES).items()}
+    rules, partial = divide(model, styles, group)
+    divide_sequence(model, model.blocks[0], model.blocks[-1], group)
+    return model, whole, rules, partial
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_equals_one_process(world):
+    run(equals_one_process, world)
+
+
+def equals_one_process(group):
+    model, whole, rules, partial = build(group)
+    norms = {f"{norm}.{name}" for norm in ("norm", "norm_again") for name in ("weight", "bias")}
+    assert {name.split(".", 2)[2] for name in partial - rules.keys()} == norms | {"scale", "out.bias", "down.bias"}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, whole)]
+    for length in (5, 8, 4):
+        tokens = torch.randint(9, (2, length))
+        with comm.record() as records:
+            y = model(tokens)
+        assert [record.op for record in records] == [*["all_gather", "reduce_scatter"] * 4, "all_gather"]
+        expected = whole(tokens)
+        torch.testing.assert_close(y, expected)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        y.pow(2).sum().backward()
+        expected.pow(2).sum().backward()
+        finish_gradients(model, rules, partial, group)
+        same_by_name(model, whole, rules, group, "grad")
+        for optimizer in optimizers:
+            optimizer.step()
+    same_by_name(model, whole, rules, group, "data")
+
+
+@distributed(world_size=2)
+def test_dropout_differs_between_the_ranks_inside_only(group):
+    model, *_ = build(group, p=0.5)
+    masks = []
+    for block in model.blocks:
+        block.dropout.register_forward_hook(lambda _, inputs, y: masks.append((y == 0).to(torch.uint8)))
+    tokens = torch.randint(9, (2, 8))
+    state = torch.get_rng_state()
+    y = model(tokens)
+    assert not any(torch.equal(*comm.all_gather(mask[None], group).unbind()) for mask in masks)
+    assert torch.equal(*comm.all_gather(torch.get_rng_state()[None], group).unbind())
+    torch.set_rng_state(state)
+    assert torch.equal(model(tokens), y)
+    with pytest.raises(IndexError):
+        model(tokens + 9)
+    assert torch.equal(*comm.all_gather(torch.get_rng_state()[None], group).unbind())
+
+
+def test_styles_that_need_the_whole_sequence_are_refused():
+    block = Block()
+    for style in (Column(gather_output=True), Row(split_input=True)):
+        with pytest.raises(ValueError, match="`up` cannot be sequence-parallel"):
+            along_sequence(block, {"up": style})
+    assert along_sequence(block, {"norm": Replicate()})["norm"] == Replicate(partial_gradient=True)
