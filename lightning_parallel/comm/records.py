@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -123,7 +123,8 @@ class Pending:
             explain(error, self._op, self._group)
         self._blocked_ns = time.perf_counter_ns() - self._start_ns
         if _observers and self._peer is None and dist.get_backend(self._group.process_group) == "gloo":
-            self._work.get_future().add_done_callback(self._note_completion)  # runs on a thread of gloo
+            with suppress(AttributeError, RuntimeError):  # not every operation tells
+                self._work.get_future().add_done_callback(self._note_completion)  # runs on a thread of gloo
         return self
 
     def _note_completion(self, _: Any) -> None:
