@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
 LAYERS = {
     "mesh": 0,
     "recorder": 0,
+    "weight_gradients": 0,
     "comm": 1,
     "tensor": 2,
     "pipeline": 2,

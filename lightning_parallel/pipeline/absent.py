@@ -1,0 +1,202 @@
+"""What modules of other stages answer: their structure is kept, their parameters are gone, their outputs are ghosts.
+
+An absent module is asked once per input signature, by running its own `forward` on ghosts, and the answer is
+remembered. Layers of one kind share what they remember.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from lightning_parallel import comm
+from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing
+
+__all__ = ["Answers", "Call", "absent", "forget_parameters"]
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How to answer without running: each leaf is a shape, the position of an input, or a constant."""
+
+    tree: TreeSpec | None
+    leaves: tuple[tuple[str, Any], ...]
+
+
+class Answers:
+    """What absent modules return.
+
+    Args:
+        device: Where the stage computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.twins: dict[object, tuple[nn.Module, Call]] = {}
+        self._recipes: dict[Any, _Recipe | None] = {}
+
+    def answer(self, name: str, kind: object, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        """What `module` would return for these arguments, without data.
+
+        Args:
+            name: Of the module, for messages.
+            kind: Modules of equal kind answer alike.
+            call: Runs the module.
+
+        Raises:
+            GhostError: If the module has to see data in order to answer, and no twin of it is on this rank.
+        """
+        key = (kind, module.training, _autocast_dtype(self.device), _signature(args), _signature(kwargs))
+        recipe = self._recipes.get(key)
+        origin = f"the output of `{name}`"
+        if recipe is None:
+            result, recipe = self._ask(origin, kind, module, call, args, kwargs)
+            self._recipes[key] = recipe
+            return result
+        if recipe.tree is None:
+            return Ghost(recipe.leaves[0][1], self.device, origin)
+        inputs = tree_flatten((args, kwargs))[0] if any(how == "input" for how, _ in recipe.leaves) else []
+        leaves = [self._leaf(how, what, inputs, origin) for how, what in recipe.leaves]
+        return tree_unflatten(leaves, recipe.tree)
+
+    def ask(self, origin: str, kind: object, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        """As `answer`, but run the module on ghosts in any case."""
+        with absent(module, self.device), comm.rehearsal(), _random_state_kept():
+            try:
+                result = call(*args, **kwargs)
+            except Exception as error:
+                if kind not in self.twins:
+                    raise GhostError(
+                        f"cannot tell what the absent {origin[4:]} looks like without computing it: {error}"
+                    ) from error
+                result = self._ask_twin(kind, args, kwargs)
+        return tree_map_only(Ghost, lambda ghost: Ghost(ghost.meta, self.device, origin), result)
+
+    def _ask(self, origin: str, kind: object, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        inputs = tree_flatten((args, kwargs))[0]
+        places = {id(leaf): place for place, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
+        result = self.ask(origin, kind, module, call, args, kwargs)
+        leaves, tree = tree_flatten(result)
+        recipe: list[tuple[str, Any]] = []
+        for leaf in leaves:
+            if id(leaf) in places:
+                recipe.append(("input", places[id(leaf)]))
+            elif type(leaf) is Ghost:
+                recipe.append(("ghost", leaf.meta))
+            elif isinstance(leaf, Tensor):
+                return result, None  # computed from the batch: to be computed again each time
+            else:
+                recipe.append(("constant", leaf))
+        single = leaves and leaves[0] is result and recipe[0][0] == "ghost"
+        return result, _Recipe(None if single else tree, tuple(recipe))
+
+    def _leaf(self, how: str, what: Any, inputs: list[Any], origin: str) -> Any:
+        if how == "ghost":
+            return Ghost(what, self.device, origin)
+        return inputs[what] if how == "input" else what
+
+    def _ask_twin(self, kind: object, args: Any, kwargs: Any) -> Any:
+        """Run the layer's twin on made-up data and keep the shapes of what it returns."""
+        module, call = self.twins[kind]
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        args, kwargs = tree_map_only(Ghost, _made_up, (args, kwargs))
+        with torch.no_grad():
+            result = call(*args, **kwargs)
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+        return tree_map_only(Tensor, lambda tensor: Ghost.like(tensor, "", self.device), result)
+
+
+@contextmanager
+def absent(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Hide the parameters and buffers of `module` behind ghosts inside the block."""
+    hidden = []
+    for path, child in module.named_modules():
+        stand_ins = _stand_ins(child, path, device)
+        hidden.append((child, {name: child.__dict__[name] for name in stand_ins if name in child.__dict__}, stand_ins))
+        child.__dict__.update(stand_ins)
+    try:
+        yield
+    finally:
+        for child, before, stand_ins in hidden:
+            for name in stand_ins:
+                del child.__dict__[name]
+            child.__dict__.update(before)
+
+
+def forget_parameters(module: nn.Module, names: set[int], device: torch.device, labels: dict[int, str]) -> None:
+    """Replace for good the parameters of `module` itself whose ids are in `names` by ghosts called as in `labels`."""
+    gone = {id(value): name for name, value in module._parameters.items() if value is not None and id(value) in names}
+    ghosts = {}
+    for key, name in gone.items():
+        value = module._parameters.pop(name)
+        assert value is not None
+        ghosts[key] = Ghost.like(value, f"the parameter `{labels[key]}`", device, labels[key])
+        module.__dict__[name] = ghosts[key]
+    for name, value in vars(module).items():
+        if isinstance(value, list) and any(id(item) in ghosts for item in value):  # recurrent layers keep such a list
+            module.__dict__[name] = [ghosts.get(id(item), item) for item in value]
+
+
+def _stand_ins(module: nn.Module, path: str, device: torch.device) -> dict[str, Any]:
+    """Ghosts for the parameters and buffers that `module` itself still holds, by attribute."""
+    own = {name: value for name, value in module._parameters.items() if value is not None}
+    held = {**own, **{name: value for name, value in module._buffers.items() if value is not None}}
+    ghosts: dict[str, Any] = {
+        name: Ghost.like(value, f"`{f'{path}.' if path else ''}{name}`", device)
+        for name, value in held.items()
+        if name not in module.__dict__
+    }
+    by_id = {id(value): ghosts.get(name, module.__dict__.get(name)) for name, value in own.items()}
+    for name, value in vars(module).items():
+        if by_id and isinstance(value, list) and any(id(item) in by_id for item in value):
+            ghosts[name] = [by_id.get(id(item), item) for item in value]
+    return ghosts
+
+
+def _made_up(ghost: Ghost) -> Tensor:
+    if not missing(ghost):
+        assert ghost.value is not None
+        return ghost.value
+    shape, dtype = ghost.signature
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=dtype, device=ghost.device)
+    return torch.zeros(shape, dtype=dtype, device=ghost.device)
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+_PLAIN = (int, float, str, bool, type(None), torch.dtype)
+
+
+def _signature(value: Any) -> Any:
+    """What the answer may depend on: shapes and dtypes of tensors, plain values, the types of everything else."""
+    kind = type(value)
+    if kind is Ghost:
+        return value.signature
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if kind is tuple or kind is list:
+        return (kind, *map(_signature, value))
+    if kind is dict:
+        return tuple([(name, _signature(item)) for name, item in value.items()])
+    return value if isinstance(value, _PLAIN) else kind

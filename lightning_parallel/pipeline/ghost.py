@@ -1,0 +1,254 @@
+"""Ghosts: tensors with a shape, a dtype and a device, and no data.
+
+On a stage that does not own the embedding, the embedding answers with a ghost. What is computed from a ghost is a
+ghost, so the model's own code runs up to the first layer that the stage owns, at no cost in memory or arithmetic:
+
+    ids (real) -> embed -> ghost -> dropout -> ghost -> layer 0 (elsewhere) -> ghost -> layer 1 (owned) receives
+    ids (real) -> positions, masks, rotary angles: computed as ever, real on every stage
+
+Once its data have been received, a ghost has a `value`, which then stands for it in every operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Ghost", "GhostError", "missing", "reveal", "watch_parameters"]
+
+
+class GhostError(RuntimeError):
+    """A computation on this stage needs data that are on another stage."""
+
+
+class Ghost(Tensor):
+    """A tensor without data.
+
+    Args:
+        meta: Tensor on the meta device, whose shape, strides and dtype the ghost takes.
+        device: The device that the ghost claims to be on.
+        origin: What it stands for, in the words of an error message ("the output of `model.embed`").
+        parameter: Name of the parameter that it stands in for, if it does.
+
+    Attributes:
+        value: The data, once they have been received; None before.
+        signature: (shape, dtype), without the cost of asking a tensor subclass.
+    """
+
+    meta: Tensor
+    origin: str
+    parameter: str | None
+    value: Tensor | None
+    signature: tuple[torch.Size, torch.dtype]
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, origin: str, parameter: str | None = None) -> Ghost:
+        ghost = Tensor._make_wrapper_subclass(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)
+        ghost.meta, ghost.origin, ghost.parameter, ghost.value = meta, origin, parameter, None
+        ghost.signature = (meta.shape, meta.dtype)
+        return ghost
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def like(
+        cls, tensor: Tensor, origin: str, device: torch.device | None = None, parameter: str | None = None
+    ) -> Ghost:
+        """A ghost with the shape, strides and dtype of `tensor`, on its device unless another is given."""
+        return cls(_to_meta(tensor), tensor.device if device is None else device, origin, parameter)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shape, dtype = self.signature
+        return f"Ghost({tuple(shape)}, {dtype}, {self.origin}{', received' if self.value is not None else ''})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
+        return Ghost(self.meta, self.device, self.origin, self.parameter)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Values are put in above autograd, so that gradients flow back to what was received.
+        kwargs = reveal(kwargs) if kwargs else {}
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*reveal(args), **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        ghosts: list[Ghost] = []
+        _collect(args, ghosts)
+        _collect(kwargs, ghosts)
+        _check(func, ghosts)
+        written = _written(func, args, kwargs)
+        device = kwargs.get("device") or ghosts[0].device
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta")
+        try:
+            result = _shapes(func, args, kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise GhostError(
+                f"`{func}` needs the data of {ghosts[0].origin}, which this pipeline stage does not hold ({error}). "
+                "Compute it from the batch, inside one of the repeated layers, or after them"
+            ) from error
+        if written is not None:
+            return _rewritten(func, written, result)
+        return _wrap(result, device, next((ghost.origin for ghost in ghosts if not ghost.parameter), ghosts[0].origin))
+
+
+_watcher: Callable[[str], None] | None = None
+
+
+class watch_parameters:
+    """Call `watcher` with the name of each absent parameter that is computed with, inside a `with` block."""
+
+    def __init__(self, watcher: Callable[[str], None]) -> None:
+        self.watcher = watcher
+
+    def __enter__(self) -> None:
+        global _watcher
+        self.before, _watcher = _watcher, self.watcher
+
+    def __exit__(self, *exception: object) -> None:
+        global _watcher
+        _watcher = self.before
+
+
+def reveal(value: Any) -> Any:
+    """Put the data of received ghosts in their places, in nested lists, tuples and dicts too."""
+    kind = type(value)
+    if kind is Ghost:
+        return value if value.value is None else value.value
+    if kind is tuple or kind is list:
+        return kind(map(reveal, value))
+    if kind is dict:
+        return {key: reveal(item) for key, item in value.items()}
+    return value
+
+
+def missing(value: Any) -> bool:
+    """Whether `value` is a ghost whose data have not been received."""
+    return type(value) is Ghost and value.value is None
+
+
+def _collect(value: Any, into: list[Ghost]) -> None:
+    if isinstance(value, Ghost):
+        into.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, into)
+    elif isinstance(value, dict):
+        _collect(list(value.values()), into)
+
+
+def _check(func: Any, ghosts: list[Ghost]) -> None:
+    for ghost in ghosts:
+        if ghost.value is not None:
+            raise GhostError(
+                f"{ghost.origin} was received for a layer, and then reached `{func}` by a way that autograd cannot "
+                "follow, such as a custom autograd function outside the layers. Move that call into a layer"
+            )
+        if ghost.parameter is not None and _watcher is not None:
+            _watcher(ghost.parameter)
+
+
+@cache
+def _written_argument(func: Any) -> tuple[int, str] | None:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return position, argument.name
+    return None
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument that `func` writes in place.
+
+    Raises:
+        GhostError: If it is a real tensor, whose contents would be lost.
+    """
+    place = _written_argument(func)
+    if place is None:
+        return None
+    position, name = place
+    written = args[position] if position < len(args) else kwargs.get(name)
+    if isinstance(written, Tensor) and not isinstance(written, Ghost):
+        ghosts: list[Ghost] = []
+        _collect([args, kwargs], ghosts)
+        raise GhostError(
+            f"`{func}` writes {ghosts[0].origin}, which is on another pipeline stage, into a tensor of this stage. "
+            "Build the tensor out of place (`torch.cat`, `torch.where`) instead"
+        )
+    return written
+
+
+def _rewritten(func: Any, written: Ghost, result: Any) -> Any:
+    first = result[0] if isinstance(result, (list, tuple)) else result
+    if isinstance(first, Tensor) and first.shape != written.meta.shape:
+        raise GhostError(
+            f"`{func}` changes the shape of {written.origin} in place; use the form that makes a new tensor"
+        )
+    if isinstance(result, (list, tuple)):
+        return _wrap(result, written.device, written.origin)
+    return written
+
+
+_known_shapes: dict[Any, Any] = {}
+_MOST_KNOWN = 10_000
+
+
+def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` returns, on the meta device; remembered, since meta kernels are slow Python code."""
+    key = (func, _key(args), _key(kwargs))
+    try:
+        return _known_shapes[key]
+    except KeyError:
+        pass
+    except TypeError:  # an argument that cannot be hashed
+        return func(*_on_meta(args), **_on_meta(kwargs))
+    if len(_known_shapes) > _MOST_KNOWN:
+        _known_shapes.clear()
+    result = _known_shapes[key] = func(*_on_meta(args), **_on_meta(kwargs))
+    return result
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        meta = value.meta if isinstance(value, Ghost) else value
+        return meta.shape, meta.stride(), meta.dtype
+    if kind is tuple or kind is list:
+        return kind, tuple(map(_key, value))
+    if kind is dict:
+        return tuple((name, _key(item)) for name, item in value.items())
+    return kind, value
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, Ghost):
+        return tensor.meta
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _to_meta(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_meta, value))
+    if isinstance(value, dict):
+        return {key: _on_meta(item) for key, item in value.items()}
+    return value
+
+
+def _wrap(value: Any, device: torch.device, origin: str) -> Any:
+    if isinstance(value, Tensor):
+        return Ghost(value, torch.device(device), origin)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_wrap(item, device, origin) for item in value)
+    return value

@@ -1,0 +1,304 @@
+"""Boundary values between stages: activations forward, gradients back.
+
+One channel for each (sender, receiver, direction), with its own tag. The schedule says in which order messages are
+made, and that is the order in which they are used, so both ends know what comes next:
+
+    header      stage, microbatch, bytes of a new description (0: as last time)      always
+    tensors     as described last time                                              receives posted ahead
+    description, tensors    only after a header that announces one
+
+Where the description has changed, the tensors that the receiver already waits for carry nothing. Gradients need no
+header: they look like the activations that they belong to.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, Pending
+from lightning_parallel.pipeline.actions import Action, Kind, Schedule
+from lightning_parallel.pipeline.validate import channels
+
+__all__ = ["Agreements", "Boundary", "Links", "Message", "TensorSpec"]
+
+_TAGS = {Kind.F: 1, Kind.I: 2}
+_Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a tensor on the wire looks like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A new buffer; usable in training even if made while Lightning validates in inference mode."""
+        with torch.inference_mode(False):
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What passes from one stage to the next: arguments of a layer.
+
+    Attributes:
+        index: The layer.
+        positions: Which leaves of its arguments.
+        tensors: What they look like.
+    """
+
+    index: int
+    positions: tuple[int, ...]
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A boundary and its data."""
+
+    boundary: Boundary
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass
+class Agreements:
+    """What was last sent out of, and received into, each stage. Outlives the steps."""
+
+    sent: dict[int, Boundary] = field(default_factory=dict)
+    received: dict[int, Boundary] = field(default_factory=dict)
+
+
+class Links:
+    """All messages of this rank in one step.
+
+    Args:
+        group: The pipeline group.
+        schedule: What will run; `group`'s position r runs row r.
+        device: Where the tensors are.
+        agreements: Kept from step to step.
+        gradient_group: The group for gradients, where a backend cannot tell messages apart by tag.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        schedule: Schedule,
+        device: torch.device,
+        agreements: Agreements,
+        gradient_group: Group | None = None,
+    ) -> None:
+        self.group, self.device, self.agreements = group, device, agreements
+        self.gradient_group = gradient_group or group
+        self.stage_ranks = schedule.stage_ranks
+        self._local: dict[tuple[Kind, int, int], Any] = {}
+        self._sent: dict[_Key, tuple[Boundary, list[Pending]]] = {}
+        self._sending: list[Pending] = []
+        self._activations: dict[int, _Activations] = {}
+        self._gradients: dict[int, _Gradients] = {}
+        for (sender, receiver, kind), made in channels(schedule).items():
+            if receiver == group.rank:
+                if kind is Kind.F:
+                    self._activations[sender] = _Activations(self, sender, made)
+                else:
+                    self._gradients[sender] = _Gradients(self, sender, made)
+
+    def send_activations(self, stage: int, microbatch: int, message: Message) -> None:
+        """Hand the output of `stage` on to the next."""
+        receiver = self.stage_ranks[stage + 1]
+        if receiver == self.group.rank:
+            self._local[Kind.F, stage, microbatch] = message
+            return
+        boundary, last = message.boundary, self.agreements.sent.get(stage)
+        description = b"" if boundary == last else pickle.dumps(boundary)
+        header = torch.tensor([stage, microbatch, len(description)], device=self.device)
+        wire = [header]
+        if last is not None:
+            wire += message.tensors if boundary == last else [spec.empty(self.device) for spec in last.tensors]
+        if boundary != last:
+            self.agreements.sent[stage] = boundary
+            wire.append(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self.device))
+            wire += message.tensors
+        sends = [comm.isend(t.contiguous(), self.group, receiver, _TAGS[Kind.F]) for t in wire if t.numel()]
+        self._sent[stage, microbatch] = (boundary, sends)
+        for gradients in self._gradients.values():
+            gradients.post()
+
+    def receive_activations(self, action: Action) -> Message:
+        """The input of `action`'s stage."""
+        _, stage, microbatch = action
+        sender = self.stage_ranks[stage - 1]
+        if sender == self.group.rank:
+            return self._local.pop((Kind.F, stage - 1, microbatch))
+        return self._activations[sender].take(action)
+
+    def send_gradients(self, stage: int, microbatch: int, gradients: Sequence[Tensor]) -> None:
+        """Hand the gradients of the input of `stage` back to the stage before."""
+        receiver = self.stage_ranks[stage - 1]
+        if receiver == self.group.rank:
+            self._local[Kind.I, stage, microbatch] = list(gradients)
+            return
+        self._sending += [
+            comm.isend(gradient.contiguous(), self.gradient_group, receiver, _TAGS[Kind.I])
+            for gradient in gradients
+            if gradient.numel()
+        ]
+
+    def receive_gradients(self, action: Action) -> list[Tensor]:
+        """The gradients of the output of `action`'s stage, for those tensors of it that need one."""
+        _, stage, microbatch = action
+        sender = self.stage_ranks[stage + 1]
+        if sender == self.group.rank:
+            return self._local.pop((Kind.I, stage + 1, microbatch))
+        gradients = self._gradients[sender].take(action)
+        # The next stage has used what it was sent, so this does not wait; it frees the activation.
+        self._finish_sends(self._sent.pop((stage, microbatch))[1])
+        return gradients
+
+    def post(self) -> None:
+        """Begin to receive whatever comes next."""
+        for activations in self._activations.values():
+            activations.post()
+        for gradients in self._gradients.values():
+            gradients.post()
+
+    def finish(self) -> None:
+        """Wait until everything has been sent."""
+        for _, sends in self._sent.values():
+            self._finish_sends(sends)
+        self._finish_sends(self._sending)
+        self._sent.clear()
+        self._sending = []
+
+    def boundary_sent(self, stage: int, microbatch: int) -> Boundary | None:
+        """What the output of `stage` looked like, if it has been sent already."""
+        sent = self._sent.get((stage, microbatch))
+        return None if sent is None else sent[0]
+
+    def wait(self, pending: Pending, action: Action, sender: int) -> None:
+        """Wait for a part of what `action` needs.
+
+        Raises:
+            RuntimeError: If it does not come; says who waits for whom.
+        """
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            needed = action._replace(stage=action.stage + (-1 if action.kind is Kind.F else 1))
+            ranks = self.group.ranks
+            raise RuntimeError(
+                f"rank {ranks[self.group.rank]}, pipeline stage {action.stage}, waited at {action} for {needed} "
+                f"of rank {ranks[sender]}, which did not come: {error}"
+            ) from error
+
+    @staticmethod
+    def _finish_sends(sends: Sequence[Pending]) -> None:
+        for pending in sends:
+            pending.wait()
+
+
+@dataclass
+class _Posted:
+    """A buffer being filled; nothing is under way for an empty one."""
+
+    tensor: Tensor
+    pending: Pending | None
+
+    @classmethod
+    def begin(cls, tensor: Tensor, group: Group, source: int, tag: int) -> _Posted:
+        return cls(tensor, comm.irecv(tensor, group, source, tag) if tensor.numel() else None)
+
+
+class _Activations:
+    """The activations that one rank sends here, in order."""
+
+    def __init__(self, links: Links, sender: int, made: Sequence[Action]) -> None:
+        self.links, self.sender = links, sender
+        self.coming = deque((action.stage, action.microbatch) for action in made)
+        self.header: _Posted | None = None
+        self.expected: list[_Posted] = []
+
+    def post(self) -> None:
+        if self.header is None and self.coming:
+            self.header = self._begin(torch.empty(3, dtype=torch.int64, device=self.links.device))
+            known = self.links.agreements.received.get(self.coming[0][0] + 1)
+            self.expected = [] if known is None else self._begin_all(known)
+
+    def take(self, action: Action) -> Message:
+        self.post()
+        assert self.header is not None
+        stage, microbatch, num_bytes = self._finish(self.header, action).tolist()
+        if (stage, microbatch) != (action.stage - 1, action.microbatch):
+            ranks = self.links.group.ranks
+            raise RuntimeError(
+                f"rank {ranks[self.links.group.rank]} runs {action} and expected the output of "
+                f"{Action(Kind.F, action.stage - 1, action.microbatch)} from rank {ranks[self.sender]}, got that of "
+                f"{Action(Kind.F, stage, microbatch)}: the ranks run different schedules"
+            )
+        tensors = [self._finish(posted, action) for posted in self.expected]
+        received = self.links.agreements.received
+        if num_bytes:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.links.device)
+            description = self._finish(self._begin(buffer), action)
+            received[action.stage] = pickle.loads(description.cpu().numpy().tobytes())
+            tensors = [self._finish(posted, action) for posted in self._begin_all(received[action.stage])]
+        self.coming.popleft()
+        self.header = None
+        self.post()
+        return Message(received[action.stage], tuple(tensors))
+
+    def _begin(self, tensor: Tensor) -> _Posted:
+        return _Posted.begin(tensor, self.links.group, self.sender, _TAGS[Kind.F])
+
+    def _begin_all(self, boundary: Boundary) -> list[_Posted]:
+        return [self._begin(spec.empty(self.links.device)) for spec in boundary.tensors]
+
+    def _finish(self, posted: _Posted, action: Action) -> Tensor:
+        if posted.pending is not None:
+            self.links.wait(posted.pending, action, self.sender)
+        return posted.tensor
+
+
+class _Gradients:
+    """The gradients that one rank sends here, in order."""
+
+    def __init__(self, links: Links, sender: int, made: Sequence[Action]) -> None:
+        self.links, self.sender = links, sender
+        self.coming = deque((action.stage - 1, action.microbatch) for action in made)
+        self.expected: list[_Posted] | None = None
+
+    def post(self) -> None:
+        if self.expected is None and self.coming:
+            boundary = self.links.boundary_sent(*self.coming[0])
+            if boundary is not None:
+                specs = [spec for spec in boundary.tensors if spec.requires_grad]
+                group = self.links.gradient_group
+                self.expected = [
+                    _Posted.begin(spec.empty(self.links.device), group, self.sender, _TAGS[Kind.I]) for spec in specs
+                ]
+
+    def take(self, action: Action) -> list[Tensor]:
+        assert self.coming[0] == (action.stage, action.microbatch)
+        self.post()
+        assert self.expected is not None
+        for posted in self.expected:
+            if posted.pending is not None:
+                self.links.wait(posted.pending, action, self.sender)
+        gradients = [posted.tensor for posted in self.expected]
+        self.coming.popleft()
+        self.expected = None
+        self.post()
+        return gradients

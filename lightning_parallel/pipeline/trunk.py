@@ -1,0 +1,155 @@
+"""The trunk: the container of the repeated layers, which the pipeline cuts into runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+__all__ = ["Trunk", "find_trunk", "layer_kinds"]
+
+_RIVAL_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """The repeated layers of a model.
+
+    Attributes:
+        path: Name of their container in the model.
+        names: Name of each layer in the model, in order.
+        layers: The layers.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    layers: tuple[nn.Module, ...]
+
+    @classmethod
+    def at(cls, module: nn.Module, path: str) -> Trunk:
+        """The container at `path`.
+
+        Raises:
+            ValueError: If there is no such module, or it is not a container of layers.
+        """
+        try:
+            container = module.get_submodule(path)
+        except AttributeError as error:
+            known = ", ".join(f"`{name}`" for name, _ in _containers(module)) or "none"
+            raise ValueError(
+                f"expected `layers` to name a module, got `{path}` ({error}); containers: {known}"
+            ) from None
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            raise ValueError(
+                f"expected `layers` to name a `ModuleList` or `Sequential`, got `{path}`, a {type(container).__name__}"
+            )
+        prefix = f"{path}." if path else ""
+        children = container._modules.items()
+        return cls(path, tuple(prefix + name for name, _ in children), tuple(layer for _, layer in children if layer))
+
+
+def find_trunk(module: nn.Module, num_stages: int, path: str = "auto") -> Trunk:
+    """Find the container whose repeated layers hold most of the parameters.
+
+    Args:
+        module: The whole model.
+        num_stages: Stages to cut into; the container must have as many layers.
+        path: Dotted name of the container, or `auto`.
+
+    Raises:
+        ValueError: If there is none, or two that could be it; says which, and how to name one.
+    """
+    if path != "auto":
+        trunk = Trunk.at(module, path)
+        _require_layers(trunk, num_stages)
+        return trunk
+    sizes = {name: _repeated_size(container) for name, container in _containers(module)}
+    candidates = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
+    if not candidates:
+        raise ValueError(
+            f"found no `ModuleList` or `Sequential` with repeated layers in {type(module).__name__} to cut into "
+            f"{num_stages} stages; put the layers into one and call them in turn, or name it: layers='model.blocks'"
+        )
+    best = candidates[0]
+    rivals = [name for name in candidates[1:] if sizes[name] > _RIVAL_SHARE * sizes[best] and not _related(name, best)]
+    if rivals:
+        listed = ", ".join(f"`{name}` ({sizes[name]:,} parameters)" for name in [best, *rivals])
+        raise ValueError(f"several modules could be the layers to cut: {listed}; name one: layers='{best}'")
+    trunk = Trunk.at(module, best)
+    _require_layers(trunk, num_stages)
+    return trunk
+
+
+def layer_kinds(trunk: Trunk) -> list[int]:
+    """Give layers that answer alike the same number.
+
+    Two layers are of one kind if they have the same structure, parameter shapes and plain attributes. An attribute
+    that counts the layers (`layer_idx`) is left out.
+    """
+    described = [_attributes(layer) for layer in trunk.layers]
+    counting = {
+        key
+        for key in described[0]
+        if len(described) > 1 and all(type(d.get(key)) is int and d[key] == k for k, d in enumerate(described))
+    }
+    numbers: dict[object, int] = {}
+    kinds = []
+    for layer, attributes in zip(trunk.layers, described):
+        shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in layer.named_parameters())
+        plain = tuple((key, value) for key, value in attributes.items() if key not in counting)
+        kinds.append(numbers.setdefault((repr(layer), shapes, plain), len(numbers)))
+    return kinds
+
+
+def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
+            yield name, child
+
+
+def _repeated_size(container: nn.Module) -> int:
+    """Parameters in the children of the most frequent type; 0 if no type that has any is repeated."""
+    sizes: Counter[type] = Counter()
+    counts: Counter[type] = Counter()
+    for child in container.children():
+        size = sum(parameter.numel() for parameter in child.parameters())
+        if size:
+            sizes[type(child)] += size
+            counts[type(child)] += 1
+    return max((size for kind, size in sizes.items() if counts[kind] > 1), default=0)
+
+
+def _related(one: str, other: str) -> bool:
+    """Whether one module lies inside the other."""
+    short, long = sorted((one, other), key=len)
+    return short == "" or long == short or long.startswith(f"{short}.")
+
+
+def _require_layers(trunk: Trunk, num_stages: int) -> None:
+    if len(trunk.layers) < num_stages:
+        raise ValueError(
+            f"expected at least one layer per stage, got {len(trunk.layers)} layers in `{trunk.path}` for {num_stages} "
+            "stages; use fewer pipeline ranks or virtual stages, or name other layers"
+        )
+
+
+_PLAIN = (int, float, str, bool, tuple, type(None))
+
+
+def _attributes(layer: nn.Module) -> dict[str, object]:
+    return {
+        f"{name}.{key}": value
+        for name, child in layer.named_modules()
+        for key, value in vars(child).items()
+        if isinstance(value, _PLAIN) and not key.startswith("_") and _hashable(value)
+    }
+
+
+def _hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,85 @@
+"""A step through the pipeline against the same step in one process: loss and every gradient by name."""
+
+import pytest
+import torch
+
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.schedule import build_schedule
+from tests.harness import distributed
+from tests.pipeline.models import built
+
+
+def compare(group, builder, schedule="1f1b", microbatches=4, steps=2, virtual=None, options=None, **engine_options):
+    """Run both ways; returns the engine."""
+    options = options or {}
+    reference, reference_step, batch = built(builder, **options)
+    loss = reference_step(batch)
+    loss = loss["loss"] if isinstance(loss, dict) else loss
+    loss.backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+
+    model, step, batch = built(builder, **options)
+    engine = PipelineEngine(
+        model,
+        group,
+        build_schedule(schedule, group.size, microbatches, virtual),
+        example=(step, batch),
+        **engine_options,
+    )
+    for _ in range(steps):
+        model.zero_grad()
+        result = engine.forward_backward(step, batch)
+        for name, parameter in model.named_parameters():
+            assert expected[name] is None or parameter.grad is not None, name
+            if expected[name] is not None:
+                torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-10, msg=name)
+        if group.rank == engine.last_rank:
+            torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-10, atol=1e-10)
+        else:
+            assert result.loss is None
+            assert not result.outputs
+    held = {name for name, _ in model.named_parameters()}
+    assert held == {name for name, stages in engine.parameter_stages.items() if set(stages) & set(engine.stages)}
+    return engine
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv"])
+@pytest.mark.parametrize("builder", ["mlp", "llama"])
+@distributed(world_size=2)
+def test_every_schedule(group, schedule, builder):
+    compare(group, builder, schedule)
+
+
+MODELS = [
+    ("convolutional", {}),
+    ("encoder", {}),
+    ("two_streams", {}),
+    ("tied", {}),
+    ("gpt2", {}),
+    ("gpt2", {"checkpointing": True}),
+    ("gpt2", {"checkpointing": False}),
+    ("llama", {"checkpointing": True}),
+    ("llama", {"checkpointing": False, "tie": True}),
+    ("llama", {"attention": "eager"}),
+    ("bert", {}),
+    ("mixtral", {}),
+]
+
+
+@pytest.mark.parametrize(("builder", "options"), MODELS, ids=[f"{b}-{o}" for b, o in MODELS])
+@distributed(world_size=2)
+def test_models_as_they_are(group, builder, options):
+    compare(group, builder, "1f1b", 3, options=options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("builder", ["two_streams", "tied", "gpt2", "bert"])
+@distributed(world_size=4)
+def test_four_ranks(group, builder, schedule):
+    compare(group, builder, schedule, 5)
+
+
+@pytest.mark.parametrize("builder", ["two_streams", "tied", "gpt2"])
+@distributed(world_size=2)
+def test_both_ends_on_one_rank(group, builder):
+    compare(group, builder, "zbv", 3)
