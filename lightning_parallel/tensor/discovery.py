@@ -11,7 +11,6 @@ what cannot be divided stays whole. Both are noted.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 
@@ -23,12 +22,12 @@ from lightning_parallel.tensor.conversion import is_linear, is_native
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
 from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, resolve_ties
 from lightning_parallel.tensor.sharding import Part
+from lightning_parallel.tensor.source import read_elsewhere
 from lightning_parallel.tensor.trial import Trials
 
 __all__ = ["make_plan"]
 
 GATHERED = "each layer by itself, its output gathered: how its neighbours use it is not known"
-BUILDERS = {"__init__", "configure_model", "tie_weights", "_init_weights", "init_weights", "reset_parameters"}
 LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
 
 
@@ -90,7 +89,7 @@ def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
         style = STYLES.get(name)
         if style is None or not _applies(style, child):
             unknown.add(path.rpartition(".")[0])
-        elif not _read_elsewhere(model, path):
+        elif not read_elsewhere(model, path):
             found.styles[path] = style
     for path in [path for path in found.styles if path.rpartition(".")[0] in unknown]:
         del found.styles[path]
@@ -125,7 +124,7 @@ def _discover(module: nn.Module, plan: Plan, trials: Trials, group: Group, path:
     free = [
         name
         for name, child in module.named_modules()
-        if name and is_linear(child) and not _belongs(name, inside.styles) and not _read_elsewhere(module, name)
+        if name and is_linear(child) and not _belongs(name, inside.styles) and not read_elsewhere(module, name)
     ]
     repeated = any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.modules())
     if len(free) < 2 or repeated or any(_holds_blocks(child) for child in module.children()):
@@ -228,7 +227,7 @@ def _embeddings_and_rest(module: nn.Module, plan: Plan, group: Group) -> None:
             continue
         if not (is_linear(child) or is_native(child, nn.Embedding)):
             continue
-        if _read_elsewhere(module, path):
+        if read_elsewhere(module, path):
             plan.notes[path] = "whole: its weight is read outside of its forward"
         elif is_native(child, nn.Embedding):
             large = child.weight.numel() >= LARGE_TABLE * total or id(child.weight) in weights
@@ -237,39 +236,3 @@ def _embeddings_and_rest(module: nn.Module, plan: Plan, group: Group) -> None:
         elif heads.sizes_of(child)[1] >= group.size:
             plan.styles[path] = Column(gather_output=True)
             plan.notes[path] = GATHERED
-
-
-def _read_elsewhere(root: nn.Module, path: str) -> bool:
-    """Whether the code of the modules around `path` reads its weight, or calls something on it, by itself."""
-    parts = path.split(".")
-    for depth in range(len(parts)):
-        owner = root.get_submodule(".".join(parts[:depth]))
-        inner = r"(\[[^\]]*\])?\.".join(part for part in parts[depth:] if not part.isdigit())
-        if inner and re.search(rf"self\.{inner}(\[[^\]]*\])?\.(weight|bias)\b", _code(type(owner))):
-            return True
-    return False
-
-
-_sources: dict[type, str] = {}
-
-
-def _code(kind: type[nn.Module]) -> str:
-    """The source of the methods of a user's module class, without construction."""
-    if kind not in _sources:
-        bodies = []
-        for name, method in vars(kind).items():
-            if name in (
-                "__init__",
-                "tie_weights",
-                "_init_weights",
-                "init_weights",
-                "reset_parameters",
-                "configure_model",
-            ):
-                continue
-            try:
-                bodies.append(inspect.getsource(method) if inspect.isfunction(method) else "")
-            except (OSError, TypeError):
-                continue
-        _sources[kind] = "" if kind.__module__.startswith("torch.") else "\n".join(bodies)
-    return _sources[kind]

@@ -6,7 +6,7 @@ heads x head size. A layer around which no such attributes are found is divided 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,7 +103,7 @@ def complete(module: nn.Module, styles: MutableMapping[str, Style], edits: Edits
         heads = heads_of(attention)
         prefix = f"{path}." if path else ""
         inside = [prefix + name for name, child in _linear_children(attention) if prefix + name in styles]
-        if heads is None or not inside or not _fits(attention, heads):
+        if heads is None or not inside or not _fits(module, inside, styles, heads):
             continue
         cut = {full: _by_heads(styles[full], module.get_submodule(full), heads) for full in inside}
         if all(cut[full] is styles[full] for full in inside):
@@ -139,9 +139,10 @@ def _linear_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, child) for name, child in module.named_children() if is_linear(child))
 
 
-def _fits(attention: nn.Module, heads: Heads) -> bool:
-    """Whether some projection of the module has exactly the features of all query heads."""
-    return any(heads.queries * heads.size in sizes_of(child) for _, child in _linear_children(attention))
+def _fits(module: nn.Module, inside: list[str], styles: Mapping[str, Style], heads: Heads) -> bool:
+    """Whether a layer inside takes in exactly the features of all query heads, as the output of attention does."""
+    closing = [full for full in inside if isinstance(styles[full], Row)]
+    return any(sizes_of(module.get_submodule(full))[0] == heads.queries * heads.size for full in closing)
 
 
 def _by_heads(style: Style, layer: nn.Module, heads: Heads) -> Style:
@@ -152,8 +153,8 @@ def _by_heads(style: Style, layer: nn.Module, heads: Heads) -> Style:
             return replace(style, parts=(queries,))
         if out_features == keys.size:
             return replace(style, parts=(keys,))
-        if out_features == queries.size + 2 * keys.size:
-            return replace(style, parts=(queries, keys, keys))
+        if out_features == 3 * queries.size and heads.keys == heads.queries:
+            return replace(style, unit=3 * heads.size)  # query, key and value of one head after another
     if isinstance(style, Row) and not style.split_input and style.parts is None and in_features == queries.size:
         return replace(style, parts=(queries,))
     return style

@@ -225,9 +225,9 @@ class Replicate:
 # ------------------------------------------------------------------------------------------------------------- layers
 
 
-class ColumnLinear(nn.Linear):
-    """Linear layer that computes this rank's output features; see `Column`."""
-
+class _Linear(nn.Module):
+    weight: nn.Parameter
+    bias: nn.Parameter | None
     full_features: tuple[int, int]
     transposed: bool
     cut: Shard

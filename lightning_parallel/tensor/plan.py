@@ -23,6 +23,7 @@ from lightning_parallel.tensor.conversion import full_shape, is_linear, is_nativ
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
 from lightning_parallel.tensor.rng import connect
 from lightning_parallel.tensor.sharding import Shard
+from lightning_parallel.tensor.source import computes_with_parameters
 
 __all__ = ["STYLES", "Plan", "Sharding", "UserPlan", "apply_plan", "parse_plan", "resolve_ties", "style_named"]
 
@@ -161,37 +162,47 @@ def _problems(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], ran
 
 
 def resolve_ties(module: nn.Module, plan: Plan, ranks: int) -> None:
-    """Make modules that share a parameter agree: an embedding and its head are divided alike, others stay whole."""
+    """Make modules that share parameters agree: an embedding and its head are divided alike, others stay whole.
+
+    A module that only keeps a parameter of another one, without computing with it, has no say.
+    """
     modules = dict(module.named_modules())
-    owners: dict[int, list[str]] = {}
-    for path, owner in modules.items():
-        for parameter in owner.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(path)
-    for paths in owners.values():
-        if len(paths) < 2 or not any(path in plan.styles for path in paths):
-            continue
+    for paths in _tied(modules):
         tied = [modules[path] for path in paths]
+        if not any(path in plan.styles for path in paths):
+            continue
         if all(is_native(owner, nn.Embedding) or is_linear(owner) for owner in tied):
-            for path in paths:
-                embedding = is_native(modules[path], nn.Embedding)
-                plan.styles[path] = Vocab() if embedding else Column(gather_output=True)
-        if len({_rule_of_shared(modules, plan, path, tied, ranks) for path in paths}) > 1:
+            for path, owner in zip(paths, tied):
+                plan.styles[path] = Vocab() if is_native(owner, nn.Embedding) else Column(gather_output=True)
+        rules: dict[int, set[Shard | None]] = {}
+        for path, owner in zip(paths, tied):
+            cut = _rules(plan.styles.get(path), owner, ranks)
+            for name, parameter in owner.named_parameters(recurse=False):
+                rules.setdefault(id(parameter), set()).add(cut.get(name))
+        if any(len(different) > 1 for different in rules.values()):
             for path in paths:
                 plan.styles.pop(path, None)
                 plan.notes[path] = "whole: shares a parameter with a module that is divided in another way"
 
 
-def _rule_of_shared(
-    modules: Mapping[str, nn.Module], plan: Plan, path: str, tied: list[nn.Module], ranks: int
-) -> Shard | None:
-    shared = set.intersection(*({id(parameter) for parameter in owner.parameters(recurse=False)} for owner in tied))
-    names = [name for name, parameter in modules[path].named_parameters(recurse=False) if id(parameter) in shared]
-    style = plan.styles.get(path)
+def _tied(modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Paths of modules that share parameters, directly or through a third one."""
+    groups: list[tuple[set[int], list[str]]] = []
+    for path, owner in modules.items():
+        held = {id(parameter) for parameter in owner.parameters(recurse=False)}
+        if not held or not (is_linear(owner) or is_native(owner, nn.Embedding) or computes_with_parameters(owner)):
+            continue
+        joined = [group for group in groups if group[0] & held]
+        merged = (held.union(*(group[0] for group in joined)), [*(p for group in joined for p in group[1]), path])
+        groups = [group for group in groups if group not in joined] + [merged]
+    return [paths for _, paths in groups if len(paths) > 1]
+
+
+def _rules(style: Style | None, module: nn.Module, ranks: int) -> dict[str, Shard]:
     try:
-        rules = style.rules(modules[path], ranks) if style is not None else {}
+        return style.rules(module, ranks) if style is not None else {}
     except (TypeError, ValueError):
-        return None
-    return next((rules[name] for name in names if name in rules), None)
+        return {}
 
 
 def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
@@ -223,7 +234,7 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
     connect(module, group)
     if any(isinstance(owner, nn.TransformerEncoder) for owner in modules.values()):
         guard_fast_path(module)
-    names = shapes.keys()
-    return Sharding(
-        {name: rule for name, rule in shards.items() if name in names}, frozenset(partial & names), plan, shapes
-    )
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    known = {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
+    shards = {known[name]: rule for name, rule in shards.items()}
+    return Sharding(shards, frozenset(known[name] for name in partial), plan, shapes)

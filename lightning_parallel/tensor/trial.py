@@ -34,13 +34,17 @@ class Trials:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._known: dict[object, Plan | None] = {}
+        self._refused: set[object] = set()
 
     def first(self, block: nn.Module, given: Plan, candidates: Iterable[Plan]) -> Plan | None:
         """The first candidate that, beside what is `given`, leaves the results of `block` as they are; or None."""
         candidates = list(candidates)
+        kind = (type(block), tuple(candidates[0].styles) if candidates else ())
         key = (_structure(block), repr(given.styles), repr([(plan.styles, plan.edits) for plan in candidates]))
         if key not in self._known:
-            self._known[key] = self._try_all(block, given, candidates)
+            self._known[key] = None if kind in self._refused else self._try_all(block, given, candidates)
+        if self._known[key] is None:
+            self._refused.add(kind)  # blocks of one kind may feed each other: what fails in one is right in none
         return self._known[key]
 
     def _try_all(self, block: nn.Module, given: Plan, candidates: list[Plan]) -> Plan | None:
