@@ -39,7 +39,8 @@ def convert(module: nn.Module, layer: type[L]) -> L:
 def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     if issubclass(layer, original):
         return layer
-    return type(f"{layer.__name__}[{original.__name__}]", (layer, original), {"__module__": original.__module__})
+    name = layer.__name__ if original.__module__.startswith("torch.nn.") else f"{layer.__name__}[{original.__name__}]"
+    return type(name, (layer, original), {"__module__": layer.__module__})
 
 
 def shard_parameters(module: nn.Module, rules: Mapping[str, Shard], group: Group) -> None:

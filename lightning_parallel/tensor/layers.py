@@ -225,16 +225,31 @@ class Replicate:
 # ------------------------------------------------------------------------------------------------------------- layers
 
 
-class _Linear(nn.Module):
+class _DividedLinear(nn.Module):
+    """What both kinds of divided linear layers know; the other base of their classes is what they were before."""
+
     weight: nn.Parameter
     bias: nn.Parameter | None
     full_features: tuple[int, int]
     transposed: bool
     cut: Shard
-    gather_output: bool
     group: Group
-    inputs: Inputs
     region: Region | None
+
+    __repr__ = nn.Module.__repr__  # transformers' Conv1D has one of its own, which would not show the sharding
+
+    def _describe(self, local: str, extra: str) -> str:
+        in_features, out_features = self.full_features
+        text = f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}"
+        held = f"{local}={self.cut.local_size(self.group.rank)}, rank={self.group.rank}/{self.group.size}"
+        return ", ".join(filter(None, [text, held, extra]))
+
+
+class ColumnLinear(_DividedLinear):
+    """Linear layer that computes this rank's output features; see `Column`."""
+
+    gather_output: bool
+    inputs: Inputs
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out / ranks), or (..., out) when the output is gathered."""
@@ -252,20 +267,14 @@ class _Linear(nn.Module):
 
     def extra_repr(self) -> str:
         """Full sizes, the local size, and the rank."""
-        size = self.cut.local_size(self.group.rank)
-        return _linear_repr(self, f"local_out_features={size}", "gather_output" if self.gather_output else "")
+        return self._describe("local_out_features", "gather_output" if self.gather_output else "")
 
 
-class RowLinear(nn.Linear):
+class RowLinear(_DividedLinear):
     """Linear layer that holds the weights of this rank's input features; see `Row`."""
 
-    full_features: tuple[int, int]
-    transposed: bool
-    cut: Shard
     split_input: bool
-    group: Group
     lengths: SequenceLengths | None
-    region: Region | None
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in / ranks), or (..., in) when the layer divides its input, -> (..., out)."""
@@ -282,8 +291,7 @@ class RowLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Full sizes, the local size, and the rank."""
-        size = self.cut.local_size(self.group.rank)
-        return _linear_repr(self, f"local_in_features={size}", "split_input" if self.split_input else "")
+        return self._describe("local_in_features", "split_input" if self.split_input else "")
 
 
 class VocabEmbedding(nn.Embedding):
@@ -348,9 +356,3 @@ def _split(x: Tensor, cut: Shard, group: Group) -> Tensor:
     if not cut.consecutive:
         x = torch.cat([cut.split(x, rank) for rank in range(group.size)], -1)
     return scatter_to_group(x, group, -1, cut.sizes)
-
-
-def _linear_repr(layer: ColumnLinear | RowLinear, local: str, extra: str) -> str:
-    in_features, out_features = layer.full_features
-    text = f"in_features={in_features}, out_features={out_features}, bias={layer.bias is not None}, {local}"
-    return ", ".join(filter(None, [text, f"rank={layer.group.rank}/{layer.group.size}", extra]))

@@ -37,6 +37,9 @@ class Conv1D(nn.Module):
         self.weight = nn.Parameter(torch.randn(nx, nf))
         self.bias = nn.Parameter(torch.randn(nf))
 
+    def __repr__(self):
+        return "Conv1D(...)"
+
     def forward(self, x):
         return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
 
@@ -95,6 +98,9 @@ def pair(group):
     check(Gated().double(), {"gate": packed, "down": Row(split_input=True, parts=(4, 6))}, [x], group)
     conv = nn.Sequential(Conv1D(9, 6), nn.GELU(), Conv1D(6, 9)).double()
     check(conv, {"0": Column(), "2": Row()}, [x], group)
+    assert isinstance(conv[0], Conv1D)
+    assert not isinstance(conv[0], nn.Linear)
+    assert "ColumnLinear[Conv1D](in_features=6, out_features=9, bias=True, local_out_features=" in repr(conv)
     inplace = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(inplace=True), nn.Linear(8, 6, bias=False)).double()
     check(inplace, {"0": Column(), "2": Row()}, [x], group)
 

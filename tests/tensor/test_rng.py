@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
+from lightning_parallel.comm import Group
 from lightning_parallel.tensor.attention import TransformerLayer
 from lightning_parallel.tensor.layers import Column, Row
 from lightning_parallel.tensor.rng import Region
@@ -242,3 +243,27 @@ def test_torch_transformer_layers(group):
         assert torch.equal(*gathered(group, model(torch.ones(5, 3, 8))))
     assert not torch.equal(*gathered(group, drawn[0].to(torch.uint8)))
     assert torch.equal(*gathered(group, torch.get_rng_state()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_streams_of_a_gpu():
+    device, drawn = torch.device("cuda", 0), []
+    for rank in range(2):
+        region = Region(Group("tensor_parallel", (0, 1), rank, None))
+        torch.cuda.manual_seed(7)
+        before = torch.cuda.get_rng_state(device)
+        with region.scope(device):
+            pass
+        assert torch.equal(torch.cuda.get_rng_state(device), before), "a region that draws nothing leaves no trace"
+        with region.scope(device):
+            inside = torch.rand(1000, device=device)
+        between = torch.rand(1000, device=device)
+        with region.scope(device):
+            again = torch.rand(1000, device=device)
+        drawn.append((inside, between, again, torch.cuda.get_rng_state(device)))
+    (inside, between, again, state), other = drawn
+    assert torch.equal(between, other[1])
+    assert torch.equal(state, other[3])
+    streams = [inside, between, again, other[0], other[2]]
+    assert not any(torch.equal(a, b) for i, a in enumerate(streams) for b in streams[:i])
