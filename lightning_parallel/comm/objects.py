@@ -70,5 +70,14 @@ def agree(what: str, value: Any, group: Group) -> None:
     """
     values = all_gather_object(value, group)
     if any(other != values[0] for other in values):
-        listed = "\n".join(f"  rank {rank}: {other}" for rank, other in zip(group.ranks, values))
+        listed = "\n".join(f"  rank {rank}: {other}" for rank, other in zip(group.ranks, _differing(values)))
         raise ValueError(f"{what} must be the same on all ranks of the {group.axis} group, found\n{listed}")
+
+
+def _differing(values: list[Any]) -> list[Any]:
+    """Of dicts only the entries in which they differ; other values as they are."""
+    if not all(isinstance(value, dict) for value in values):
+        return values
+    keys = dict.fromkeys(key for value in values for key in value)
+    different = [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
+    return [{key: value.get(key) for key in different} for value in values]

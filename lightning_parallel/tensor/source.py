@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from functools import cache
 
 from torch import nn
 
@@ -33,9 +32,17 @@ def read_elsewhere(root: nn.Module, path: str) -> bool:
     return False
 
 
-@cache
+_sources: dict[type, str] = {}
+
+
 def _code(kind: type) -> str:
     """The source of the methods of a user's module class, without construction."""
+    if kind not in _sources:
+        _sources[kind] = "\n".join(_bodies(kind))
+    return _sources[kind]
+
+
+def _bodies(kind: type) -> list[str]:
     bodies = []
     for base in kind.__mro__:
         if base.__module__.startswith(("torch.", "lightning.", "builtins")):
@@ -47,4 +54,4 @@ def _code(kind: type) -> str:
                 bodies.append(inspect.getsource(method))
             except (OSError, TypeError):  # code without a file
                 continue
-    return "\n".join(bodies)
+    return bodies
