@@ -20,7 +20,9 @@ from lightning_parallel.tensor.table import sharding_table
 __all__ = ["shard_tensors"]
 
 
-def shard_tensors(module: LightningModule, plan: UserPlan, groups: MeshGroups, device: torch.device) -> Sharding | None:
+def shard_tensors(
+    module: LightningModule, plan: UserPlan, groups: MeshGroups, device: torch.device, sequence_parallel: bool = False
+) -> Sharding | None:
     """Divide `module` over the tensor axis, once.
 
     Raises:
@@ -37,7 +39,7 @@ def shard_tensors(module: LightningModule, plan: UserPlan, groups: MeshGroups, d
         return done[1]
     if group.size == 1:
         return None
-    found = make_plan(module, plan, group)
+    found = make_plan(module, plan, group, sequence_parallel)
     replicas.materialize(module, device)
     replicas.start_equal(module, groups.world)
     sharding = apply_plan(module, found, group)

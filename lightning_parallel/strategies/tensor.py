@@ -41,6 +41,8 @@ class TensorParallelStrategy(MeshStrategy):
         plan: `"auto"`: the plan a Hugging Face model brings, else by structure. Or a dict from globs over module
             paths to styles: `column`, `row`, `column_gather`, `row_split`, `vocab`, `attention`, `transformer_layer`,
             `replicate`, or Hugging Face's names.
+        sequence_parallel: Also divide the activations between the layers of stacked blocks along the sequence
+            (dimension 1), which saves memory at the same communication.
         compression: Compresses the gradients between replicas.
         checkpoint_format: `full`: one ordinary Lightning checkpoint, for any layout and for stock Lightning.
         process_group_backend: Backend of torch.distributed; by the device when omitted.
@@ -84,9 +86,8 @@ class TensorParallelStrategy(MeshStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if sequence_parallel:
-            raise ValueError("`sequence_parallel=True` is not available yet; leave it at False")
         self.plan = plan
+        self.sequence_parallel = sequence_parallel
         self._sharding: Sharding | None = None
         self._rules: dict[str, Shard] = {}
 
@@ -97,7 +98,7 @@ class TensorParallelStrategy(MeshStrategy):
 
     @override
     def parallelize(self, module: LightningModule) -> None:
-        self._sharding = shard_tensors(module, self.plan, self.groups, self.root_device)
+        self._sharding = shard_tensors(module, self.plan, self.groups, self.root_device, self.sequence_parallel)
         self._rules = {} if self._sharding is None else rules_by_name(module, self._sharding.shards)
 
     @override

@@ -21,6 +21,7 @@ from lightning_parallel.tensor import heads
 from lightning_parallel.tensor.conversion import is_linear, is_native
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
 from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, resolve_ties
+from lightning_parallel.tensor.sequence import along_sequence
 from lightning_parallel.tensor.sharding import Part
 from lightning_parallel.tensor.source import read_elsewhere
 from lightning_parallel.tensor.trial import Trials
@@ -31,24 +32,36 @@ GATHERED = "each layer by itself, its output gathered: how its neighbours use it
 LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
 
 
-def make_plan(module: nn.Module, plan: UserPlan, group: Group) -> Plan:
+def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel: bool = False) -> Plan:
     """The plan for `module`; every rank of `group` must call it with the same module.
 
+    Args:
+        module: The whole model.
+        plan: The user's plan, or `"auto"`.
+        group: The tensor-parallel group.
+        sequence_parallel: Also divide the activations between the layers of stacked blocks along the sequence.
+
     Raises:
-        ValueError: If the user's plan does not fit the model, there are more ranks than attention heads, or there is
-            nothing that could be divided.
+        ValueError: If the user's plan does not fit the model, there are more ranks than attention heads, there is
+            nothing that could be divided, or no stack of blocks allows sequence parallelism.
     """
-    if plan != "auto":
+    trials = Trials(group)
+    if plan == "auto":
+        found = _automatic(module, trials, group)
+    else:
         found = parse_plan(module, plan, group)
         resolve_ties(module, found, group.size)
-        return found
+    if sequence_parallel:
+        _divide_sequences(module, found, trials)
+    return found
+
+
+def _automatic(module: nn.Module, trials: Trials, group: Group) -> Plan:
     found = Plan()
-    covered: set[str] = set()
     for path, model in _hugging_face_models(module):
         known = _hugging_face_plan(model, group)
         found.add(path, known)
-        covered.add(path)
-    _discover(module, found, Trials(group), group)
+    _discover(module, found, trials, group)
     _embeddings_and_rest(module, found, group)
     resolve_ties(module, found, group.size)
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
@@ -210,6 +223,37 @@ def _fused(opening: list[str], closing: str, width: int, count: int, group: Grou
         if width // size >= group.size:
             part = Part(width, size)
             yield Plan({**{name: Column(parts=(part,) * count) for name in opening}, closing: Row(parts=(part,))})
+
+
+def _divide_sequences(module: nn.Module, plan: Plan, trials: Trials) -> None:
+    """Divide the sequence along stacks of blocks in which it is shown to change nothing."""
+    modules = dict(module.named_modules())
+    for path, stack in modules.items():
+        if not isinstance(stack, (nn.ModuleList, nn.Sequential)) or len(stack) == 0 or not path:
+            continue
+        blocks = [f"{path}.{name}" for name, _ in stack.named_children()]
+        divided = [_along_sequence(modules[block], plan.under(block), trials) for block in blocks]
+        if all(part is not None for part in divided):
+            for block, part in zip(blocks, divided):
+                assert part is not None
+                plan.add(block, part)
+            plan.stretches.append((path.rpartition(".")[0], blocks[0], blocks[-1]))
+    if not plan.stretches:
+        raise ValueError(
+            f"`sequence_parallel=True` finds no stack of blocks in `{type(module).__name__}` whose activations can be"
+            " divided along the sequence (dimension 1): blocks must take one tensor (batch, sequence, features), and"
+            " lengths from their projections, not from the input. Use `sequence_parallel=False`."
+        )
+
+
+def _along_sequence(block: nn.Module, inside: Plan, trials: Trials) -> Plan | None:
+    if not any(isinstance(style, Column) for style in inside.styles.values()):
+        return None
+    try:
+        styles = along_sequence(block, inside.styles)
+    except ValueError:
+        return None
+    return trials.first(block, inside, [Plan(styles, stretches=[("", "", "")])])
 
 
 # --------------------------------------------------------------------------------------------------------- the rest

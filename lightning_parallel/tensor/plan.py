@@ -22,6 +22,7 @@ from lightning_parallel.tensor.attention import Attention, TransformerLayer, gua
 from lightning_parallel.tensor.conversion import full_shape, is_linear, is_native
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
 from lightning_parallel.tensor.rng import connect
+from lightning_parallel.tensor.sequence import divide_sequence
 from lightning_parallel.tensor.sharding import Shard
 from lightning_parallel.tensor.source import computes_with_parameters
 
@@ -61,11 +62,14 @@ class Plan:
         styles: The style of each divided module, by path.
         edits: Attributes that have to change with it, such as the number of local heads: `{path: {name: value}}`.
         notes: Why a module is divided less well than it could be, or not at all, by path.
+        stretches: Where activations are divided along the sequence: paths of the module around, of the first and of
+            the last block.
     """
 
     styles: dict[str, Style] = field(default_factory=dict)
     edits: Edits = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    stretches: list[tuple[str, str, str]] = field(default_factory=list)
 
     def under(self, prefix: str) -> Plan:
         """The part of the plan inside the module at `prefix`, with paths relative to it."""
@@ -222,19 +226,20 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
     partial: set[str] = set()
     for path, style in plan.styles.items():
         prefix = f"{path}." if path else ""
-        owner = modules[path]
-        rules = style.rules(owner, group.size)
+        rules = style.rules(modules[path], group.size)
         shards |= {prefix + name: rule for name, rule in rules.items()}
-        partial |= {prefix + name for name in style.partial(owner)}
+        partial |= {prefix + name for name in style.partial(modules[path])}
         partial |= {prefix + name for name, rule in rules.items() if rule.replicated}
-        style.apply(owner, group)
+        style.apply(modules[path], group)
     for path, edit in plan.edits.items():
         for name, value in edit.items():
             setattr(modules[path], name, value)
     connect(module, group)
-    if any(isinstance(owner, nn.TransformerEncoder) for owner in modules.values()):
+    for owner, first, last in plan.stretches:
+        divide_sequence(modules[owner], modules[first], modules[last], group)
+    if any(isinstance(owner, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) for owner in modules.values()):
         guard_fast_path(module)
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    known = {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    known = {name: names[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
     shards = {known[name]: rule for name, rule in shards.items()}
     return Sharding(shards, frozenset(known[name] for name in partial), plan, shapes)

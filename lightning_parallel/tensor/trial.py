@@ -58,7 +58,7 @@ class Trials:
             if expected is None:
                 return None
             for plan in candidates:
-                both = Plan({**given.styles, **plan.styles}, {**given.edits, **plan.edits})
+                both = Plan({**given.styles, **plan.styles}, {**given.edits, **plan.edits}, stretches=plan.stretches)
                 if self._agrees(block, both, x, expected):
                     return plan
         return None

@@ -111,11 +111,11 @@ def _train(model, sharding=None, group=None, steps=2):
     return losses, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def _compare(group, build, rtol=1e-5):
+def _compare(group, build, rtol=1e-5, sequence_parallel=False):
     """Divide one copy, train both, compare losses and every gradient by name; returns the plan and the copy."""
     losses, gradients = _train(build())
     model = build()
-    plan = make_plan(model, "auto", group)
+    plan = make_plan(model, "auto", group, sequence_parallel)
     sharding = apply_plan(model, plan, group)
     local_losses, local = _train(model, sharding, group)
     torch.testing.assert_close(local_losses, losses, rtol=rtol, atol=rtol)
@@ -247,6 +247,22 @@ def _torch_encoder():
 @distributed(world_size=4)
 def test_torch_transformer_encoder(group, mode):
     _compare(group, lambda: getattr(_torch_encoder(), mode)(), rtol=1e-10)
+
+
+@distributed(world_size=2)
+def test_sequence_parallel(group):
+    plan, model = _compare(group, lambda: _own(ChunkAttention), rtol=1e-10, sequence_parallel=True)
+    assert plan.stretches == [("", "blocks.0", "blocks.1")]
+    lengths = []
+    model.blocks[0].mlp_norm.register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
+    _loss(model)
+    assert lengths == [4 - group.rank], "7 positions over 2 ranks"
+
+
+@distributed(world_size=2)
+def test_sequence_parallel_is_refused_where_blocks_read_lengths_from_the_stream(group):
+    with pytest.raises(ValueError, match="finds no stack of blocks"):
+        make_plan(_own(ViewAttention), "auto", group, sequence_parallel=True)
 
 
 class Functional(nn.Module):
