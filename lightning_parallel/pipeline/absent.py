@@ -6,6 +6,7 @@ remembered. Layers of one kind share what they remember.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from lightning_parallel import comm
 from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing
@@ -21,6 +22,8 @@ from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing
 __all__ = ["Answers", "Call", "absent", "forget_parameters"]
 
 Call = Callable[..., Any]
+
+_PLAIN = (int, float, str, bool, type(None), torch.dtype)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Answers:
         self.device = device
         self.twins: dict[object, tuple[nn.Module, Call]] = {}
         self._recipes: dict[Any, _Recipe | None] = {}
+        self._last: tuple[Any, Any, Any, _Recipe] | None = None
 
     def answer(self, name: str, kind: object, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         """What `module` would return for these arguments, without data.
@@ -54,35 +58,53 @@ class Answers:
         Raises:
             GhostError: If the module has to see data in order to answer, and no twin of it is on this rank.
         """
-        key = (kind, module.training, _autocast_dtype(self.device), _signature(args), _signature(kwargs))
-        recipe = self._recipes.get(key)
         origin = f"the output of `{name}`"
+        state = (kind, module.training, _autocast_dtype(self.device))
+        recipe = self._last[3] if self._last and _alike(self._last, state, args, kwargs) else None
         if recipe is None:
-            result, recipe = self._ask(origin, kind, module, call, args, kwargs)
-            self._recipes[key] = recipe
-            return result
+            key = (state, _signature(args), _signature(kwargs))
+            recipe = self._recipes.get(key)
+            if recipe is None:
+                result, self._recipes[key] = self._ask(origin, kind, module, call, args, kwargs)
+                return result
+            self._last = (state, args, kwargs, recipe)
         if recipe.tree is None:
             return Ghost(recipe.leaves[0][1], self.device, origin)
         inputs = tree_flatten((args, kwargs))[0] if any(how == "input" for how, _ in recipe.leaves) else []
         leaves = [self._leaf(how, what, inputs, origin) for how, what in recipe.leaves]
         return tree_unflatten(leaves, recipe.tree)
 
+    def forget_arguments(self) -> None:
+        """Let go of the last call's arguments."""
+        self._last = None
+
     def ask(self, origin: str, kind: object, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         """As `answer`, but run the module on ghosts in any case."""
-        with absent(module, self.device), comm.rehearsal(), _random_state_kept():
+        originals: dict[int, Any] = {}
+        with comm.rehearsal(), _random_state_kept():
             try:
-                result = call(*args, **kwargs)
+                with absent(module, self.device):
+                    spare_args, spare_kwargs = _spared((args, kwargs), originals)
+                    result = call(*spare_args, **spare_kwargs)
             except Exception as error:
                 if kind not in self.twins:
                     raise GhostError(
-                        f"cannot tell what the absent {origin[4:]} looks like without computing it: {error}"
+                        f"cannot tell what {origin} looks like without computing it, and this rank has no other layer "
+                        f"of its kind to try ({error})"
                     ) from error
-                result = self._ask_twin(kind, args, kwargs)
-        return tree_map_only(Ghost, lambda ghost: Ghost(ghost.meta, self.device, origin), result)
+                result = self._ask_twin(kind, *_spared((args, kwargs), originals))
+        handed_on = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+
+        def finished(leaf: Any) -> Any:
+            if type(leaf) is Ghost and id(leaf) not in handed_on:
+                return Ghost(leaf.meta, self.device, origin)
+            return originals.get(id(leaf), (leaf,))[0]
+
+        return tree_map(finished, result)
 
     def _ask(self, origin: str, kind: object, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         inputs = tree_flatten((args, kwargs))[0]
-        places = {id(leaf): place for place, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
+        places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, _PLAIN)}
         result = self.ask(origin, kind, module, call, args, kwargs)
         leaves, tree = tree_flatten(result)
         recipe: list[tuple[str, Any]] = []
@@ -104,11 +126,11 @@ class Answers:
         return inputs[what] if how == "input" else what
 
     def _ask_twin(self, kind: object, args: Any, kwargs: Any) -> Any:
-        """Run the layer's twin on made-up data and keep the shapes of what it returns."""
+        """Run the twin on made-up data and keep the shapes of what it returns."""
         module, call = self.twins[kind]
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         args, kwargs = tree_map_only(Ghost, _made_up, (args, kwargs))
-        with torch.no_grad():
+        with torch.no_grad(), _present(module):
             result = call(*args, **kwargs)
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
@@ -130,6 +152,23 @@ def absent(module: nn.Module, device: torch.device) -> Iterator[None]:
             for name in stand_ins:
                 del child.__dict__[name]
             child.__dict__.update(before)
+
+
+@contextmanager
+def _present(module: nn.Module) -> Iterator[None]:
+    """Undo `absent` inside the block, as far as `module` still holds its parameters."""
+    hidden = [
+        (
+            child,
+            {name: child.__dict__.pop(name) for name in (*child._parameters, *child._buffers) if name in vars(child)},
+        )
+        for child in module.modules()
+    ]
+    try:
+        yield
+    finally:
+        for child, stand_ins in hidden:
+            child.__dict__.update(stand_ins)
 
 
 def forget_parameters(module: nn.Module, names: set[int], device: torch.device, labels: dict[int, str]) -> None:
@@ -172,6 +211,22 @@ def _made_up(ghost: Ghost) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=ghost.device)
 
 
+def _spared(arguments: Any, originals: dict[int, Any]) -> Any:
+    """Copy objects that a layer might change, such as a key-value cache; notes copy and original by the copy's id."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, (Tensor, *_PLAIN)):
+            return leaf
+        try:
+            spare = copy.deepcopy(leaf)
+        except Exception:
+            return leaf
+        originals[id(spare)] = (leaf, spare)
+        return spare
+
+    return tree_map(copied, arguments)
+
+
 @contextmanager
 def _random_state_kept() -> Iterator[None]:
     state = torch.get_rng_state()
@@ -185,7 +240,19 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-_PLAIN = (int, float, str, bool, type(None), torch.dtype)
+def _alike(last: tuple[Any, Any, Any, _Recipe], state: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call has the signature of the last one, judged by identity: layers mostly share their arguments."""
+    last_state, last_args, last_kwargs, _ = last
+    if state != last_state or len(args) != len(last_args) or len(kwargs) != len(last_kwargs):
+        return False
+    for new, old in zip(args, last_args):
+        if new is not old and not (type(new) is Ghost and type(old) is Ghost and new.signature == old.signature):
+            return False
+    for name, new in kwargs.items():
+        old = last_kwargs.get(name, _alike)
+        if new is not old and not (type(new) is Ghost and type(old) is Ghost and new.signature == old.signature):
+            return False
+    return True
 
 
 def _signature(value: Any) -> Any:

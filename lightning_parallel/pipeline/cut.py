@@ -115,6 +115,7 @@ class Cut:
         finally:
             self.gate.visit = None
             self.show()
+            self.answers.forget_arguments()
 
     def hide(self) -> None:
         """Put ghosts before the parameters that the step reads directly, as a stage without them would see."""
@@ -212,8 +213,9 @@ def observe(module: nn.Module, trunk: Trunk, step: Step, microbatch: Any, device
     """
     watcher = _Watcher(trunk, device)
     gate = Gate(watcher)
-    for index, (name, layer) in enumerate(zip(trunk.names, trunk.layers)):
-        guard(layer, Door(gate, name, name, index))
+    for index, (name, layer, kind) in enumerate(zip(trunk.names, trunk.layers, layer_kinds(trunk))):
+        guard(layer, Door(gate, name, kind, index))
+        watcher.answers.twins[kind] = (layer, unguarded(layer))
     for name, unit in units(module, trunk):
         guard(unit, Door(gate, name, name))
         watcher.seen.units[name] = set()

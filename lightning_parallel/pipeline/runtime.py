@@ -169,7 +169,7 @@ class Run:
         self._check(action, message.boundary, index, leaves, positions)
         self.ready_s = time.perf_counter()
         if action.stage > 0:
-            torch.manual_seed(_mixed(self.seed + action.microbatch, action.stage))
+            _seed_torch(_mixed(self.seed + action.microbatch, action.stage))
         flight.received = message.boundary.tensors
         flags = [spec.requires_grad for spec in flight.received]
         if not (self.training and any(flags)):
@@ -320,12 +320,19 @@ def _mixed(seed: int, stage: int) -> int:
     return (seed ^ (_GOLDEN * stage)) & (2**63 - 1)
 
 
+def _seed_torch(seed: int) -> None:
+    """As `torch.manual_seed`, which takes a millisecond where CUDA is there and was never used."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Draw random numbers from `seed` inside the block, so that all stages draw alike before their layers."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    torch.manual_seed(seed)
+    _seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
