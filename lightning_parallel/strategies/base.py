@@ -39,7 +39,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups, liveness
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
-from lightning_parallel.strategies import data, replicas
+from lightning_parallel.strategies import checks, data, replicas
 from lightning_parallel.strategies.launcher import SpawnLauncher
 from lightning_parallel.strategies.precision import mesh_wide_norms, span_mesh
 from lightning_parallel.tensor.sharding import Shard
@@ -89,6 +89,7 @@ class MeshStrategy(ParallelStrategy):
         self._groups: MeshGroups | None = None
         self._device_mesh: DeviceMesh | None = None
         self._reducer: GradientReducer | None = None
+        self._batch_checked = False
 
     # ------------------------------------------------------------------------------------------- for subclasses
 
@@ -205,7 +206,9 @@ class MeshStrategy(ParallelStrategy):
         data.scope_metrics(module, self.groups)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            checks.check_optimizers(self.optimizers, self.parameter_names, self.rules)
             self._reducer = self.gradient_reducer(module)
+            self._batch_checked = False
         self.setup_precision_plugin()
         span_mesh(self.precision_plugin, self)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -245,6 +248,9 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if not self._batch_checked:
+            checks.check_same_batch((args, kwargs), self.groups.model)
+            self._batch_checked = True
         if self._reducer is not None:
             self._reducer.refresh()
         with mesh_wide_norms(self):  # under manual optimization modules clip inside their step

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
@@ -55,10 +56,16 @@ def share_plateau_metrics(configs: Sequence[LRSchedulerConfig], group: Group) ->
         return
     for config in configs:
         if config.reduce_on_plateau:
-            config.scheduler.step = partial(_step_with_mean, config.scheduler.step, group)  # type: ignore[method-assign]
+            # A subclass, since a scheduler's attributes are its state and go into the checkpoint.
+            kind = type(config.scheduler)
+            shared = {"group": group, "__module__": kind.__module__}
+            config.scheduler.__class__ = type(kind.__name__, (_SharedPlateau, kind), shared)
 
 
-def _step_with_mean(step: Any, group: Group, metrics: Any, *args: Any, **kwargs: Any) -> Any:
-    device = metrics.device if isinstance(metrics, torch.Tensor) else None
-    total = comm.all_reduce(torch.as_tensor(metrics, dtype=torch.float64, device=device), group)
-    return step(total / group.size, *args, **kwargs)
+class _SharedPlateau(ReduceLROnPlateau):
+    group: Group
+
+    def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        device = metrics.device if isinstance(metrics, torch.Tensor) else None
+        total = comm.all_reduce(torch.as_tensor(metrics, dtype=torch.float64, device=device), self.group)
+        super().step(total / self.group.size, *args, **kwargs)

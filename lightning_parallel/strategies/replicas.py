@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 
-__all__ = ["materialize", "share_random_state", "start_equal", "synchronize_batch_norm"]
+__all__ = ["fingerprint", "materialize", "share_random_state", "start_equal", "synchronize_batch_norm"]
 
 
 def share_random_state(group: Group) -> None:
@@ -45,7 +45,7 @@ def start_equal(module: nn.Module, group: Group) -> None:
         [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
         group,
     )
-    prints = comm.all_gather_object([_fingerprint(tensor) for tensor in tensors.values()], group)
+    prints = comm.all_gather_object([fingerprint(tensor) for tensor in tensors.values()], group)
     for tensor, *values in zip(tensors.values(), *prints):
         if len(set(values)) > 1:
             _broadcast(tensor, group)
@@ -56,7 +56,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def _fingerprint(tensor: Tensor) -> int:
+def fingerprint(tensor: Tensor) -> int:
     """A 64-bit sum over the bytes, taken as integers: equal for equal tensors, different for different random ones."""
     flat = tensor.detach().contiguous().view(-1)
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())

@@ -1,0 +1,288 @@
+"""What a project does besides one plain `fit`."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import MeanMetric, SumMetric
+
+from lightning_parallel import PowerSGD, TensorParallelStrategy, comm
+from tests.harness import distributed
+from tests.strategies.models import Net, Samples, fit_parallel, fit_single, loader, trainer_for
+
+
+def _full(trainer):
+    return trainer.strategy.lightning_module_state_dict()
+
+
+def _assert_state(trainer, expected, rtol=1e-10):
+    full = _full(trainer)
+    if trainer.global_rank == 0:
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(full[name], tensor.to(full[name]), rtol=rtol, atol=rtol, msg=name)
+
+
+class Clipping(Net):
+    """Clips by itself, with torch's function, in the norm it was given."""
+
+    def __init__(self, norm_type):
+        super().__init__()
+        self.norm_type = norm_type
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.05, self.norm_type))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@distributed(world_size=4)
+def test_torch_clip_grad_norm_sees_the_whole_model(norm_type):
+    expected = Clipping(norm_type).double()
+    fit_single(expected)
+    module = Clipping(norm_type).double()
+    trainer = fit_parallel(module, 4, 2)
+    torch.testing.assert_close(torch.stack(module.norms).double(), torch.stack(expected.norms), rtol=1e-10, atol=0)
+    _assert_state(trainer, expected)
+
+
+@distributed(world_size=4)
+def test_fit_validate_test_predict_and_fit_again(group):
+    class Full(Net):
+        def test_step(self, batch, index):
+            self.validation_step(batch, index)
+
+        def predict_step(self, batch, index):
+            return self.net(batch[0])
+
+    expected = Full().double()
+    single = fit_single(expected)
+    module = Full().double()
+    trainer = fit_parallel(module, 4, 2)
+    replica = group.rank // 2
+    for run in ("validate", "test"):
+        (found,) = getattr(trainer, run)(module, loader(2, replica), verbose=False)
+        (truth,) = getattr(single, run)(expected, loader(), verbose=False)
+        assert found.keys() == truth.keys()
+        assert found["val_loss"] == pytest.approx(truth["val_loss"], rel=1e-6)
+    predictions = torch.cat(trainer.predict(module, loader(2, replica)))
+    truth = torch.cat(single.predict(expected, loader()))
+    torch.testing.assert_close(predictions, truth[replica::2], rtol=1e-10, atol=1e-12)
+    for strategy_world in (1, 4):
+        if strategy_world == 1:
+            again = trainer_for(max_epochs=1)
+            again.fit(expected, loader())
+        else:
+            again = trainer_for(TensorParallelStrategy(2), 4, max_epochs=1)
+            again.fit(module, loader(2, replica))
+    _assert_state(again, expected)
+
+
+@distributed(world_size=2)
+def test_configure_model_on_meta_and_with_the_mesh(group):
+    class Late(Net):
+        def __init__(self):
+            super().__init__()
+            self.net = None
+
+        def configure_model(self):
+            assert self.device_mesh["tensor_parallel"].size() == 2
+            if self.net is None:
+                with torch.device("meta"):
+                    self.net = Net().net.to("meta", torch.float64)
+
+    seed_everything(5)
+    module = Late()
+    trainer = fit_parallel(module, 2, 2, max_epochs=1)
+    assert not any(parameter.is_meta for parameter in module.parameters())
+    full = _full(trainer)
+    torch.manual_seed(5)
+    expected = Net().double()
+    assert {name: tensor.shape for name, tensor in full.items()} == {
+        name: tensor.shape for name, tensor in expected.state_dict().items()
+    }
+    assert module.net[0].weight.shape == (9, 12)
+
+
+class Grouped(Net):
+    """Frozen parameters, groups by name, and a layer that the even batches do not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(12, 5)
+        self.net[0].bias.requires_grad_(False)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        logits = self.net(x)
+        if y[0] % 2:
+            logits = logits + self.extra(x)
+        return F.cross_entropy(logits, y)
+
+    def configure_optimizers(self):
+        decay = [p for name, p in self.named_parameters() if name.endswith("weight") and p.requires_grad]
+        rest = [p for name, p in self.named_parameters() if not name.endswith("weight") and p.requires_grad]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+@distributed(world_size=2)
+def test_frozen_grouped_and_unused_parameters():
+    expected = Grouped().double()
+    fit_single(expected)
+    trainer = fit_parallel(Grouped().double(), 2, 2)
+    _assert_state(trainer, expected)
+
+
+@distributed(world_size=4)
+def test_a_layer_that_one_replica_does_not_use():
+    trainer = fit_parallel(Grouped().double(), 4, 2)
+    state = _full(trainer)
+    everyone = comm.all_gather_object(
+        {name: tensor.sum().item() for name, tensor in trainer.lightning_module.state_dict().items()},
+        comm.Group.of(),
+    )
+    assert everyone[0] == everyone[2], "replicas stay equal"
+    assert everyone[1] == everyone[3]
+    assert state
+
+
+@distributed(world_size=4)
+def test_manual_optimization():
+    class Manual(Net):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, index):
+            x, y = batch
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self.net(x), y))
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+
+    expected = Manual().double()
+    fit_single(expected)
+    trainer = fit_parallel(Manual().double(), 4, 2)
+    _assert_state(trainer, expected)
+
+
+@distributed(world_size=4)
+def test_monitors_and_schedulers_agree(group):
+    class Watched(Net):
+        def validation_step(self, batch, index):
+            self.log("watched", F.cross_entropy(self.net(batch[0]), batch[1]))  # each replica has its own value
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "watched"}}
+
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    best = ModelCheckpoint(folder, monitor="watched", filename="{epoch}")
+    stop = EarlyStopping("watched", patience=1, min_delta=0.5)
+    module = Watched().double()
+    trainer = fit_parallel(module, 4, 2, max_epochs=8, callbacks=[best, stop], enable_checkpointing=True)
+    facts = (trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"], best.best_model_path)
+    assert len(set(comm.all_gather_object(facts, group))) == 1
+    assert trainer.current_epoch < 8
+    assert facts[1] < 0.1
+    trainer.validate(module, loader(2, group.rank // 2), ckpt_path="best", verbose=False)
+
+
+@distributed(world_size=4)
+def test_metrics_count_every_sample_once():
+    class Counted(Net):
+        def __init__(self):
+            super().__init__()
+            self.count, self.mean = SumMetric(), MeanMetric()
+
+        def validation_step(self, batch, index):
+            x, y = batch
+            self.count.update(torch.ones(len(x)))
+            self.mean.update(y.double())
+            self.log_dict({"count": self.count, "mean": self.mean})
+
+    for tensor in (2, 4):
+        trainer = fit_parallel(Counted().double(), 4, tensor)
+        assert trainer.callback_metrics["count"] == 32
+        assert trainer.callback_metrics["mean"].item() == pytest.approx(Samples().y.double().mean().item())
+
+
+@distributed(world_size=4)
+def test_the_data_follow_the_replica(group):
+    seed_everything(1, workers=True, verbose=False)
+    module = Net().double()
+    trainer = trainer_for(TensorParallelStrategy(2), 4, max_epochs=1)
+    trainer.fit(module, DataLoader(Samples(), batch_size=4, shuffle=True))
+    os.environ.pop("PL_SEED_WORKERS"), os.environ.pop("PL_GLOBAL_SEED")
+    sampler = trainer.train_dataloader.sampler
+    assert isinstance(sampler, DistributedSampler)
+    assert (sampler.num_replicas, sampler.rank) == (2, group.rank // 2)
+    assert trainer.train_dataloader.worker_init_fn.keywords == {"rank": group.rank // 2}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
+@distributed(world_size=4)
+def test_precisions(precision):
+    tolerance = {"32-true": 1e-5, "64-true": 1e-10}.get(precision, 5e-2)
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+
+    class Cast(Net):
+        def training_step(self, batch, index):
+            x, y = batch
+            return F.cross_entropy(self.net(x.to(next(self.parameters()).dtype)), y)
+
+        def validation_step(self, batch, index):
+            pass
+
+    expected, module = Cast().to(dtype), Cast().to(dtype)
+    fit_single(expected, precision=precision, gradient_clip_val=0.5)
+    trainer = fit_parallel(module, 4, 2, precision=precision, gradient_clip_val=0.5)
+    _assert_state(trainer, expected, rtol=tolerance)
+
+
+@distributed(world_size=2)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(group):
+    class Overflow(Net):
+        def on_after_backward(self):
+            if group.rank == 1 and self.global_step == 1:
+                self.net[0].weight.grad[0, 0] = float("inf")
+
+        def validation_step(self, batch, index):
+            pass
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    module = Overflow()
+    strategy = TensorParallelStrategy(2, precision_plugin=plugin)
+    trainer = trainer_for(strategy, 2, max_epochs=1)
+    trainer.fit(module, loader(dtype=torch.float32))
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    assert comm.all_gather_object(plugin.scaler.get_scale(), group) == [2.0**9] * 2
+
+
+@distributed(world_size=4)
+def test_compression_on_the_data_axis(group):
+    module = Net().double()
+    fit_parallel(module, 4, 2, strategy_kwargs={"compression": PowerSGD(rank=2)})
+    values = comm.all_gather_object([parameter.sum().item() for parameter in module.parameters()], group)
+    assert values[0] == values[2]
+    assert values[1] == values[3]
+
+
+@distributed(world_size=4)
+def test_a_rank_holds_its_shards_and_nothing_else():
+    module = Net(hidden=400).double()
+    full = sum(parameter.numel() for parameter in module.parameters())
+    trainer = fit_parallel(module, 4, 4, max_epochs=1)
+    held = sum(parameter.untyped_storage().nbytes() // 8 for parameter in module.parameters())
+    assert held < 0.3 * full
+    state = trainer.optimizers[0].state.values()
+    assert sum(entry["momentum_buffer"].untyped_storage().nbytes() // 8 for entry in state) == held

@@ -1,0 +1,55 @@
+"""Bad input: one clear error on every rank, and no hang."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_parallel import TensorParallelStrategy
+from tests.harness import distributed
+from tests.strategies.models import Net, fit_parallel, loader, trainer_for
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (2, 3), (8, "auto"), (2, 1)])
+@distributed(world_size=4)
+def test_sizes_that_do_not_multiply_to_the_world(sizes):
+    trainer = trainer_for(TensorParallelStrategy(*sizes), 4)
+    with pytest.raises(ValueError, match=r"multiply to the number of processes.*4 processes"):
+        trainer.fit(Net(), loader())
+
+
+@distributed(world_size=2)
+def test_nothing_to_shard():
+    module = Net().double()
+    module.net = nn.Sequential(nn.LayerNorm(12))
+    with pytest.raises(ValueError, match="nothing to shard"):
+        fit_parallel(module, 2, 2)
+
+
+@distributed(world_size=2)
+def test_a_plan_for_a_missing_module():
+    with pytest.raises(ValueError, match=r"`nett.0` matches no module.*'net.0'"):
+        fit_parallel(Net().double(), 2, 2, strategy_kwargs={"plan": {"nett.0": "column"}})
+
+
+@distributed(world_size=2)
+def test_peers_of_one_replica_with_different_batches(group):
+    trainer = trainer_for(TensorParallelStrategy(2), 2)
+    with pytest.raises(ValueError, match="must get the same batch.*rank 1 differs"):
+        trainer.fit(Net().double(), loader(2, group.rank))
+
+
+@distributed(world_size=2)
+def test_ranks_with_different_models(group):
+    with pytest.raises(ValueError, match=r"(?s)must be the same on all ranks.*rank 0.*rank 1"):
+        fit_parallel(Net(hidden=18 + 2 * group.rank).double(), 2, 2)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor"])
+@distributed(world_size=2)
+def test_optimizers_that_need_whole_tensors(kind):
+    class Other(Net):
+        def configure_optimizers(self):
+            return getattr(torch.optim, kind)(self.parameters())
+
+    with pytest.raises(ValueError, match=f"`{kind}` computes with whole tensors"):
+        fit_parallel(Other().double(), 2, 2)
