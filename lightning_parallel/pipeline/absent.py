@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from lightning_parallel import comm
-from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing
+from lightning_parallel.pipeline.ghost import Ghost, GhostError
 
 __all__ = ["Answers", "Call", "absent", "forget_parameters"]
 
@@ -202,8 +202,7 @@ def _stand_ins(module: nn.Module, path: str, device: torch.device) -> dict[str, 
 
 
 def _made_up(ghost: Ghost) -> Tensor:
-    if not missing(ghost):
-        assert ghost.value is not None
+    if ghost.value is not None:
         return ghost.value
     shape, dtype = ghost.signature
     if dtype.is_floating_point or dtype.is_complex:

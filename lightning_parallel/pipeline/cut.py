@@ -3,43 +3,27 @@ r"""Cut a live model in place: each rank keeps the layers of its stages and what
     embed   layers 0 1 2 3 4 5   norm   head
     \___ stage 0 ___/ \_______ stage 1 _____/
 
-Where a module or parameter outside of the layers belongs is observed, not guessed: the step is played once on ghosts,
-and what is computed with before the first layer belongs to the first stage, after the last layer to the last stage,
-between two layers to the stage of the former; what is needed on several stages is kept on each of them ("tied").
+What is needed on several stages, such as the matrix of an embedding that is the head too, is kept on each ("tied").
+Names in `state_dict` stay those of the whole model; the parameters of other stages are freed and leave ghosts behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.absent import Answers, Call, forget_parameters
-from lightning_parallel.pipeline.ghost import Ghost, watch_parameters
+from lightning_parallel.pipeline.absent import Answers, forget_parameters
+from lightning_parallel.pipeline.ghost import Ghost
+from lightning_parallel.pipeline.observe import Observation
 from lightning_parallel.pipeline.stage import Door, Gate, guard, unguarded
-from lightning_parallel.pipeline.trunk import Trunk, layer_kinds
+from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
 
-__all__ = ["Cut", "Observation", "Step", "TiedParameter", "observe", "read_off"]
-
-Step = Callable[[Any], Any]
-"""Runs the user's step on one microbatch."""
-
-
-@dataclass
-class Observation:
-    """With which layer's stage each parameter and module outside of the layers belongs.
-
-    Attributes:
-        parameters: Parameter name -> the layers at whose stages it is computed with.
-        units: Module name -> the layers at whose stages it is called.
-    """
-
-    parameters: dict[str, set[int]] = field(default_factory=dict)
-    units: dict[str, set[int]] = field(default_factory=dict)
+__all__ = ["Cut", "TiedParameter"]
 
 
 @dataclass(frozen=True)
@@ -180,140 +164,3 @@ class Cut:
             for name, parameter in child._parameters.items()
             if parameter is not None
         ]
-
-
-def units(module: nn.Module, trunk: Trunk, owned: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules that have parameters and neither contain the layers nor lie inside them.
-
-    Args:
-        owned: Leave out those without parameters; without it, units that have lost theirs are found by their door.
-    """
-
-    def walk(name: str, child: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if child in layers:
-            return
-        if any(other in layers for other in child.modules()) or not name:
-            for key, grandchild in child.named_children():
-                yield from walk(f"{name}.{key}" if name else key, grandchild)
-        elif "_pipeline_door" in child.__dict__ if not owned else next(child.parameters(), None) is not None:
-            yield name, child
-
-    layers = set(trunk.layers)
-    yield from walk("", module)
-
-
-def observe(module: nn.Module, trunk: Trunk, step: Step, microbatch: Any, device: torch.device) -> Observation:
-    """Play `step` once on ghosts and see where each parameter and module is used.
-
-    Nothing is computed with parameters and nothing is communicated. What follows the layers is played as far as it
-    goes without data; parameters that are not reached belong with the last layer.
-
-    Raises:
-        ValueError: If the step cannot be played up to the last layer, or calls a layer twice; says why.
-    """
-    watcher = _Watcher(trunk, device)
-    gate = Gate(watcher)
-    for index, (name, layer, kind) in enumerate(zip(trunk.names, trunk.layers, layer_kinds(trunk))):
-        guard(layer, Door(gate, name, kind, index))
-        watcher.answers.twins[kind] = (layer, unguarded(layer))
-    for name, unit in units(module, trunk):
-        guard(unit, Door(gate, name, name))
-        watcher.seen.units[name] = set()
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    with _named_ghosts(module, names, device), watch_parameters(watcher.note):
-        try:
-            step(microbatch)
-        except Exception as error:
-            if watcher.called != len(trunk.layers):
-                raise ValueError(
-                    f"cannot cut at `{trunk.path}`: playing the step on tensors without data stopped "
-                    f"{watcher.where()}: {error}"
-                ) from error
-    if not watcher.called:
-        raise ValueError(
-            f"the step never calls the layers of `{trunk.path}`; name the layers that it calls: layers=..."
-        )
-    return _completed(module, trunk, watcher.seen)
-
-
-def read_off(module: nn.Module, trunk: Trunk) -> Observation:
-    """Guess from the order of registration: what is registered before the layers is used before them."""
-    seen = Observation(units={name: set() for name, _ in units(module, trunk)})
-    order = {name: place for place, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
-    start = order[trunk.names[0]]
-    last = len(trunk.layers) - 1
-    labels = {id(parameter): name for name, parameter in module.named_parameters()}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owner = name.rpartition(".")[0]
-        if order[owner] < start or not _inside(owner, trunk.names):
-            place = 0 if order[owner] < start else last
-            seen.parameters.setdefault(labels[id(parameter)], set()).add(place)
-    for name, unit in seen.units.items():
-        unit.add(0 if order[name] < start else last)
-    return _completed(module, trunk, seen)
-
-
-class _Watcher:
-    """Notes what is used at which layer; every module is absent."""
-
-    entered = False
-
-    def __init__(self, trunk: Trunk, device: torch.device) -> None:
-        self.trunk, self.answers = trunk, Answers(device)
-        self.position, self.called = 0, 0
-        self.seen = Observation()
-
-    def note(self, parameter: str) -> None:
-        self.seen.parameters.setdefault(parameter, set()).add(self.position)
-
-    def where(self) -> str:
-        return f"after `{self.trunk.names[self.position]}`" if self.called else "before the first layer"
-
-    def layer(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        assert door.index is not None
-        if self.called and door.index <= self.position:
-            raise ValueError(
-                f"`{door.name}` is called twice or out of order, a pipeline runs each layer once, in order"
-            )
-        self.position, self.called = door.index, self.called + 1
-        return self.answers.ask(f"the output of `{door.name}`", door.kind, module, call, args, kwargs)
-
-    def unit(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        self.seen.units[door.name].add(self.position)
-        return self.answers.ask(f"the output of `{door.name}`", door.kind, module, call, args, kwargs)
-
-
-def _completed(module: nn.Module, trunk: Trunk, seen: Observation) -> Observation:
-    """Add the layers' own parameters, and what was not seen: it belongs with the last layer."""
-    last = len(trunk.layers) - 1
-    labels = {id(parameter): name for name, parameter in module.named_parameters()}
-    for index, layer in enumerate(trunk.layers):
-        for parameter in layer.parameters():
-            seen.parameters.setdefault(labels[id(parameter)], set()).add(index)
-    for name in labels.values():
-        seen.parameters.setdefault(name, {last})
-    for name, unit in units(module, trunk):
-        if not seen.units[name]:
-            seen.units[name] = {place for p in unit.parameters() for place in seen.parameters[labels[id(p)]]}
-    return seen
-
-
-@contextmanager
-def _named_ghosts(module: nn.Module, names: Mapping[int, str], device: torch.device) -> Iterator[None]:
-    """Hide every parameter behind a ghost that knows its name."""
-    hidden: list[tuple[nn.Module, str]] = []
-    for child in module.modules():
-        for key, value in child._parameters.items():
-            if value is not None:
-                name = names[id(value)]
-                child.__dict__[key] = Ghost.like(value, f"the parameter `{name}`", device, name)
-                hidden.append((child, key))
-    try:
-        yield
-    finally:
-        for child, key in hidden:
-            del child.__dict__[key]
-
-
-def _inside(owner: str, names: Sequence[str]) -> bool:
-    return any(owner == name or owner.startswith(f"{name}.") for name in names)

@@ -18,10 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.actions import Kind, Schedule, forward_only
-from lightning_parallel.pipeline.cut import Cut, Step, TiedParameter, observe, read_off
+from lightning_parallel.pipeline.cut import Cut, TiedParameter
 from lightning_parallel.pipeline.linear import split_linears
 from lightning_parallel.pipeline.measure import Costs, measure
 from lightning_parallel.pipeline.microbatch import Split, num_samples, split_batch
+from lightning_parallel.pipeline.observe import Step, observe, read_off, try_stages
 from lightning_parallel.pipeline.p2p import Agreements
 from lightning_parallel.pipeline.partition import Balance, cut_layers
 from lightning_parallel.pipeline.runtime import Run, StepResult
@@ -95,6 +96,9 @@ class PipelineEngine:
             epilogue=self.costs.epilogue,
             memory_cap_bytes=memory_cap_bytes,
         )
+        if example is not None:
+            stage_of = tuple(stage for stage, count in enumerate(counts) for _ in range(count))
+            try_stages(module, trunk, seen, stage_of, *example, device)
         self.cut = Cut(module, trunk, seen, counts, schedule.stage_ranks, group.rank, device)
         if any(action.kind is Kind.I for row in schedule.rows for action in row):
             split_linears(module)

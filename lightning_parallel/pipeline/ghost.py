@@ -36,6 +36,7 @@ class Ghost(Tensor):
 
     Attributes:
         value: The data, once they have been received; None before.
+        live: In a trial without data, whether the data would be there. What is made of live ghosts only is live.
         signature: (shape, dtype), without the cost of asking a tensor subclass.
     """
 
@@ -43,13 +44,14 @@ class Ghost(Tensor):
     origin: str
     parameter: str | None
     value: Tensor | None
+    live: bool
     signature: tuple[torch.Size, torch.dtype]
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: torch.device, origin: str, parameter: str | None = None) -> Ghost:
         ghost = Tensor._make_wrapper_subclass(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)
         ghost.meta, ghost.origin, ghost.parameter, ghost.value = meta, origin, parameter, None
-        ghost.signature = (meta.shape, meta.dtype)
+        ghost.signature, ghost.live = (meta.shape, meta.dtype), False
         return ghost
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -98,9 +100,13 @@ class Ghost(Tensor):
                 f"`{func}` needs the data of {ghosts[0].origin}, which this pipeline stage does not hold ({error}). "
                 "Compute it from the batch, inside one of the repeated layers, or after them"
             ) from error
+        live = all(ghost.live for ghost in ghosts)
         if written is not None:
+            written.live = live
             return _rewritten(func, written, result)
-        return _wrap(result, device, next((ghost.origin for ghost in ghosts if not ghost.parameter), ghosts[0].origin))
+        dead = [ghost for ghost in ghosts if not ghost.live] or ghosts
+        origin = next((ghost.origin for ghost in dead if not ghost.parameter), dead[0].origin)
+        return _wrap(result, device, origin, live)
 
 
 _watcher: Callable[[str], None] | None = None
@@ -134,8 +140,8 @@ def reveal(value: Any) -> Any:
 
 
 def missing(value: Any) -> bool:
-    """Whether `value` is a ghost whose data have not been received."""
-    return type(value) is Ghost and value.value is None
+    """Whether `value` is a ghost whose data are not here."""
+    return type(value) is Ghost and value.value is None and not value.live
 
 
 def _collect(value: Any, into: list[Ghost]) -> None:
@@ -195,7 +201,7 @@ def _rewritten(func: Any, written: Ghost, result: Any) -> Any:
             f"`{func}` changes the shape of {written.origin} in place; use the form that makes a new tensor"
         )
     if isinstance(result, (list, tuple)):
-        return _wrap(result, written.device, written.origin)
+        return _wrap(result, written.device, written.origin, written.live)
     return written
 
 
@@ -246,9 +252,11 @@ def _on_meta(value: Any) -> Any:
     return value
 
 
-def _wrap(value: Any, device: torch.device, origin: str) -> Any:
+def _wrap(value: Any, device: torch.device, origin: str, live: bool) -> Any:
     if isinstance(value, Tensor):
-        return Ghost(value, torch.device(device), origin)
+        ghost = Ghost(value, torch.device(device), origin)
+        ghost.live = live
+        return ghost
     if isinstance(value, (list, tuple)):
-        return type(value)(_wrap(item, device, origin) for item in value)
+        return type(value)(_wrap(item, device, origin, live) for item in value)
     return value

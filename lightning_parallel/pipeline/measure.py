@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.cut import Observation, Step
+from lightning_parallel.pipeline.observe import Observation, Step
 from lightning_parallel.pipeline.partition import Balance
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.trunk import Trunk

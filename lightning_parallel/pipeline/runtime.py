@@ -10,14 +10,11 @@ What is recorded of an action starts when its inputs are there, so waiting shows
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -26,9 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel import weight_gradients
 from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule
-from lightning_parallel.pipeline.cut import Cut, Step
-from lightning_parallel.pipeline.ghost import Ghost, GhostError
+from lightning_parallel.pipeline.cut import Cut
+from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing
+from lightning_parallel.pipeline.observe import Step
 from lightning_parallel.pipeline.p2p import Agreements, Boundary, Links, Message, TensorSpec
+from lightning_parallel.pipeline.randomness import mixed, seed_torch, seeded
 from lightning_parallel.pipeline.simulate import Timeline
 from lightning_parallel.pipeline.stage import Demand, Forward, Leave, Rehearsal, tensors_among, wanted
 from lightning_parallel.weight_gradients import WeightGradients
@@ -140,7 +139,7 @@ class Run:
             self.cut.show,
         )
         is_last = stage == self.cut.num_stages - 1
-        with _seeded(self.seed + microbatch), self.cut.visited(visit):
+        with seeded(self.seed + microbatch), self.cut.visited(visit):
             try:
                 result = self.step(self.microbatches[microbatch])
             except Leave as leave:
@@ -169,7 +168,7 @@ class Run:
         self._check(action, message.boundary, index, leaves, positions)
         self.ready_s = time.perf_counter()
         if action.stage > 0:
-            _seed_torch(_mixed(self.seed + action.microbatch, action.stage))
+            seed_torch(mixed(self.seed + action.microbatch, action.stage))
         flight.received = message.boundary.tensors
         flags = [spec.requires_grad for spec in flight.received]
         if not (self.training and any(flags)):
@@ -198,7 +197,7 @@ class Run:
 
     def _keep_result(self, microbatch: int, flight: _Flight, result: Any) -> None:
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Ghost) and leaf.value is None:
+            if missing(leaf):
                 raise GhostError(
                     f"the step returns {leaf.origin}, which is on an earlier pipeline stage; return or compute the "
                     "loss from what the layers return"
@@ -229,7 +228,7 @@ class Run:
             if demand.fits(index, leaves, tree):
                 return demand
         visit = Rehearsal(stage + 1, self.cut.stage_of, self.cut.answers)
-        with _seeded(self.seed + microbatch), self.cut.visited(visit), torch.no_grad():
+        with seeded(self.seed + microbatch), self.cut.visited(visit), torch.no_grad():
             try:
                 self.step(self.microbatches[microbatch])
             except Leave as leave:
@@ -310,36 +309,3 @@ def loss_of(result: Any) -> Tensor:
             "a pipeline cannot skip a microbatch"
         )
     return loss
-
-
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-def _mixed(seed: int, stage: int) -> int:
-    """Another seed for each stage."""
-    return (seed ^ (_GOLDEN * stage)) & (2**63 - 1)
-
-
-def _seed_torch(seed: int) -> None:
-    """As `torch.manual_seed`, which takes a millisecond where CUDA is there and was never used."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Draw random numbers from `seed` inside the block, so that all stages draw alike before their layers."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    _seed_torch(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)

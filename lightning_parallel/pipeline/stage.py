@@ -19,7 +19,23 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from lightning_parallel.pipeline.absent import Answers, Call
 from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing, reveal
 
-__all__ = ["Demand", "Door", "Forward", "Gate", "Leave", "Rehearsal", "Visit", "guard", "unguarded", "wanted"]
+__all__ = [
+    "Demand",
+    "Door",
+    "Forward",
+    "Gate",
+    "Leave",
+    "Rehearsal",
+    "CutError",
+    "Visit",
+    "guard",
+    "unguarded",
+    "wanted",
+]
+
+
+class CutError(GhostError):
+    """The model cannot be cut, or not here: a connection skips over the cut, or a layer runs twice."""
 
 
 class Leave(BaseException):
@@ -147,24 +163,27 @@ class Forward:
             leaves, tree = tree_flatten((args, kwargs))
             raise Leave(index, leaves, tree)
         _require_data(door.name, args, kwargs)
-        return call(*args, **kwargs)
+        return self._run(door, module, call, args, kwargs)
 
     def unit(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         if not self.entered:
             return self.answers.answer(door.name, door.kind, module, call, args, kwargs)
         if not door.present:
-            raise GhostError(
+            raise CutError(
                 f"`{door.name}` is called on pipeline stage {self.stage}, which does not hold it: it was taken for a "
                 "module that is only used before the layers, or after them. Let the cut observe a batch"
             )
         args, kwargs = reveal(args), reveal(kwargs)
         _require_data(door.name, args, kwargs)
+        return self._run(door, module, call, args, kwargs)
+
+    def _run(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     def _require_order(self, door: Door, index: int) -> None:
         if index <= self.last:
             again = "again" if index == self.last else f"after layer {self.last}"
-            raise RuntimeError(
+            raise CutError(
                 f"`{door.name}` is called {again} in one step; a pipeline runs each layer once per step, in order. "
                 "Join the inputs along the sample dimension and call the model once"
             )
@@ -234,16 +253,16 @@ def tensors_among(leaves: list[Any]) -> tuple[bool, ...]:
 def _require_data(name: str, args: Any, kwargs: Any) -> None:
     ghost = _first_missing((args, kwargs))
     if ghost is not None:
-        raise GhostError(
+        raise CutError(
             f"`{name}` needs {ghost.origin}, which is on an earlier pipeline stage and is not handed on with the "
-            "arguments of this stage's first layer (a connection that skips over the cut). Pass it through the layers "
-            "as an argument, move the cut (`balance`), or use fewer stages"
+            "arguments of this stage's first layer: a connection that skips over the cut. Move it (a residual "
+            "addition, say) into the layers, pass it to them as an argument, or cut elsewhere (`balance`, fewer stages)"
         )
 
 
 def _first_missing(value: Any) -> Ghost | None:
     if type(value) is Ghost:
-        return value if value.value is None else None
+        return value if missing(value) else None
     if isinstance(value, (tuple, list)):
         return next((found for item in value if (found := _first_missing(item)) is not None), None)
     if isinstance(value, dict):

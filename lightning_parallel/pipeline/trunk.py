@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["Trunk", "find_trunk", "layer_kinds"]
+__all__ = ["Trunk", "find_trunk", "layer_kinds", "units"]
 
 _RIVAL_SHARE = 0.5
 
@@ -103,6 +103,26 @@ def layer_kinds(trunk: Trunk) -> list[int]:
     return kinds
 
 
+def units(module: nn.Module, trunk: Trunk, owned: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules that have parameters and neither contain the layers nor lie inside them.
+
+    Args:
+        owned: Leave out those without parameters; without it, units that have lost theirs are found by their door.
+    """
+
+    def walk(name: str, child: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if child in layers:
+            return
+        if any(other in layers for other in child.modules()) or not name:
+            for key, grandchild in child.named_children():
+                yield from walk(f"{name}.{key}" if name else key, grandchild)
+        elif "_pipeline_door" in child.__dict__ if not owned else next(child.parameters(), None) is not None:
+            yield name, child
+
+    layers = set(trunk.layers)
+    yield from walk("", module)
+
+
 def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_modules():
         if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
@@ -110,14 +130,16 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _repeated_size(container: nn.Module) -> int:
-    """Parameters in the children of the most frequent type; 0 if no type that has any is repeated."""
-    sizes: Counter[type] = Counter()
-    counts: Counter[type] = Counter()
+    """Most parameters in the container's children of one type; 0 if no type that has any is repeated."""
+    sizes: Counter[object] = Counter()
+    counts: Counter[object] = Counter()
     for child in container.children():
         size = sum(parameter.numel() for parameter in child.parameters())
         if size:
-            sizes[type(child)] += size
-            counts[type(child)] += 1
+            is_container = isinstance(child, (nn.ModuleList, nn.Sequential))
+            kind = tuple(map(type, child.modules())) if is_container else type(child)
+            sizes[kind] += size
+            counts[kind] += 1
     return max((size for kind, size in sizes.items() if counts[kind] > 1), default=0)
 
 

@@ -111,6 +111,52 @@ def tied(samples=6):
     return model, step, torch.randint(11, (samples, 7))
 
 
+class Outer(nn.Module):
+    """The residual is added outside of the layers, so the stream itself is no layer's argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x.relu())
+        return x
+
+
+class Skipping(Outer):
+    """The last layers read what the first ones made."""
+
+    def forward(self, x):
+        made = [self.embed(x)]
+        for number, layer in enumerate(self.layers):
+            made.append(layer(made[-1]) if number < 2 else layer(made[-1] * made[3 - number]))
+        return made[-1]
+
+
+class Twice(Outer):
+    def forward(self, x):
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+class PrologueInLoss(Outer):
+    def forward(self, x):
+        start = x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x - start
+
+
+def outer(kind="Outer"):
+    model = globals()[kind]()
+    return model, lambda batch: model(batch[0]).square().mean(), [torch.randn(6, 4)]
+
+
 def _causal_loss(logits, labels, vocab_size, **_):
     """Transformers' own causal loss, without its cast to single precision."""
     return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))

@@ -1,0 +1,272 @@
+"""See where each part of a model is used, by playing the step on tensors without data.
+
+What is computed with before the first layer belongs to the first stage, after the last layer to the last stage,
+between two layers to the stage of the former. Then each stage is tried alone, so that a model that cannot be cut is
+refused before anything is communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_parallel.pipeline.absent import Answers, Call
+from lightning_parallel.pipeline.ghost import Ghost, missing, watch_parameters
+from lightning_parallel.pipeline.randomness import seeded
+from lightning_parallel.pipeline.stage import CutError, Door, Forward, Gate, Leave, guard, unguarded
+from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
+
+__all__ = ["Observation", "Step", "observe", "read_off", "try_stages"]
+
+Step = Callable[[Any], Any]
+"""Runs the user's step on one microbatch."""
+
+
+@dataclass
+class Observation:
+    """With which layer's stage each parameter and module outside of the layers belongs.
+
+    Attributes:
+        parameters: Parameter name -> the layers at whose stages it is computed with.
+        units: Module name -> the layers at whose stages it is called.
+    """
+
+    parameters: dict[str, set[int]] = field(default_factory=dict)
+    units: dict[str, set[int]] = field(default_factory=dict)
+
+
+def observe(module: nn.Module, trunk: Trunk, step: Step, microbatch: Any, device: torch.device) -> Observation:
+    """Play `step` once on ghosts and see where each parameter and module is used.
+
+    Nothing is computed with parameters and nothing is communicated. What follows the layers is played as far as it
+    goes without data; parameters that are not reached belong with the last layer.
+
+    Raises:
+        ValueError: If the step cannot be played up to the last layer, or calls a layer twice; says why.
+    """
+    watcher = _Watcher(trunk, device)
+    doors = _install(module, trunk, watcher.answers)
+    watcher.seen.units = {door.name: set() for door in doors.units}
+    with _named_ghosts(module, device), watch_parameters(watcher.note), doors.open(watcher):
+        try:
+            step(microbatch)
+        except Exception as error:
+            if isinstance(error, CutError) or watcher.position + 1 != len(trunk.layers):
+                raise ValueError(
+                    f"cannot cut at `{trunk.path}`: playing the step on tensors without data stopped "
+                    f"{watcher.where()}: {error}"
+                ) from error
+    if not watcher.called:
+        raise ValueError(
+            f"the step never calls the layers of `{trunk.path}`; name the layers that it calls: layers=..."
+        )
+    return _completed(module, trunk, watcher.seen)
+
+
+def try_stages(
+    module: nn.Module,
+    trunk: Trunk,
+    seen: Observation,
+    stage_of: tuple[int, ...],
+    step: Step,
+    microbatch: Any,
+    device: torch.device,
+) -> None:
+    """Play each stage alone, on ghosts, and see that it gets all that it needs.
+
+    Args:
+        stage_of: The stage of each layer.
+
+    Raises:
+        ValueError: If a connection skips over a cut, or a stage cannot get to its layers; says which and why.
+    """
+    answers = Answers(device)
+    doors = _install(module, trunk, answers)
+    with _named_ghosts(module, device) as ghosts:
+        trials = []
+        for stage in range(stage_of[-1] + 1):
+            here = {name for name, places in seen.parameters.items() if stage in {stage_of[place] for place in places}}
+            for door in doors.units:
+                door.present = stage in {stage_of[place] for place in seen.units[door.name]}
+            trial = _Trial(stage, stage_of, answers, [ghost for ghost in ghosts if ghost.parameter in here])
+            trial.play(step, microbatch, doors)
+            trials.append(trial)
+    for before, after in pairwise(trials):
+        handed_on = [before.left[position] for position in after.entry] if before.left else []
+        lost = next(filter(missing, handed_on), None)
+        if lost is not None:
+            raise ValueError(
+                f"stage {after.stage} needs {lost.origin}, which is on an earlier stage and does not pass through "
+                f"stage {before.stage}: a connection that skips over the cut. Pass it through the layers as an "
+                "argument, or cut elsewhere (`balance`, fewer stages)"
+            )
+
+
+def read_off(module: nn.Module, trunk: Trunk) -> Observation:
+    """Guess from the order of registration: what is registered before the layers is used before them."""
+    seen = Observation(units={name: set() for name, _ in units(module, trunk)})
+    order = {name: place for place, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    start = order[trunk.names[0]]
+    last = len(trunk.layers) - 1
+    labels = {id(parameter): name for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        if order[owner] < start or not _inside(owner, trunk.names):
+            place = 0 if order[owner] < start else last
+            seen.parameters.setdefault(labels[id(parameter)], set()).add(place)
+    for name, unit in seen.units.items():
+        unit.add(0 if order[name] < start else last)
+    return _completed(module, trunk, seen)
+
+
+@dataclass
+class _Doors:
+    gate: Gate
+    units: list[Door]
+
+    @contextmanager
+    def open(self, visit: Any) -> Iterator[None]:
+        self.gate.visit = visit
+        try:
+            with seeded(0):
+                yield
+        finally:
+            self.gate.visit = None
+
+
+def _install(module: nn.Module, trunk: Trunk, answers: Answers) -> _Doors:
+    """Put doors before all layers and units; layers that cannot be asked are tried."""
+    doors = _Doors(Gate(), [])
+    for index, (name, layer, kind) in enumerate(zip(trunk.names, trunk.layers, layer_kinds(trunk))):
+        guard(layer, Door(doors.gate, name, kind, index))
+        answers.twins[kind] = (layer, unguarded(layer))
+    for name, unit in units(module, trunk):
+        doors.units.append(Door(doors.gate, name, name))
+        guard(unit, doors.units[-1])
+    return doors
+
+
+class _Trial(Forward):
+    """A stage's forward on ghosts. From its entry on, what it would have is alive."""
+
+    def __init__(self, stage: int, stage_of: tuple[int, ...], answers: Answers, held: list[Ghost]) -> None:
+        super().__init__(stage, stage_of, answers, self._enliven)
+        self.held = held
+        self.entry: list[int] = []
+        self.left: list[Any] = []
+
+    def play(self, step: Step, microbatch: Any, doors: _Doors) -> None:
+        if self.entered:
+            self._hold()
+        try:
+            with doors.open(self):
+                result = step(microbatch)
+        except Leave as leave:
+            self.left = leave.leaves
+        except Exception as error:
+            # Once it has data, a stage may look at them, which a trial cannot follow.
+            if not self.entered or isinstance(error, CutError):
+                raise ValueError(f"cannot run stage {self.stage} of the pipeline on its own: {error}") from error
+        else:
+            lost = next(filter(missing, tree_leaves(result)), None)
+            if lost is not None:
+                raise ValueError(
+                    f"the step returns something made of {lost.origin}, which is on an earlier pipeline stage; compute "
+                    "the loss from what the layers return"
+                )
+        finally:
+            for ghost in self.held:
+                ghost.live = False
+
+    def _enliven(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
+        self.entry = positions
+        self._hold()
+        return [_alive(Ghost(leaves[p].meta, leaves[p].device, leaves[p].origin)) for p in positions]
+
+    def _hold(self) -> None:
+        for ghost in self.held:
+            ghost.live = True
+
+    def _run(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Ghost, _alive, self.answers.answer(door.name, door.kind, module, call, args, kwargs))
+
+
+def _alive(ghost: Ghost) -> Ghost:
+    ghost.live = True
+    return ghost
+
+
+class _Watcher:
+    """Notes what is used at which layer; every module is absent."""
+
+    entered = False
+
+    def __init__(self, trunk: Trunk, device: torch.device) -> None:
+        self.trunk, self.answers = trunk, Answers(device)
+        self.position, self.called = 0, 0
+        self.seen = Observation()
+
+    def note(self, parameter: str) -> None:
+        self.seen.parameters.setdefault(parameter, set()).add(self.position)
+
+    def where(self) -> str:
+        return f"after `{self.trunk.names[self.position]}`" if self.called else "before the first layer"
+
+    def layer(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        assert door.index is not None
+        if self.called and door.index <= self.position:
+            raise CutError(
+                f"`{door.name}` is called twice or out of order; a pipeline runs each layer once per step, in order. "
+                "Join the inputs along the sample dimension and call the model once"
+            )
+        self.position, self.called = door.index, self.called + 1
+        return self.answers.ask(f"the output of `{door.name}`", door.kind, module, call, args, kwargs)
+
+    def unit(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        self.seen.units[door.name].add(self.position)
+        return self.answers.ask(f"the output of `{door.name}`", door.kind, module, call, args, kwargs)
+
+
+def _completed(module: nn.Module, trunk: Trunk, seen: Observation) -> Observation:
+    """Add the layers' own parameters, and what was not seen: it belongs with the last layer."""
+    last = len(trunk.layers) - 1
+    labels = {id(parameter): name for name, parameter in module.named_parameters()}
+    for index, layer in enumerate(trunk.layers):
+        for parameter in layer.parameters():
+            seen.parameters.setdefault(labels[id(parameter)], set()).add(index)
+    for name in labels.values():
+        seen.parameters.setdefault(name, {last})
+    for name, unit in units(module, trunk):
+        if not seen.units[name]:
+            seen.units[name] = {place for p in unit.parameters() for place in seen.parameters[labels[id(p)]]}
+    return seen
+
+
+@contextmanager
+def _named_ghosts(module: nn.Module, device: torch.device) -> Iterator[list[Ghost]]:
+    """Hide every parameter behind a ghost that knows its name."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    hidden: list[tuple[nn.Module, str, Ghost]] = []
+    for child in module.modules():
+        for key, value in child._parameters.items():
+            if value is not None:
+                name = names[id(value)]
+                hidden.append((child, key, Ghost.like(value, f"the parameter `{name}`", device, name)))
+    for child, key, ghost in hidden:
+        child.__dict__[key] = ghost
+    try:
+        yield [ghost for _, _, ghost in hidden]
+    finally:
+        for child, key, _ in hidden:
+            del child.__dict__[key]
+
+
+def _inside(owner: str, names: Sequence[str]) -> bool:
+    return any(owner == name or owner.startswith(f"{name}.") for name in names)

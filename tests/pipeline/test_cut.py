@@ -1,0 +1,197 @@
+"""Where the parts of a model go, what is kept and freed, and what is refused."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_parallel.comm import Group
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.ghost import Ghost
+from lightning_parallel.pipeline.observe import observe, read_off, try_stages
+from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.trunk import find_trunk, layer_kinds
+from tests.harness import distributed
+from tests.pipeline.models import Encoder, Outer, built
+
+CPU = torch.device("cpu")
+
+
+def engine_of(group, builder, schedule="1f1b", microbatches=2, options=None, **engine_options):
+    model, step, batch = built(builder, **(options or {}))
+    schedule = build_schedule(schedule, group.size, microbatches)
+    return model, step, batch, PipelineEngine(model, group, schedule, example=(step, batch), **engine_options)
+
+
+@pytest.mark.parametrize(
+    ("builder", "path"),
+    [
+        ("mlp", ""),
+        ("convolutional", "1"),
+        ("encoder", "encoder.layers"),
+        ("two_streams", "blocks"),
+        ("gpt2", "transformer.h"),
+        ("llama", "model.layers"),
+        ("bert", "bert.encoder.layer"),
+        ("mixtral", "model.layers"),
+    ],
+)
+def test_the_trunk_is_found(builder, path):
+    model, _, _ = built(builder)
+    assert find_trunk(model, 2).path == path
+    outer = nn.ModuleDict({"wrapped": nn.ModuleDict({"model": model})})
+    assert find_trunk(outer, 2).path == f"wrapped.model.{path}".rstrip(".")
+
+
+def test_a_trunk_that_cannot_be_told_is_refused():
+    two = nn.ModuleDict({name: nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)]) for name in ("left", "right")})
+    with pytest.raises(ValueError, match="(?s)`left`.*`right`.*layers='left'"):
+        find_trunk(two, 2)
+    assert find_trunk(two, 2, "right").path == "right"
+    with pytest.raises(ValueError, match="found no .*layers='model.blocks'"):
+        find_trunk(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), 2)
+    with pytest.raises(ValueError, match="`wrong`.*containers: `left`, `right`"):
+        find_trunk(two, 2, "wrong")
+    with pytest.raises(ValueError, match="got `left.0`, a Linear"):
+        find_trunk(two, 2, "left.0")
+    with pytest.raises(ValueError, match="4 layers in `left` for 5 stages"):
+        find_trunk(two, 5, "left")
+
+
+def test_layers_of_one_kind():
+    model, _, _ = built("llama")
+    assert layer_kinds(find_trunk(model, 2)) == [0, 0, 0, 0]
+    strides = nn.Sequential(*[nn.Conv1d(2, 2, 3, stride=s) for s in (1, 1, 2, 1)])
+    assert layer_kinds(find_trunk(strides, 2)) == [0, 0, 1, 0]
+
+
+def test_where_modules_belong_is_observed_not_guessed():
+    model, step, batch = built("encoder")
+    seen = observe(model, find_trunk(model, 2), step, batch, CPU)
+    assert seen.units["head"] == {3}
+    assert seen.units["embed"] == {0}
+    assert seen.parameters["position"] == {0}
+    assert seen.parameters["encoder.norm.weight"] == {3}
+    assert seen.parameters["encoder.layers.2.linear1.weight"] == {2}
+    assert read_off(model, find_trunk(model, 2)).units["head"] == {0}, "the head is registered first"
+    assert not any(isinstance(value, Ghost) for module in model.modules() for value in vars(module).values())
+
+
+def test_what_is_used_on_several_stages_is_kept_on_each():
+    model, step, batch = built("tied")
+    seen = observe(model, find_trunk(model, 2), step, batch, CPU)
+    assert seen.parameters["embed.weight"] == {0, 3}
+    assert seen.parameters["shared.weight"] == {0, 1, 2}, "between two layers: with the former"
+    gpt2, _, _ = built("gpt2")
+    assert read_off(gpt2, find_trunk(gpt2, 2)).parameters["transformer.wte.weight"] == {0, 3}
+
+
+def test_observing_changes_nothing():
+    model, step, batch = built("two_streams")
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    observe(model, find_trunk(model, 2), step, batch, CPU)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@distributed(world_size=2)
+def test_each_rank_holds_its_stages_only(group):
+    whole, _, _ = built("gpt2")
+    names = set(whole.state_dict())
+    total = sum(value.numel() for value in whole.parameters())
+    model, _, _, engine = engine_of(group, "gpt2")
+    held = dict(model.named_parameters())
+    mine = {name for name, stages in engine.parameter_stages.items() if group.rank in stages}
+    assert set(held) == mine
+    assert set(model.state_dict()) <= names
+    tied = engine.tied["transformer.wte.weight"]
+    assert tied.names == ("transformer.wte.weight", "lm_head.weight")
+    assert tied.ranks == (0, 1)
+    assert engine.counted_elsewhere == (frozenset(["transformer.wte.weight"]) if group.rank else frozenset())
+    shared = held["transformer.wte.weight"].numel()
+    assert sum(value.numel() for value in held.values()) < 0.6 * total + shared
+    layer = f"transformer.h.{3 if group.rank else 0}.attn.c_attn.weight"
+    assert torch.equal(held[layer], whole.get_parameter(layer)), "a kept parameter must not change"
+    absent = model.get_submodule(f"transformer.h.{3 if group.rank == 0 else 0}.attn.c_attn")
+    assert isinstance(absent.weight, Ghost)
+    assert (absent.weight.shape, absent.weight.device) == ((16, 48), CPU)
+    with pytest.raises(RuntimeError, match="is on another pipeline stage and cannot be called on its own"):
+        model(torch.zeros(1, 2, dtype=torch.long))
+
+
+@distributed(world_size=2)
+def test_a_model_on_the_meta_device(group):
+    whole, step, batch = built("encoder")
+    with torch.device("meta"):
+        model = Encoder().double()
+    engine = PipelineEngine(
+        model,
+        group,
+        build_schedule("1f1b", 2, 2),
+        example=(lambda b: F.cross_entropy(model(b[0]), b[1]), batch),
+        device=CPU,
+    )
+    for name, parameter in list(model.named_parameters()):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        value = nn.Parameter(whole.get_parameter(name).detach().clone())
+        assert parameter.is_meta
+        setattr(owner, name.rpartition(".")[2], value)
+    result = engine.forward_backward(lambda b: F.cross_entropy(model(b[0]), b[1]), batch)
+    if group.rank == 1:
+        torch.testing.assert_close(result.loss, step(batch).detach(), rtol=1e-10, atol=1e-10)
+
+
+REFUSED = [
+    ("Outer", r"`layers.3` needs .*`embed`.*Move it \(a residual addition"),
+    ("Skipping", "`layers.3` needs the output of `embed`.*skips over the cut"),
+    ("Twice", "`layers.0` is called twice or out of order"),
+    ("PrologueInLoss", "the step returns something made of the output of `embed`"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED)
+@distributed(world_size=2)
+def test_models_that_cannot_be_cut_are_refused_on_every_rank(group, kind, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        engine_of(group, "outer", options={"kind": kind})
+
+
+def test_a_skip_over_a_whole_stage_is_refused():
+    class Skip(Outer):
+        def forward(self, x):
+            start = x = self.embed(x)
+            for number, layer in enumerate(self.layers):
+                x = layer(x * start if number == 3 else x)
+            return x
+
+    model = Skip()
+    trunk = find_trunk(model, 2)
+    step, batch = (lambda batch: model(batch).mean()), torch.randn(2, 4)
+    seen = observe(model, trunk, step, batch, CPU)
+    with pytest.raises(ValueError, match="skips over the cut"):
+        try_stages(model, trunk, seen, (0, 1, 1, 1), step, batch, CPU)
+    try_stages(model, trunk, seen, (0, 0, 0, 0), step, batch, CPU)
+
+
+def test_settings_that_do_not_fit_are_refused():
+    model, step, batch = built("mlp")
+    with pytest.raises(ValueError, match="1 ranks of the pipeline group, got one for 2"):
+        PipelineEngine(model, Group.alone("pipeline_parallel"), build_schedule("1f1b", 2, 2), example=(step, batch))
+    nine = build_schedule("gpipe", 1, 2, virtual_stages=9)
+    with pytest.raises(ValueError, match="8 layers in `` for 9 stages"):
+        PipelineEngine(model, Group.alone("pipeline_parallel"), nine)
+
+
+def test_batch_normalisation_is_warned_of():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2)])
+    with pytest.warns(UserWarning, match="one microbatch at a time"):
+        PipelineEngine(model, Group.alone("pipeline_parallel"), build_schedule("gpipe", 1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PipelineEngine(model, Group.alone("pipeline_parallel"), build_schedule("gpipe", 1, 1))
