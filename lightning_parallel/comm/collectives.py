@@ -40,9 +40,11 @@ def all_reduce_(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = 
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     pending = Pending("all_reduce", group, _size_bytes(tensor), tensor.dtype, tensor).launch(
-        lambda: Exchange(tensor, group, op)
-        if Exchange.suits(tensor, group)
-        else dist.all_reduce(tensor, _OPS[op], group=group.process_group, async_op=True)
+        lambda: (
+            Exchange(tensor, group, op)
+            if Exchange.suits(tensor, group)
+            else dist.all_reduce(tensor, _OPS[op], group=group.process_group, async_op=True)
+        )
     )
     return pending if async_op else pending.wait()
 

@@ -6,6 +6,7 @@ store about twice a second, so a rank whose collective has failed can tell which
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Sequence
@@ -53,11 +54,13 @@ def start() -> None:
         _heartbeat = _Heartbeat(store, dist.get_rank())
 
 
+@atexit.register  # a thread inside the store when the interpreter ends would abort the process
 def stop() -> None:
     """End the heartbeat."""
     global _heartbeat
     if _heartbeat is not None:
         _heartbeat.stopped.set()
+        _heartbeat.thread.join(timeout=5)
         _heartbeat = None
 
 
@@ -73,7 +76,9 @@ def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> s
         lost = [rank for rank in silent if rank not in said]
         _heartbeat.report(f"lost rank {', '.join(map(str, lost))}" if lost else str(error))
     except RuntimeError:
-        return f"{message}\nrank 0, which hosts the rendezvous store, is gone"
+        peers = [str(rank) for rank in ranks if rank != me]
+        who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(peers)}"
+        return f"[rank {me}] {message}\n{who} is gone, and so is the rendezvous store"
     details = [f"rank {rank} is gone: it no longer answers" for rank in lost]
     details += [f"rank {rank} stopped with: {said[rank]}" for rank in silent if rank in said]
     return "\n".join([f"[rank {me}] {message}", *details])

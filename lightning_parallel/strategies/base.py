@@ -182,9 +182,9 @@ class MeshStrategy(ParallelStrategy):
             backend = self._process_group_backend or dist.Backend.default_device_backend_map.get(device_type, "gloo")
             device_id = None if device_type == "cpu" else self.root_device
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
-            liveness.start()
             self._groups = MeshGroups(mesh, timeout=self._timeout)
             self._device_mesh = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
+        liveness.start()
         replicas.share_random_state(self.groups.model)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
@@ -230,6 +230,7 @@ class MeshStrategy(ParallelStrategy):
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
+        liveness.stop()
         super().teardown()
 
     # --------------------------------------------------------------------------------------------------- the data
