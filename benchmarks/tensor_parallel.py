@@ -1,0 +1,124 @@
+"""Tensor parallelism: our automatic plan beside a hand-written DTensor plan, in turn, in one process group.
+
+    python benchmarks/tensor_parallel.py [--widths 128 256 512 1024] [--steps 30] [--ranks 2] [--threads 1]
+
+The same transformer (pre-norm blocks, separate query, key and value), the same input, forward + backward + SGD step.
+Steps of both alternate, so that a change of the machine's speed meets both. Only ratios are printed: ours / DTensor,
+below 1 is faster. They depend on the threads per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_parallel.comm import Group
+from lightning_parallel.tensor.discovery import make_plan
+from lightning_parallel.tensor.plan import apply_plan
+
+TARGETS = {128: 0.45, 256: 0.55, 512: 0.75, 1024: 0.95}
+BATCH, LENGTH, LAYERS, WARMUP = 4, 128, 4, 3
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.size = width // heads
+        self.norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, width) -> the same."""
+        h = self.norm(x)
+        q, k, v = (
+            layer(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(y)
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+def _stepper(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _pair(width: int) -> dict[str, Callable[[], None]]:
+    """One step of each contender; both start from the same weights."""
+    torch.manual_seed(0)
+    ours = nn.Sequential(*(Block(width, max(4, width // 64)) for _ in range(LAYERS)))
+    theirs = copy.deepcopy(ours)
+    group = Group.of(axis="tensor_parallel")
+    plan = make_plan(ours, "auto", group)
+    assert not plan.notes, plan.notes
+    apply_plan(ours, plan, group)
+    mesh = init_device_mesh("cpu", (group.size,))
+    styles = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
+    for block in theirs:
+        parallelize_module(block, mesh, {**styles, "out": RowwiseParallel(), "down": RowwiseParallel()})
+    x = torch.randn(BATCH, LENGTH, width)
+    return {"ours": _stepper(ours, x), "DTensor": _stepper(theirs, x)}
+
+
+def _measure(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
+    store = dist.FileStore(f"{folder}/rendezvous", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    table = Table(title=f"step time, ours / DTensor: {ranks} gloo ranks, {options.threads} thread(s) each")
+    for header in ("width", "median", "least", "most", "target"):
+        table.add_column(header, justify="right")
+    for width in options.widths:
+        steps = _pair(width)
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(options.steps + WARMUP):
+            for name, step in steps.items():
+                dist.barrier()
+                start = time.perf_counter()
+                step()
+                seconds[name].append(time.perf_counter() - start)
+        ratios = [ours / theirs for ours, theirs in zip(seconds["ours"][WARMUP:], seconds["DTensor"][WARMUP:])]
+        figures = (statistics.median(ratios), min(ratios), max(ratios))
+        target = TARGETS.get(width)
+        table.add_row(str(width), *(f"{figure:.2f}" for figure in figures), f"<= {target}" if target else "")
+    if rank == 0:
+        Console().print(table)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Read the options, start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=list(TARGETS))
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_measure, (options.ranks, folder, options), options.ranks)
+
+
+if __name__ == "__main__":
+    main()
