@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from lightning_parallel import comm
 from lightning_parallel.pipeline.ghost import Ghost, GhostError
 
-__all__ = ["Answers", "Call", "absent", "forget_parameters"]
+__all__ = ["Answers", "Call", "absent", "forget_parameters", "spared"]
 
 Call = Callable[..., Any]
 
@@ -84,7 +84,7 @@ class Answers:
         with comm.rehearsal(), _random_state_kept():
             try:
                 with absent(module, self.device):
-                    spare_args, spare_kwargs = _spared((args, kwargs), originals)
+                    spare_args, spare_kwargs = spared((args, kwargs), originals)
                     result = call(*spare_args, **spare_kwargs)
             except Exception as error:
                 if kind not in self.twins:
@@ -92,7 +92,7 @@ class Answers:
                         f"cannot tell what {origin} looks like without computing it, and this rank has no other layer "
                         f"of its kind to try ({error})"
                     ) from error
-                result = self._ask_twin(kind, *_spared((args, kwargs), originals))
+                result = self._ask_twin(kind, *spared((args, kwargs), originals))
         handed_on = {id(leaf) for leaf in tree_leaves((args, kwargs))}
 
         def finished(leaf: Any) -> Any:
@@ -210,7 +210,7 @@ def _made_up(ghost: Ghost) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=ghost.device)
 
 
-def _spared(arguments: Any, originals: dict[int, Any]) -> Any:
+def spared(arguments: Any, originals: dict[int, Any]) -> Any:
     """Copy objects that a layer might change, such as a key-value cache; notes copy and original by the copy's id."""
 
     def copied(leaf: Any) -> Any:

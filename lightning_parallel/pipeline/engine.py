@@ -17,10 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.pipeline.actions import Kind, Schedule, forward_only
+from lightning_parallel.pipeline.actions import Kind, Schedule, activations_held, forward_only
 from lightning_parallel.pipeline.cut import Cut, TiedParameter
 from lightning_parallel.pipeline.linear import split_linears
-from lightning_parallel.pipeline.measure import Costs, measure
+from lightning_parallel.pipeline.measure import count_parameters, measure
 from lightning_parallel.pipeline.microbatch import Split, num_samples, split_batch
 from lightning_parallel.pipeline.observe import Step, observe, read_off, try_stages
 from lightning_parallel.pipeline.p2p import Agreements
@@ -48,13 +48,15 @@ class PipelineEngine:
         example: A step and a microbatch for it, from which the cut learns where each module belongs. Without it,
             modules registered before the layers are taken for used before them.
         layers: Dotted name of the repeated layers, or `auto`.
-        balance: How to divide the layers, see `cut_layers`; measuring needs `example`.
+        balance: How to divide the layers, see `cut_layers`. `auto` measures where there is an `example` and the model
+            is not on the meta device, and counts parameters otherwise.
         memory_cap_bytes: Most bytes that a stage may hold, for a measured cut.
         device: Where the stages compute; by default where the parameters are.
         split: Splits a batch into microbatches; by default along the sample dimension.
         weigh: Gives the weight of a microbatch in the loss; by default its number of samples. To weight by tokens,
             count them here, and return the mean over tokens from the step.
         gradient_group: A second group of the same ranks, for a backend that cannot tell messages apart by tag (NCCL).
+        alike: The ranks whose models must be cut alike, the world in a mesh of several axes; by default `group`.
 
     Raises:
         ValueError: If the layers cannot be found or cut, or the schedule is not valid or for another number of ranks.
@@ -68,12 +70,13 @@ class PipelineEngine:
         *,
         example: tuple[Step, Any] | None = None,
         layers: str = "auto",
-        balance: Balance = "uniform",
+        balance: Balance = "auto",
         memory_cap_bytes: float | None = None,
         device: torch.device | None = None,
         split: Split = split_batch,
         weigh: Callable[[Any], float] = num_samples,
         gradient_group: Group | None = None,
+        alike: Group | None = None,
     ) -> None:
         if schedule.num_ranks != group.size:
             raise ValueError(
@@ -87,7 +90,16 @@ class PipelineEngine:
         device = device or next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._warn_of_batch_norm()
         seen = read_off(module, trunk) if example is None else observe(module, trunk, *example, device)
-        self.costs: Costs = comm.broadcast_object(measure(module, trunk, seen, example, balance, device), group)
+        self.costs = count_parameters(module, trunk, seen)
+        if balance in ("auto", "measured"):
+            is_meta = any(parameter.is_meta for parameter in module.parameters())
+            if example is not None and not is_meta:
+                measured = measure(module, trunk, seen, *example, device)
+                self.costs = comm.broadcast_object(measured, alike or group)
+            elif balance == "measured":
+                raise ValueError("balance='measured' needs a model with data and an example batch; use 'parameters'")
+            else:
+                balance = "parameters"
         counts = cut_layers(
             self.costs.layers,
             schedule.num_stages,
@@ -95,6 +107,7 @@ class PipelineEngine:
             prologue=self.costs.prologue,
             epilogue=self.costs.epilogue,
             memory_cap_bytes=memory_cap_bytes,
+            in_flight=_in_flight(schedule) if memory_cap_bytes is not None else None,
         )
         if example is not None:
             stage_of = tuple(stage for stage, count in enumerate(counts) for _ in range(count))
@@ -230,6 +243,15 @@ class PipelineEngine:
                 "equal results, or larger microbatches",
                 stacklevel=3,
             )
+
+
+def _in_flight(schedule: Schedule) -> list[int]:
+    """The most microbatches that each stage holds at once."""
+    peaks = []
+    for stage, rank in enumerate(schedule.stage_ranks):
+        row = [action for action in schedule.rows[rank] if action.stage == stage]
+        peaks.append(max(activations_held(row), default=0))
+    return peaks
 
 
 _TIED_TAG = 1000

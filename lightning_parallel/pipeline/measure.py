@@ -1,24 +1,35 @@
-"""What each layer costs: measured on made-up data, or counted in parameters.
+"""What each layer costs: measured on one microbatch, or counted in parameters.
 
-Each layer is run alone, forward and backward, on random tensors of the shapes that the step gives it; layers of one
-kind are measured once. Nothing but the layer under measurement computes, so a model on the meta device can be
-measured too, a layer at a time.
+The step runs once for real, with a clock at every door. The first layer of each kind is also run a few times alone,
+forward and backward. What runs before the first layer is the prologue, what runs after the last the epilogue, loss
+included.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_parallel.pipeline.absent import Call, spared
 from lightning_parallel.pipeline.observe import Observation, Step
-from lightning_parallel.pipeline.partition import Balance
+from lightning_parallel.pipeline.randomness import seeded
+from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.simulate import Cost
-from lightning_parallel.pipeline.trunk import Trunk
+from lightning_parallel.pipeline.stage import Door, Gate, guard
+from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
 
-__all__ = ["Costs", "measure"]
+__all__ = ["Costs", "count_parameters", "measure"]
+
+T = TypeVar("T")
+_REPEATS = 3
+_COPIES = 4  # a parameter, its gradient and two moments of it
 
 
 @dataclass(frozen=True)
@@ -30,18 +41,146 @@ class Costs:
     epilogue: Cost = Cost()
 
 
+def count_parameters(module: nn.Module, trunk: Trunk, seen: Observation) -> Costs:
+    """The bytes that each part holds: parameters, gradients and two moments of an optimizer."""
+    layers = tuple(Cost(resident_bytes=_COPIES * _bytes(list(layer.parameters()))) for layer in trunk.layers)
+    inside = {id(parameter) for layer in trunk.layers for parameter in layer.parameters()}
+    outside = {name: value for name, value in module.named_parameters() if id(value) not in inside}
+    first = [value for name, value in outside.items() if 0 in seen.parameters[name]]
+    last = [value for name, value in outside.items() if len(layers) - 1 in seen.parameters[name]]
+    return Costs(layers, Cost(resident_bytes=_COPIES * _bytes(first)), Cost(resident_bytes=_COPIES * _bytes(last)))
+
+
 def measure(
-    module: nn.Module,
-    trunk: Trunk,
-    seen: Observation,
-    example: tuple[Step, Any] | None,
-    balance: Balance,
-    device: torch.device,
+    module: nn.Module, trunk: Trunk, seen: Observation, step: Step, microbatch: Any, device: torch.device
 ) -> Costs:
-    """Count parameters."""
-    layers = [Cost(resident_bytes=_bytes(list(layer.parameters()))) for layer in trunk.layers]
-    return Costs(tuple(layers))
+    """Run `step` on `microbatch` for real and clock its parts; the model is left as it was.
+
+    Seconds are the least of a few runs of each layer; a W is what a backward pass takes beyond its I.
+    """
+    gradients = {parameter: parameter.grad for parameter in module.parameters()}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    clock = _Clock(trunk, device)
+    gate = Gate(clock)
+    for index, (name, layer, kind) in enumerate(zip(trunk.names, trunk.layers, layer_kinds(trunk))):
+        guard(layer, Door(gate, name, kind, index))
+    for name, unit in units(module, trunk):
+        guard(unit, Door(gate, name, name))
+    for parameter in gradients:
+        parameter.grad = None
+    try:
+        with seeded(0), torch.enable_grad():
+            clock.start()
+            clock.finish(loss_of(step(microbatch)))
+    finally:
+        gate.visit = None
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+    held = count_parameters(module, trunk, seen)
+    layers = [replace(clock.costs[index], resident_bytes=cost.resident_bytes) for index, cost in enumerate(held.layers)]
+    return Costs(
+        tuple(layers),
+        replace(clock.prologue, resident_bytes=held.prologue.resident_bytes),
+        replace(clock.epilogue, resident_bytes=held.epilogue.resident_bytes),
+    )
 
 
-def _bytes(tensors: list[Any]) -> int:
+class _Clock:
+    """Measures at the doors, in the middle of a step."""
+
+    entered = True
+
+    def __init__(self, trunk: Trunk, device: torch.device) -> None:
+        self.trunk, self.device = trunk, device
+        self.costs: dict[int, Cost] = {}
+        self.prologue, self.epilogue = Cost(), Cost()
+        self.known: dict[object, Cost] = {}
+        self.begun_s = 0.0
+
+    def start(self) -> None:
+        self.begun_s = self._now()
+
+    def unit(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    def layer(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        assert door.index is not None
+        if not self.costs:
+            forward_s = self._now() - self.begun_s
+            self.prologue = Cost(forward_s, 0.0, self._backward_s(_differentiable((args, kwargs)), keep=True))
+            args, kwargs = tree_map_only(Tensor, _cut_off, (args, kwargs))
+        if door.kind not in self.known:
+            parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            self.known[door.kind] = self._measured(call, parameters, args, kwargs)
+        self.costs[door.index] = self.known[door.kind]
+        result = tree_map_only(Tensor, _cut_off, call(*args, **kwargs))
+        self.begun_s = self._now()
+        return result
+
+    def finish(self, loss: Tensor) -> None:
+        """Clock what came after the last layer."""
+        forward_s = self._now() - self.begun_s
+        self.epilogue = Cost(forward_s, 0.0, self._backward_s(_differentiable(loss)))
+        for index in range(len(self.trunk.layers)):
+            self.costs.setdefault(index, Cost())  # a layer that the step does not call
+
+    def _measured(self, call: Call, parameters: Sequence[Tensor], args: Any, kwargs: Any) -> Cost:
+        whole = [self._run(call, parameters, args, kwargs) for _ in range(_REPEATS)]
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        inputs_only = [self._run(call, (), args, kwargs) for _ in range(_REPEATS)]
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        input_s = min(run.input_gradient_s for run in inputs_only)
+        weight_s = min(run.input_gradient_s for run in whole) - input_s
+        forward_s = min(run.forward_s for run in whole)
+        return replace(whole[0], forward_s=forward_s, input_gradient_s=input_s, weight_gradient_s=max(weight_s, 0.0))
+
+    def _run(self, call: Call, parameters: Sequence[Tensor], args: Any, kwargs: Any) -> Cost:
+        """Forward and the whole backward, noted as an I."""
+        args, kwargs = tree_map_only(Tensor, _cut_off, spared((args, kwargs), {}))
+        saved: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            forward_s, result = self._timed(lambda: call(*args, **kwargs))
+        for parameter in parameters:
+            saved.pop(parameter.untyped_storage().data_ptr(), None)
+        sent = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        return Cost(forward_s, self._backward_s(_differentiable(result)), 0.0, sum(saved.values()), _bytes(sent))
+
+    def _backward_s(self, roots: Sequence[Tensor], keep: bool = False) -> float:
+        """Seconds of differentiating `roots`, as far back as their graph goes."""
+        if not roots:
+            return 0.0
+        ones = [torch.ones_like(root) for root in roots]
+        return self._timed(lambda: torch.autograd.backward(roots, ones, retain_graph=keep))[0]
+
+    def _timed(self, call: Callable[[], T]) -> tuple[float, T]:
+        begun_s = self._now()
+        result = call()
+        return self._now() - begun_s, result
+
+    def _now(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """A copy without history, which is no leaf, so that the model may write into it."""
+    return tensor.detach().requires_grad_() * 1 if tensor.requires_grad else tensor.clone()
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,84 @@
+"""The costs that the cut balances."""
+
+import time
+
+import torch
+from torch import nn
+
+from lightning_parallel.comm import Group
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.measure import count_parameters, measure
+from lightning_parallel.pipeline.observe import observe
+from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.trunk import find_trunk
+from tests.pipeline.models import built
+
+CPU = torch.device("cpu")
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Sleeper(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return _Sleep.apply(self.linear(x), self.seconds)
+
+
+def sleepers(seconds):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*map(Sleeper, seconds)), nn.BatchNorm1d(4), Sleeper(0.02))
+    return model, (lambda batch: model(batch).mean()), torch.randn(3, 4)
+
+
+def test_layers_are_clocked_alone():
+    model, step, batch = sleepers([0.005, 0.005, 0.02])
+    trunk = find_trunk(model, 2, "1")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    costs = measure(model, trunk, observe(model, trunk, step, batch, CPU), step, batch, CPU)
+    assert [round(cost.forward_s / 0.005) for cost in costs.layers] == [1, 1, 4]
+    assert [round(cost.input_gradient_s / 0.01) for cost in costs.layers] == [1, 1, 4]
+    assert costs.prologue.total_s < 0.01 < 0.06 <= costs.epilogue.total_s < 0.1
+    assert costs.layers[0].boundary_bytes == 3 * 4 * 4
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items()), "running statistics"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_epilogue_counts_in_the_cut():
+    model, step, batch = sleepers([0.01] * 6)
+    schedule = build_schedule("gpipe", 1, 1, virtual_stages=2)
+    engine = PipelineEngine(
+        model, Group.alone("pipeline_parallel"), schedule, example=(step, batch), layers="1", balance="measured"
+    )
+    assert engine.layers_per_stage == (4, 2)
+
+
+def test_every_model_can_be_measured():
+    for builder in ("mlp", "convolutional", "encoder", "two_streams", "tied", "gpt2", "llama", "bert", "mixtral"):
+        model, step, batch = built(builder)
+        trunk = find_trunk(model, 2)
+        costs = measure(model, trunk, observe(model, trunk, step, batch, CPU), step, batch, CPU)
+        assert all(cost.forward_s > 0 for cost in costs.layers), builder
+        assert max(cost.input_gradient_s for cost in costs.layers) > 0, builder
+
+
+def test_parameters_are_counted_where_they_are_used():
+    model, step, batch = built("tied")
+    trunk = find_trunk(model, 2)
+    costs = count_parameters(model, trunk, observe(model, trunk, step, batch, CPU))
+    assert costs.layers[0].resident_bytes == 4 * 8 * (8 * 8 + 8)
+    assert costs.prologue.resident_bytes == 4 * 8 * (11 * 8 + 2 * 8)
+    assert costs.epilogue.resident_bytes == 4 * 8 * 11 * 8
