@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 
@@ -50,10 +51,55 @@ def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel
         found = _automatic(module, trials, group)
     else:
         found = parse_plan(module, plan, group)
+        _confirm(module, found, trials, group)
         resolve_ties(module, found, group.size)
     if sequence_parallel:
         _divide_sequences(module, found, trials)
     return found
+
+
+def _confirm(module: nn.Module, plan: Plan, trials: Trials, group: Group) -> None:
+    """Try the regions of a user's plan; where a fused layer was named, find out how it is packed.
+
+    Raises:
+        ValueError: If a region computes something else than the original.
+    """
+    for path in _regions(plan):
+        block, inside = module.get_submodule(path), plan.under(path)
+        if trials.confirms(block, inside) is not False:
+            continue
+        same = [
+            candidate
+            for opening, closing in _groups(block, [name for name in inside.styles if name])
+            for candidate in _candidates(block, opening, closing, group)
+            if all(_unpacked(style) == _unpacked(inside.styles[name]) for name, style in candidate.styles.items())
+        ]
+        settled = trials.first(block, Plan(), same)
+        if settled is None:
+            listed = ", ".join(f"`{name}`: {style}" for name, style in inside.styles.items())
+            raise ValueError(
+                f"divided by the tensor-parallel plan, `{path}` computes something else than it did: {listed}. Are the"
+                " layers a pair (`column` then `row`), and is a fused layer given its `Column(parts=...)`?"
+            )
+        plan.add(path, settled)
+
+
+def _unpacked(style: Style) -> Style:
+    """The style without what is known about the parts of its layer."""
+    return replace(style, parts=None, unit=1) if isinstance(style, (Column, Row)) else style
+
+
+def _regions(plan: Plan) -> list[str]:
+    """The smallest modules around each row-parallel layer and the column-parallel ones that lead to it."""
+    opening = [path for path, style in plan.styles.items() if isinstance(style, Column) and not style.gather_output]
+    found: dict[str, None] = {}
+    for path, style in plan.styles.items():
+        around = path.split(".")[:-1] if isinstance(style, Row) else None
+        while around and not any(other.startswith(".".join(around) + ".") for other in opening):
+            around.pop()
+        if around:
+            found[".".join(around)] = None
+    return list(found)
 
 
 def _automatic(module: nn.Module, trials: Trials, group: Group) -> Plan:

@@ -36,6 +36,7 @@ class Trials:
         self.group = group
         self._known: dict[object, Plan | None] = {}
         self._refused: set[object] = set()
+        self._verdicts: dict[object, bool | None] = {}
 
     def first(self, block: nn.Module, given: Plan, candidates: Iterable[Plan]) -> Plan | None:
         """The first candidate that, beside what is `given`, leaves the results of `block` as they are; or None."""
@@ -47,6 +48,14 @@ class Trials:
         if self._known[key] is None:
             self._refused.add(kind)  # blocks of one kind may feed each other: what fails in one is right in none
         return self._known[key]
+
+    def confirms(self, block: nn.Module, plan: Plan) -> bool | None:
+        """Whether `plan` leaves the results of `block` as they are; None if the block cannot be run by itself."""
+        key = (_structure(block), repr(plan.styles), repr(plan.edits))
+        if key not in self._verdicts:
+            runs = self.first(block, Plan(), [Plan()]) is not None
+            self._verdicts[key] = (self._try_all(block, Plan(), [plan]) is not None) if runs else None
+        return self._verdicts[key]
 
     def _try_all(self, block: nn.Module, given: Plan, candidates: list[Plan]) -> Plan | None:
         if any(parameter.is_meta for parameter in block.parameters()):

@@ -111,11 +111,11 @@ def _train(model, sharding=None, group=None, steps=2):
     return losses, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def _compare(group, build, rtol=1e-5, sequence_parallel=False):
+def _compare(group, build, rtol=1e-5, sequence_parallel=False, plan="auto"):
     """Divide one copy, train both, compare losses and every gradient by name; returns the plan and the copy."""
     losses, gradients = _train(build())
     model = build()
-    plan = make_plan(model, "auto", group, sequence_parallel)
+    plan = make_plan(model, plan, group, sequence_parallel)
     sharding = apply_plan(model, plan, group)
     local_losses, local = _train(model, sharding, group)
     torch.testing.assert_close(local_losses, losses, rtol=rtol, atol=rtol)
@@ -306,7 +306,20 @@ def test_a_weight_that_is_read_by_other_code_stays_whole(group):
     assert "read outside" in plan.notes["embedding"]
 
 
+@distributed(world_size=2)
+def test_a_users_plan_learns_how_a_fused_layer_is_packed(group):
+    plan = {"*.qkv": "column", "*.out": "row", "*.mlp.0": "column", "*.mlp.2": "row", "embedding": "vocab"}
+    found, _ = _compare(group, lambda: _own(ChunkAttention), rtol=1e-10, plan=plan)
+    assert found.styles["blocks.0.attention.qkv"].parts is not None
+
+
 # ----------------------------------------------------------------------------------------------------------- refusals
+
+
+@distributed(world_size=2)
+def test_a_users_plan_that_changes_the_result(group):
+    with pytest.raises(ValueError, match="`blocks.0.mlp` computes something else"):
+        make_plan(_own(ChunkAttention), {"*.mlp.0": "column", "*.mlp.2": "row_split"}, group)
 
 
 @distributed(world_size=2)
