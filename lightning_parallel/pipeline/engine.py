@@ -172,10 +172,11 @@ class PipelineEngine:
             self.reduce_tied_gradients()
         return result
 
-    @torch.no_grad()
     def forward(self, step: Step, batch: Any) -> StepResult:
         """Run `step` on the microbatches of `batch` without gradients: the forward actions of the schedule."""
-        return self._run(step, batch, training=False)
+        # Ghosts outlive the block, and views of inference tensors cannot be made outside of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._run(step, batch, training=False)
 
     @torch.no_grad()
     def reduce_tied_gradients(self) -> None:

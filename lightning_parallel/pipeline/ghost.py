@@ -71,6 +71,22 @@ class Ghost(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
         return Ghost(self.meta, self.device, self.origin, self.parameter)
 
+    def receive(self, value: Tensor) -> None:
+        """Let `value` stand for this ghost from now on.
+
+        A custom autograd function that takes the ghost computes with the value, but gives its gradient to the ghost:
+        see `own_grad`.
+        """
+        if value.requires_grad and not isinstance(value, Ghost):
+            self.requires_grad_()
+        self.value = value
+
+    @property
+    def own_grad(self) -> Tensor | None:
+        """The gradient that came to the ghost itself and not to its value."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel.pipeline.absent import Answers, Call
 from lightning_parallel.pipeline.ghost import Ghost, missing, watch_parameters
 from lightning_parallel.pipeline.randomness import seeded
-from lightning_parallel.pipeline.stage import CutError, Door, Forward, Gate, Leave, guard, unguarded
+from lightning_parallel.pipeline.stage import REENTRANT, CutError, Door, Forward, Gate, Leave, guard, unguarded
 from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
 
 __all__ = ["Observation", "Step", "observe", "read_off", "try_stages"]
@@ -186,6 +186,8 @@ class _Trial(Forward):
                 ghost.live = False
 
     def _enliven(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
+        if not torch.is_grad_enabled() and any(leaves[position].requires_grad for position in positions):
+            raise CutError(REENTRANT)
         self.entry = positions
         self._hold()
         return [_alive(Ghost(leaves[p].meta, leaves[p].device, leaves[p].origin)) for p in positions]
@@ -194,8 +196,17 @@ class _Trial(Forward):
         for ghost in self.held:
             ghost.live = True
 
+    def _answer(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        answer = super()._answer(door, module, call, args, kwargs)
+        return tree_map_only(Ghost, _differentiable, answer) if torch.is_grad_enabled() else answer
+
     def _run(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         return tree_map_only(Ghost, _alive, self.answers.answer(door.name, door.kind, module, call, args, kwargs))
+
+
+def _differentiable(ghost: Ghost) -> Tensor:
+    """A ghost that requires a gradient and is no leaf, as the output of a layer with parameters."""
+    return ghost.requires_grad_() * 1 if ghost.signature[1].is_floating_point else ghost
 
 
 def _alive(ghost: Ghost) -> Ghost:

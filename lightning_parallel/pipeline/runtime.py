@@ -29,7 +29,16 @@ from lightning_parallel.pipeline.observe import Step
 from lightning_parallel.pipeline.p2p import Agreements, Boundary, Links, Message, TensorSpec
 from lightning_parallel.pipeline.randomness import mixed, seed_torch, seeded
 from lightning_parallel.pipeline.simulate import Timeline
-from lightning_parallel.pipeline.stage import Demand, Forward, Leave, Rehearsal, tensors_among, wanted
+from lightning_parallel.pipeline.stage import (
+    REENTRANT,
+    CutError,
+    Demand,
+    Forward,
+    Leave,
+    Rehearsal,
+    tensors_among,
+    wanted,
+)
 from lightning_parallel.weight_gradients import WeightGradients
 
 __all__ = ["Run", "StepResult", "loss_of"]
@@ -60,6 +69,7 @@ class _Flight:
     loss: Tensor | None = None
     captured: list[Tensor | None] = field(default_factory=list)
     received: tuple[TensorSpec, ...] = ()
+    ghosts: list[Ghost] = field(default_factory=list)
     deferred: WeightGradients = field(default_factory=WeightGradients)
 
 
@@ -170,12 +180,14 @@ class Run:
         if action.stage > 0:
             seed_torch(mixed(self.seed + action.microbatch, action.stage))
         flight.received = message.boundary.tensors
+        flight.ghosts = [leaves[position] for position in positions]
         flags = [spec.requires_grad for spec in flight.received]
         if not (self.training and any(flags)):
             return list(message.tensors)
+        if not torch.is_grad_enabled():
+            raise CutError(REENTRANT)
         anchor = torch.empty(0, device=self.cut.device, requires_grad=True)
-        with torch.enable_grad():
-            return list(_Received.apply(anchor, flight.captured, flags, *message.tensors))
+        return list(_Received.apply(anchor, flight.captured, flags, *message.tensors))
 
     def _check(self, action: Action, boundary: Boundary, index: int, leaves: list[Any], positions: list[int]) -> None:
         """The sender worked out by itself what this stage lacks; see that it did so rightly."""
@@ -270,11 +282,13 @@ class Run:
     def _captured(self, flight: _Flight) -> list[Tensor]:
         """The gradients of what was received, for those tensors that need one; zero where it was not used."""
         captured = flight.captured or [None] * len(flight.received)
-        return [
-            torch.zeros(spec.shape, dtype=spec.dtype, device=self.cut.device) if gradient is None else gradient
-            for spec, gradient in zip(flight.received, captured)
-            if spec.requires_grad
-        ]
+        gradients = []
+        for spec, gradient, ghost in zip(flight.received, captured, flight.ghosts):
+            if spec.requires_grad:
+                parts = [part for part in (gradient, ghost.own_grad) if part is not None]
+                zero = torch.zeros(spec.shape, dtype=spec.dtype, device=self.cut.device) if not parts else parts[0]
+                gradients.append(zero if len(parts) < 2 else parts[0] + parts[1])
+        return gradients
 
 
 class _Received(torch.autograd.Function):

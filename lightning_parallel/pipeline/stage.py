@@ -20,6 +20,7 @@ from lightning_parallel.pipeline.absent import Answers, Call
 from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing, reveal
 
 __all__ = [
+    "REENTRANT",
     "Demand",
     "Door",
     "Forward",
@@ -120,6 +121,11 @@ def unguarded(module: nn.Module) -> Call:
     return super(_Guarded, module).__call__  # type: ignore[misc]
 
 
+REENTRANT = (
+    "the pipeline is cut at a layer that is called through a reentrant activation checkpoint, through which gradients "
+    "do not reach the stage before; call `checkpoint(..., use_reentrant=False)`"
+)
+
 Receive = Callable[[int, list[Any], list[int]], list[Tensor]]
 """(layer, leaves of its arguments, positions of the ghosts among them) -> their data."""
 
@@ -154,7 +160,7 @@ class Forward:
         self._require_order(door, index)
         stage = self.stage_of[index]
         if stage < self.stage:
-            return self.answers.answer(door.name, door.kind, module, call, args, kwargs)
+            return self._answer(door, module, call, args, kwargs)
         if not self.entered:
             args, kwargs = self._enter(index, args, kwargs)
         else:
@@ -167,7 +173,7 @@ class Forward:
 
     def unit(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         if not self.entered:
-            return self.answers.answer(door.name, door.kind, module, call, args, kwargs)
+            return self._answer(door, module, call, args, kwargs)
         if not door.present:
             raise CutError(
                 f"`{door.name}` is called on pipeline stage {self.stage}, which does not hold it: it was taken for a "
@@ -176,6 +182,9 @@ class Forward:
         args, kwargs = reveal(args), reveal(kwargs)
         _require_data(door.name, args, kwargs)
         return self._run(door, module, call, args, kwargs)
+
+    def _answer(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        return self.answers.answer(door.name, door.kind, module, call, args, kwargs)
 
     def _run(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -194,7 +203,7 @@ class Forward:
         leaves, tree = tree_flatten((args, kwargs))
         positions = wanted(leaves)
         for position, value in zip(positions, self.receive(index, leaves, positions)):
-            leaves[position].value = value
+            leaves[position].receive(value)
         self.entered = True
         return tree_unflatten([reveal(leaf) for leaf in leaves], tree)
 

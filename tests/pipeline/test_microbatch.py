@@ -1,0 +1,86 @@
+"""Batches of any structure, cut along the sample dimension and put together again."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from lightning_parallel.pipeline.microbatch import num_samples, split_batch
+
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    label: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Example:
+    x: torch.Tensor
+    scale: float
+    names: list[Any]
+
+
+def test_sizes_differ_by_at_most_one():
+    for samples in (1, 4, 7, 12):
+        parts = split_batch(torch.arange(samples), 4)
+        sizes = [len(part) for part in parts]
+        assert len(sizes) == min(4, samples)
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[0] - sizes[-1] <= 1
+        assert torch.equal(torch.cat(parts), torch.arange(samples))
+
+
+def test_structures_are_rebuilt():
+    x = torch.arange(10).view(5, 2)
+    batch = {
+        "pair": Pair(x, x[:, 0]),
+        "nested": [(x, None), {"scalar": torch.tensor(3.0), "array": np.arange(5)}],
+        "example": Example(x, 0.5, list("abcde")),
+        "flag": True,
+        "names": ["one", "two"],
+    }
+    first, second = split_batch(batch, 2)
+    assert isinstance(first["pair"], Pair)
+    assert torch.equal(first["pair"].image, x[:3])
+    assert torch.equal(second["pair"].label, x[3:, 0])
+    assert torch.equal(second["nested"][0][0], x[3:])
+    assert first["nested"][1]["scalar"] == 3.0
+    assert second["nested"][1]["array"].tolist() == [3, 4]
+    assert isinstance(second["example"], Example)
+    assert (second["example"].scale, second["example"].names) == (0.5, ["d", "e"])
+    assert first["names"] == second["names"] == ["one", "two"], "not one per sample"
+    assert first["flag"] is True
+    assert num_samples(first) == 3
+
+
+def test_batch_encoding():
+    transformers = pytest.importorskip("transformers")
+    batch = transformers.BatchEncoding({"input_ids": torch.arange(8).view(4, 2), "labels": torch.arange(4)})
+    first, second = split_batch(batch, 2)
+    assert type(second) is transformers.BatchEncoding
+    assert second.input_ids.tolist() == [[4, 5], [6, 7]]
+    assert first["labels"].tolist() == [0, 1]
+    assert batch["labels"].tolist() == [0, 1, 2, 3], "the batch itself is left alone"
+
+
+class Graph:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": torch.ones(4, 2), "deep": {"mask": torch.ones(3, 3)}}, "`x` has 4 and `deep.mask` has 3"),
+        ({"x": torch.ones(4), "graph": Graph()}, "`graph` is a Graph.*`split` function"),
+        ([torch.ones(4), pack_sequence([torch.ones(3), torch.ones(2)])], r"`\[1\]` is a PackedSequence"),
+        ({"x": torch.eye(4).to_sparse()}, "`x` is a sparse or nested tensor"),
+        ({"x": 3}, "at least one tensor with a sample dimension, got dict"),
+        (torch.tensor(1.0), "got Tensor"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(batch, message):
+    with pytest.raises(ValueError, match=message):
+        split_batch(batch, 2)
