@@ -1,0 +1,137 @@
+"""Messages between stages: what is on the wire, in which order, and who is named when one does not come."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from lightning_parallel import comm
+from lightning_parallel.pipeline.actions import Action, Kind
+from lightning_parallel.pipeline.p2p import Agreements, Boundary, Links, Message, TensorSpec
+from lightning_parallel.pipeline.schedule import build_schedule
+from tests.harness import RankError, distributed, run
+
+CPU = torch.device("cpu")
+
+
+def message(*tensors, index=1):
+    return Message(Boundary(index, tuple(range(len(tensors))), tuple(map(TensorSpec.of, tensors))), tensors)
+
+
+def exchange(group, schedule, messages, agreements):
+    """Send `messages` from rank 0 to rank 1 and what look like their gradients back; gives what arrived."""
+    links = Links(group, schedule, CPU, agreements)
+    links.post()
+    arrived = []
+    for number, sent in enumerate(messages):
+        if group.rank == 0:
+            links.send_activations(0, number, sent)
+        else:
+            arrived.append(links.receive_activations(Action(Kind.F, 1, number)))
+    for number, sent in enumerate(messages):
+        if group.rank == 0:
+            arrived.append(links.receive_gradients(Action(Kind.B, 0, number)))
+        else:
+            wanted = [t for t, spec in zip(sent.tensors, sent.boundary.tensors) if spec.requires_grad]
+            links.send_gradients(1, number, [2 * tensor.detach() for tensor in wanted])
+    links.finish()
+    return arrived
+
+
+@distributed(world_size=2)
+def test_any_tensors_in_any_order_arrive(group):
+    torch.manual_seed(4)
+    hidden = torch.randn(3, 5, requires_grad=True)
+    many = [
+        message(hidden, torch.tensor([True, False]), torch.randn(2, 2, dtype=torch.bfloat16)),
+        message(hidden * 2, torch.tensor([False, True]), torch.ones(2, 2, dtype=torch.bfloat16)),
+        message(torch.randn(1, 5, requires_grad=True), index=2),
+        message(torch.randn(1, 5, requires_grad=True), torch.empty(0, 3), index=2),
+        message(torch.tensor(3), hidden.t()),
+        message(),
+    ]
+    schedule, agreements = build_schedule("gpipe", 2, len(many)), Agreements()
+    for _ in range(2):
+        arrived = exchange(group, schedule, many, agreements)
+        for sent, got in zip(many, arrived):
+            if group.rank == 1:
+                assert got.boundary == sent.boundary
+                assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got.tensors, sent.tensors))
+            else:
+                wanted = [2 * tensor for tensor in sent.tensors if tensor.requires_grad]
+                assert len(got) == len(wanted)
+                assert all(torch.equal(a, b) for a, b in zip(got, wanted))
+
+
+@distributed(world_size=2)
+def test_buffers_are_fresh_and_fit_for_training(group):
+    sent = [message(torch.full((4,), float(number), requires_grad=True)) for number in range(3)]
+    with torch.inference_mode():
+        arrived = exchange(group, build_schedule("gpipe", 2, 3), sent, Agreements())
+    tensors = [part for got in arrived for part in (got.tensors if group.rank else got)]
+    assert not any(tensor.is_inference() for tensor in tensors)
+    assert len({tensor.data_ptr() for tensor in tensors}) == 3
+
+
+@distributed(world_size=2)
+def test_what_comes_next_is_received_ahead(group):
+    """The data of the second message are there when they are asked for, though this rank was busy meanwhile."""
+    payload = [message(torch.full((1 << 20,), float(number))) for number in range(2)]
+    schedule, agreements = build_schedule("gpipe", 2, 2), Agreements()
+    exchange(group, schedule, payload, agreements)
+    links = Links(group, schedule, CPU, agreements)
+    links.post()
+    comm.barrier(group)
+    if group.rank == 0:
+        for number, sent in enumerate(payload):
+            links.send_activations(0, number, sent)
+        began = time.perf_counter()
+        links.finish()
+        assert time.perf_counter() - began < 0.5, "the receiver takes both before it is asked for the second"
+    else:
+        links.receive_activations(Action(Kind.F, 1, 0))
+        time.sleep(1)
+        assert links.receive_activations(Action(Kind.F, 1, 1)).tensors[0][0] == 1
+    comm.barrier(group)
+
+
+@distributed(world_size=2)
+def test_stages_on_one_rank_hand_over_without_a_message(group):
+    schedule = build_schedule("zbv", 2, 1)
+    links = Links(group, schedule, CPU, Agreements())
+    with comm.record() as records:
+        if group.rank == 1:
+            sent = message(torch.ones(3, requires_grad=True))
+            links.send_activations(1, 0, sent)
+            assert links.receive_activations(Action(Kind.F, 2, 0)) is sent
+            links.send_gradients(2, 0, [torch.ones(3)])
+            assert torch.equal(links.receive_gradients(Action(Kind.I, 1, 0))[0], torch.ones(3))
+    assert not records
+
+
+@distributed(world_size=2)
+def test_a_schedule_out_of_step_is_named(group):
+    schedule = build_schedule("gpipe", 2, 2)
+    links = Links(group, schedule, CPU, Agreements())
+    if group.rank == 0:
+        links.send_activations(0, 1, message(torch.ones(3)))
+    else:
+        with pytest.raises(
+            RuntimeError, match="rank 1 runs 1F0 and expected the output of 0F0 from rank 0, got .* 0F1"
+        ):
+            links.receive_activations(Action(Kind.F, 1, 0))
+
+
+def test_a_lost_rank_is_named_with_what_it_owes():
+    with pytest.raises(RankError) as error:
+        run(_leave, 2, deadline_s=40)
+    assert "rank 1, pipeline stage 1, waited at 1F0 for 0F0 of rank 0, which did not come" in str(error.value)
+
+
+def _leave(group):
+    links = Links(group, build_schedule("1f1b", 2, 2), CPU, Agreements())
+    comm.barrier(group)
+    if group.rank == 0:
+        os._exit(3)
+    links.receive_activations(Action(Kind.F, 1, 0))
