@@ -13,6 +13,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
 from lightning_parallel.checkpoint import rules_by_name
@@ -21,6 +22,7 @@ from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA, TENSOR
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.strategies.parallelize import shard_tensors
+from lightning_parallel.tensor.audit import audited
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
@@ -100,6 +102,14 @@ class TensorParallelStrategy(MeshStrategy):
     def parallelize(self, module: LightningModule) -> None:
         self._sharding = shard_tensors(module, self.plan, self.groups, self.root_device, self.sequence_parallel)
         self._rules = {} if self._sharding is None else rules_by_name(module, self._sharding.shards)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        if self._batch_checked or self._sharding is None:
+            return super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        with audited(self.lightning_module, self._sharding):  # the first batch of a run
+            return super().training_step(*args, **kwargs)
 
     @override
     def gradient_reducer(self, module: LightningModule) -> GradientReducer:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.linear import Inputs, SequenceLengths
 from lightning_parallel.tensor.sharding import Shard
+from lightning_parallel.tensor.source import only_wraps
 
 __all__ = [
     "convert",
@@ -29,7 +30,10 @@ L = TypeVar("L", bound=nn.Module)
 
 
 def convert(module: nn.Module, layer: type[L]) -> L:
-    """Make `module` an instance of `layer` and of what it was."""
+    """Make `module` an instance of `layer` and of what it was.
+
+    A `forward` of its own, which calls the inherited one, calls that of `layer` instead.
+    """
     module.__class__ = _subclass(layer, type(module))  # type: ignore[arg-type]
     assert isinstance(module, layer)
     return module
@@ -40,6 +44,9 @@ def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Modu
     if issubclass(layer, original):
         return layer
     name = layer.__name__ if original.__module__.startswith("torch.nn.") else f"{layer.__name__}[{original.__name__}]"
+    for native in (nn.Linear, nn.Embedding):
+        if issubclass(original, native) and original.forward is not native.forward:
+            return type(name, (original, _subclass(layer, native)), {"__module__": layer.__module__})  # type: ignore[arg-type]
     return type(name, (layer, original), {"__module__": layer.__module__})
 
 
@@ -75,10 +82,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_native(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether `module` computes what `kind` does: no forward of its own, and an ordinary floating-point weight."""
+    """Whether `module` computes with an ordinary floating-point weight by the `forward` of `kind`."""
     weight = module._parameters.get("weight")
     ordinary = weight is not None and not is_lazy(weight) and weight.is_floating_point()
-    return isinstance(module, kind) and type(module).forward is kind.forward and _plain(module) and ordinary
+    return isinstance(module, kind) and ordinary and _plain(module) and only_wraps(type(module), kind)
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -146,9 +146,9 @@ def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
         if name is None:
             continue
         style = STYLES.get(name)
-        if style is None or not _applies(style, child):
+        if style is None or not _applies(style, child) or read_elsewhere(model, path):
             unknown.add(path.rpartition(".")[0])
-        elif not read_elsewhere(model, path):
+        else:
             found.styles[path] = style
     for path in [path for path in found.styles if path.rpartition(".")[0] in unknown]:
         del found.styles[path]

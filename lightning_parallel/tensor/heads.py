@@ -69,7 +69,10 @@ def heads_of(module: nn.Module, config: Any = None) -> Heads | None:
 def _first(sources: list[Any], names: tuple[str, ...]) -> int | None:
     for source in sources:
         for name in names:
-            value = getattr(source, name, None)
+            try:
+                value = getattr(source, name, None)
+            except Exception:  # a configuration whose layers differ refuses to name one value
+                continue
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
@@ -94,7 +97,8 @@ def complete(module: nn.Module, styles: MutableMapping[str, Style], edits: Edits
     """Let `Column` and `Row` styles inside attention modules cut whole heads, and note what the modules must know.
 
     Norms of single heads inside such a module see this rank's heads only: their gradients become partial. Other
-    layers that see the features of all heads keep the attention from being divided by heads: its layers are gathered.
+    parameters, of the attention itself or of layers that see the features of all heads, keep the attention from being
+    divided by heads: its layers are gathered.
 
     Raises:
         ValueError: If an attention has fewer heads than ranks.
@@ -109,8 +113,9 @@ def complete(module: nn.Module, styles: MutableMapping[str, Style], edits: Edits
         if all(cut[full] is styles[full] for full in inside):
             continue
         others = _others(attention)
-        if any(parameter.shape[-1:] != (heads.size,) for _, parameter in others):
-            styles.update({full: gathered(styles[full]) for full in inside})
+        own = any(True for _ in attention.parameters(recurse=False))
+        if own or any(parameter.shape[-1:] != (heads.size,) for _, parameter in others):
+            styles.update({full: gathered(style) for full, style in styles.items() if full.startswith(prefix)})
             continue
         styles.update(cut)
         for name in {name.rpartition(".")[0] for name, _ in others}:
@@ -119,10 +124,10 @@ def complete(module: nn.Module, styles: MutableMapping[str, Style], edits: Edits
 
 
 def gathered(style: Style) -> Style:
-    """The style with the same division and whole tensors outside of the layer."""
+    """A style for the same kind of layer with whole tensors outside of it."""
     if isinstance(style, Column):
         return Column(gather_output=True)
-    return Row(split_input=True) if isinstance(style, Row) else style
+    return Row(split_input=True) if isinstance(style, Row) else Replicate()
 
 
 def _others(attention: nn.Module) -> list[tuple[str, nn.Parameter]]:

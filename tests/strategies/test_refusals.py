@@ -53,3 +53,26 @@ def test_optimizers_that_need_whole_tensors(kind):
 
     with pytest.raises(ValueError, match=f"`{kind}` computes with whole tensors"):
         fit_parallel(Other().double(), 2, 2)
+
+
+def _norms(module):
+    return sum(parameter.norm() for parameter in module.parameters())
+
+
+def _product(module):
+    return (module.net[0].weight @ torch.ones(12, dtype=torch.float64)).sum()
+
+
+def _transposed(module):
+    return module.net[2].weight.T.sum()
+
+
+@pytest.mark.parametrize("regulariser", [_norms, _product, _transposed])
+@distributed(world_size=2)
+def test_a_step_that_computes_with_pieces_of_parameters(regulariser):
+    class Regularised(Net):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) + regulariser(self)
+
+    with pytest.raises(RuntimeError, match=r"computes with `net.\d.weight` outside of its layer.*'replicate'"):
+        fit_parallel(Regularised().double(), 2, 2)

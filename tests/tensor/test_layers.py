@@ -179,8 +179,17 @@ def test_subclasses_of_linear(group):
 
     class Own(nn.Linear):
         def forward(self, x):
-            return super().forward(x) + 1
+            return super().forward(x) + self.weight.sum()
 
+    class Wrapping(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x + 1)
+
+    wrapping, x = Wrapping(4, 4), torch.randn(3, 4)
+    expected = wrapping(x)
+    Row(split_input=True).apply(wrapping, group)
+    assert isinstance(wrapping, Wrapping)
+    torch.testing.assert_close(wrapping(x), expected)
     layer = Named(4, 4)
     Column().apply(layer, group)
     assert isinstance(layer, Named)
