@@ -1,3 +1,4 @@
+import csv
 import importlib.util
 import math
 import os
@@ -120,17 +121,39 @@ def test_weight_decay_reaches_the_matrices_of_the_blocks_only():
     assert gpt.head.weight is gpt.embedding.weight
 
 
-def test_the_command_line_trains_reports_and_writes_text(tmp_path):
-    configs = (argument for name in ("base", "single") for argument in ("--config", str(GPT / f"{name}.yaml")))
-    sizes = ("--model.width=32", "--model.layers=1", "--data.training_bytes=100000")
+def fit(folder: Path, layout: str, *arguments: str) -> str:
+    configs = (argument for name in ("base", layout) for argument in ("--config", str(GPT / f"{name}.yaml")))
+    sizes = ("--model.width=32", "--model.layers=2", "--data.training_bytes=100000")
     run = subprocess.run(
-        [sys.executable, str(GPT / "main.py"), "fit", *configs, *sizes, "--trainer.fast_dev_run=1"],
-        cwd=tmp_path,
+        [sys.executable, str(GPT / "main.py"), "fit", *configs, *sizes, *arguments],
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    assert {"bigram_entropy", "train_loss", "val_loss"} <= set(run.stdout.split())
-    assert "\ndef " in run.stdout
+    return run.stdout
+
+
+def test_the_command_line_trains_reports_and_writes_text(tmp_path):
+    printed = fit(tmp_path, "single", "--trainer.fast_dev_run=1")
+    assert {"bigram_entropy", "train_loss", "val_loss"} <= set(printed.split())
+    assert "\ndef " in printed
+
+
+def test_the_same_command_line_gives_the_same_losses_on_one_process_and_on_four(tmp_path):
+    short = ("limit_train_batches=4", "limit_val_batches=2", "val_check_interval=4", "log_every_n_steps=1")
+    arguments = ["--model.dropout=0", *(f"--trainer.{setting}" for setting in short)]
+    losses, texts = [], []
+    for layout in ("single", "tensor_parallel"):
+        (tmp_path / layout).mkdir()
+        printed = fit(tmp_path / layout, layout, *arguments)
+        texts.append(printed.split("-" * 40)[1])
+        (file,) = (tmp_path / layout).rglob("metrics.csv")
+        with file.open() as lines:
+            rows = list(csv.DictReader(lines))
+        losses.append([float(row[name]) for name in ("train_loss", "val_loss") for row in rows if row[name]])
+    assert len(losses[0]) == 4 + 1
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert texts[0] == texts[1]
