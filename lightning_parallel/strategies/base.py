@@ -280,7 +280,10 @@ class MeshStrategy(ParallelStrategy):
         if self._reducer is not None and self._reducer.in_flight:
             self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
         with mesh_wide_norms(self):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self.lightning_module is not None
+        replicas.share_buffers(self.lightning_module, self.groups.data_parallel)
+        return output
 
     @contextmanager
     @override

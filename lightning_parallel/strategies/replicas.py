@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 
-__all__ = ["fingerprint", "materialize", "share_random_state", "start_equal", "synchronize_batch_norm"]
+__all__ = ["fingerprint", "materialize", "share_buffers", "share_random_state", "start_equal", "synchronize_batch_norm"]
 
 
 def share_random_state(group: Group) -> None:
     """Give the ranks of one replica the random state of its first rank, for data, dropout and initialisation."""
     if group.size == 1:
         return
-    import random
-
-    import numpy
-
     state = (torch.get_rng_state(), random.getstate(), numpy.random.get_state())
     torch_state, python_state, numpy_state = comm.broadcast_object(state, group)
     torch.set_rng_state(torch_state)
@@ -70,6 +68,25 @@ def _broadcast(tensor: Tensor, group: Group) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if _needs_cuda(group) else tensor.device
     shared = tensor.detach().to(device, copy=True).contiguous()
     tensor.copy_(comm.broadcast_(shared, group))
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module, group: Group) -> None:
+    """Give all replicas the buffers of the first, such as running statistics of batch normalisation.
+
+    As torch's DistributedDataParallel does; of the buffers that a checkpoint holds, the others being constants.
+    """
+    if group.size == 1:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in kinds.values():
+        flat = comm.broadcast_(torch.cat([buffer.reshape(-1) for buffer in buffers]), group)
+        for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+            buffer.copy_(value.view_as(buffer))
 
 
 def _needs_cuda(group: Group) -> bool:

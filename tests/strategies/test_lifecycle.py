@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
@@ -266,6 +267,23 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(group):
     trainer.fit(module, loader(dtype=torch.float32))
     assert all(parameter.isfinite().all() for parameter in module.parameters())
     assert comm.all_gather_object(plugin.scaler.get_scale(), group) == [2.0**9] * 2
+
+
+@distributed(world_size=2)
+def test_running_statistics_are_those_of_ddp(group):
+    def build():
+        module = Net().double()
+        module.net.append(nn.BatchNorm1d(5, dtype=torch.float64))
+        return module
+
+    ours, peer = build(), build()
+    for module, strategy in ((ours, TensorParallelStrategy(1, 2)), (peer, DDPStrategy())):
+        os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+        trainer_for(strategy, 2).fit(module, loader(2, group.rank), loader(2, group.rank))
+    for (name, mine), theirs in zip(ours.state_dict().items(), peer.state_dict().values()):
+        if group.rank == 0:
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10, msg=name)
+        assert len(set(comm.all_gather_object(mine.sum().item(), group))) == 1, name
 
 
 @distributed(world_size=4)
