@@ -108,8 +108,29 @@ def reduce_scatter(
     mine = torch.empty_like(parts[0])
     pending = Pending(
         "reduce_scatter", group, _size_bytes(*parts), tensor.dtype, lambda: mine[: sizes[group.rank]].movedim(0, dim)
-    ).launch(lambda: dist.reduce_scatter(mine, parts, group=group.process_group, async_op=True))
+    ).launch(lambda: _reduce_scatter(mine, parts, group))
     return pending if async_op else pending.wait()
+
+
+def _reduce_scatter(mine: Tensor, parts: list[Tensor], group: Group) -> Any:
+    try:
+        return dist.reduce_scatter(mine, parts, group=group.process_group, async_op=True)
+    except RuntimeError as error:
+        if "does not support reduce_scatter" not in str(error):
+            raise
+    return _SumAndCopy(mine, torch.stack(parts), group)
+
+
+class _SumAndCopy:
+    """A reduce-scatter where the backend has none: gloo in older versions of torch."""
+
+    def __init__(self, mine: Tensor, whole: Tensor, group: Group) -> None:
+        self._mine, self._part = mine, whole[group.rank]
+        self._work = dist.all_reduce(whole, group=group.process_group, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._mine.copy_(self._part)
 
 
 def all_to_all(
