@@ -89,7 +89,7 @@ class MeshStrategy(ParallelStrategy):
         self._groups: MeshGroups | None = None
         self._device_mesh: DeviceMesh | None = None
         self._reducer: GradientReducer | None = None
-        self._batch_checked = False
+        self._epoch_checked = -1
 
     # ------------------------------------------------------------------------------------------- for subclasses
 
@@ -137,8 +137,8 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Lightning to shard the data and to honour `sync_dist`."""
-        return True
+        """Tells Lightning to give each replica its part of the data: a single one reads what one process would."""
+        return self.mesh.data_parallel > 1
 
     @property
     @override
@@ -188,6 +188,7 @@ class MeshStrategy(ParallelStrategy):
         replicas.share_random_state(self.groups.model)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
+        checks.check_callbacks(self.lightning_module.trainer)
 
     # ------------------------------------------------------------------------------------------------- the model
 
@@ -208,7 +209,7 @@ class MeshStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
             checks.check_optimizers(self.optimizers, self.parameter_names, self.rules)
             self._reducer = self.gradient_reducer(module)
-            self._batch_checked = False
+            self._epoch_checked = -1
         self.setup_precision_plugin()
         span_mesh(self.precision_plugin, self)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -249,9 +250,10 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if not self._batch_checked:
+        assert self.lightning_module is not None
+        if self._epoch_checked != self.lightning_module.current_epoch:
             checks.check_same_batch((args, kwargs), self.groups.model)
-            self._batch_checked = True
+            self._epoch_checked = self.lightning_module.current_epoch
         if self._reducer is not None:
             self._reducer.refresh()
         with mesh_wide_norms(self):  # under manual optimization modules clip inside their step

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -14,7 +16,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.strategies.replicas import fingerprint
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["check_same_batch", "check_optimizers"]
+__all__ = ["check_callbacks", "check_optimizers", "check_same_batch"]
 
 # Optimizers of torch whose update of one element depends on the other elements of the tensor.
 WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", "Adafactor", "Muon"}
@@ -35,11 +37,21 @@ def check_same_batch(batch: Any, group: Group) -> None:
     if different:
         shapes = {rank: [entry[0] for entry in other] for rank, other in zip(group.ranks, everyone)}
         raise ValueError(
-            f"the ranks {list(group.ranks)} hold one replica and must get the same batch, but the first training batch"
+            f"the ranks {list(group.ranks)} hold one replica and must get the same batch, but the epoch's first batch"
             f" of rank {', '.join(map(str, different))} differs from that of rank {group.ranks[0]} (shapes: {shapes})."
             " Shard data by the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by"
             " the global rank, and seed every rank alike"
         )
+
+
+def check_callbacks(trainer: Trainer) -> None:
+    """Refuse the search for the largest batch: when one rank runs out of memory, its peers wait for it.
+
+    Raises:
+        ValueError: If the Trainer has a `BatchSizeFinder`.
+    """
+    if trainer.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ValueError("the batch size cannot be searched for on several ranks; set it, or search on one device")
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:

@@ -105,7 +105,7 @@ class TensorParallelStrategy(MeshStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        if self._batch_checked or self._sharding is None:
+        if self._epoch_checked >= 0 or self._sharding is None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         with audited(self.lightning_module, self._sharding):  # the first batch of a run

@@ -269,6 +269,21 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(group):
     assert comm.all_gather_object(plugin.scaler.get_scale(), group) == [2.0**9] * 2
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+@distributed(world_size=2)
+def test_one_replica_reads_what_one_process_reads(group, shuffle):
+    losses = []
+    for devices, strategy in ((1, "auto"), (2, TensorParallelStrategy(2))):
+        os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(devices))
+        module = Net().double()
+        seed_everything(11, verbose=False)
+        plain = DataLoader(Samples(), batch_size=8, shuffle=shuffle)
+        trainer_for(strategy, devices, num_sanity_val_steps=2).fit(module, plain, DataLoader(Samples(), batch_size=5))
+        losses.append(torch.stack(module.losses))
+    assert len(losses[0]) == 8
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=1e-10)
+
+
 @distributed(world_size=2)
 def test_running_statistics_are_those_of_ddp(group):
     def build():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
 
 from lightning_parallel import TensorParallelStrategy
@@ -53,6 +54,12 @@ def test_optimizers_that_need_whole_tensors(kind):
 
     with pytest.raises(ValueError, match=f"`{kind}` computes with whole tensors"):
         fit_parallel(Other().double(), 2, 2)
+
+
+@distributed(world_size=2)
+def test_a_search_for_the_batch_size():
+    with pytest.raises(ValueError, match="the batch size cannot be searched for on several ranks"):
+        fit_parallel(Net().double(), 2, 2, callbacks=[BatchSizeFinder()])
 
 
 def _norms(module):
