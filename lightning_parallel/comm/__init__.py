@@ -17,12 +17,14 @@ from lightning_parallel.comm.collectives import (
 from lightning_parallel.comm.groups import Group, MeshGroups
 from lightning_parallel.comm.objects import agree, all_gather_object, barrier, broadcast_object, raise_together
 from lightning_parallel.comm.records import CommRecord, Pending, observe, record, rehearsal
+from lightning_parallel.comm.worker import Worker
 
 __all__ = [
     "CommRecord",
     "Group",
     "MeshGroups",
     "Pending",
+    "Worker",
     "agree",
     "all_gather",
     "all_gather_object",
