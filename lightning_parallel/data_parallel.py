@@ -6,6 +6,9 @@
 A bucket starts when its last gradient is ready, always in the order of the buckets, so that every rank issues the
 same collectives whatever order its gradients come in. Which parameters have a gradient is exchanged with every step:
 one that some replica did not use counts as zero there, one that no replica used keeps no gradient.
+
+A compressor's messages depend on each other, so its buckets are reduced by a worker, on copies: a gradient that
+accumulates once more meanwhile is seen, and the step is done again.
 """
 
 from __future__ import annotations
@@ -18,19 +21,65 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group, Pending
+from lightning_parallel.comm import Group, Pending, Worker
 
 __all__ = ["GradientReducer", "MeanReducer"]
 
 FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket, so that communication starts early
 
 
+class MeanStep(Protocol):
+    """One optimizer step of a `MeanReducer`; it ends in `commit` or in `rollback`."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether every gradient so far was finite on every rank."""
+        ...
+
+    def reduce_(self, named_gradients: Mapping[str, Tensor]) -> None:
+        """Replace a part of the gradients by their (approximate) mean, in place."""
+        ...
+
+    def commit(self) -> bool:
+        """Keep what the step has left for the next ones."""
+        ...
+
+    def rollback(self) -> None:
+        """Forget the step."""
+        ...
+
+
 class MeanReducer(Protocol):
     """What replaces the plain mean, such as a gradient compressor."""
 
-    def reduce_(self, named_gradients: Mapping[str, Tensor], group: Any) -> Any:
-        """Replace each gradient by its (approximate) mean over `group`, in place."""
+    def begin(self, group: Any) -> MeanStep:
+        """Start a step over `group`."""
         ...
+
+
+class _Beside:
+    """The step of a compressor that runs on a worker while backward goes on."""
+
+    def __init__(self, step: MeanStep, worker: Worker) -> None:
+        self.step, self._worker = step, worker
+        self._results: list[Callable[[], dict[str, Tensor]]] = []
+
+    def launch(self, gradients: dict[str, Tensor]) -> None:
+        self._results.append(self._worker.submit(lambda: self._means(gradients)))
+
+    @torch.no_grad()
+    def _means(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        means = {name: gradient.detach().clone() for name, gradient in gradients.items()}
+        self.step.reduce_(means)
+        return means
+
+    def wait(self) -> dict[str, Tensor]:
+        """The means of all buckets."""
+        try:
+            return {name: mean for result in self._results for name, mean in result().items()}
+        except BaseException:
+            self.step.rollback()
+            raise
 
 
 class _Bucket:
@@ -40,6 +89,7 @@ class _Bucket:
         self.names: list[str] = []
         self.num_bytes = 0
         self.ready: set[str] = set()
+        self.launched = False
         self.stale = False
         self.flat: Tensor | None = None
         self.pending: Pending | None = None
@@ -56,7 +106,11 @@ class GradientReducer:
             as they are frozen.
         group: The data-parallel group.
         bucket_bytes: Size at which a bucket is full.
-        compression: Computes the mean instead; called once a step with all gradients.
+        compression: Computes the mean instead.
+        side_group: A second group of the same ranks, which nobody else uses: there compression runs while backward
+            does. Without it, it runs after backward, with all gradients at once.
+        replica_group: Ranks that hold the rest of the model. A gradient that is not finite on any of them makes the
+            compressors of all of them forget the step.
         prepare: Called with the gradients of `prepare_names` before they are reduced, to complete partial ones in
             place (sums over the tensor-parallel group).
         prepare_names: Parameters whose gradients `prepare` completes.
@@ -68,6 +122,8 @@ class GradientReducer:
         group: Group,
         bucket_bytes: int = 25 << 20,
         compression: MeanReducer | None = None,
+        side_group: Group | None = None,
+        replica_group: Group | None = None,
         prepare: Callable[[dict[str, Tensor]], None] | None = None,
         prepare_names: frozenset[str] = frozenset(),
     ) -> None:
@@ -75,6 +131,10 @@ class GradientReducer:
         self._parameters = dict(parameters)
         self._bucket_bytes = bucket_bytes
         self._compression = compression
+        self._side_group = side_group if compression is not None and group.size > 1 else None
+        self._replica_group = replica_group
+        self._worker: Worker | None = None
+        self._beside: _Beside | None = None
         self._prepare = prepare
         self._prepare_names = prepare_names if prepare is not None else frozenset()
         self._synchronizing = True
@@ -93,6 +153,7 @@ class GradientReducer:
         self._buckets = self._fill_buckets()
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._next = 0
+        self._launched_anywhere = False
         if self._overlaps:
             for name, parameter in self._active.items():
                 if name not in self._prepare_names:
@@ -100,7 +161,7 @@ class GradientReducer:
 
     @property
     def _overlaps(self) -> bool:
-        return self.group.size > 1 and self._compression is None
+        return self.group.size > 1 and (self._compression is None or self._side_group is not None)
 
     def _fill_buckets(self) -> list[_Bucket]:
         """Buckets in reverse order of registration, about the order of backward; partial gradients come last."""
@@ -124,6 +185,11 @@ class GradientReducer:
 
     # ---------------------------------------------------------------------------------------------- during backward
 
+    @property
+    def synchronizing(self) -> bool:
+        """False inside `no_sync()`."""
+        return self._synchronizing
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients accumulate without communication."""
@@ -139,7 +205,7 @@ class GradientReducer:
                 return
             bucket = self._bucket_of[name]
             bucket.ready.add(name)
-            bucket.stale |= bucket.pending is not None  # accumulated again: what was sent is not the whole
+            bucket.stale |= bucket.launched  # accumulated again: what was sent is not the whole
             while self._next < len(self._buckets):
                 bucket = self._buckets[self._next]
                 if len(bucket.ready) < len(bucket.names):
@@ -150,8 +216,21 @@ class GradientReducer:
         return ready
 
     def _launch(self, bucket: _Bucket) -> None:
+        bucket.launched = True
+        if self._compression is not None:
+            self._compress_beside({name: self._gradient(name) for name in bucket.names})
+            return
         bucket.flat = self._flatten(bucket)
         bucket.pending = comm.all_reduce_(bucket.flat, self.group, async_op=True)
+
+    def _compress_beside(self, gradients: dict[str, Tensor]) -> None:
+        assert self._compression is not None
+        assert self._side_group is not None
+        if self._worker is None:
+            self._worker = Worker(next(iter(self._active.values())).device)
+        if self._beside is None:
+            self._beside = _Beside(self._compression.begin(self._side_group), self._worker)
+        self._beside.launch(gradients)
 
     @torch.no_grad()
     def _flatten(self, bucket: _Bucket) -> Tensor:
@@ -182,19 +261,21 @@ class GradientReducer:
             return
         if self._prepare is not None:
             self._prepare({name: self._gradient_of(name) for name in self._active if name in self._prepare_names})
-        if self.group.size > 1 or self._compression is not None:
-            if self._compression is None:
+        try:
+            if self._compression is not None:
+                self._compress(self._compression, self._exchange_use())
+            elif self.group.size > 1:
                 self._launch_rest()
-            used = self._exchange_use()
-            if self._compression is None:
-                self._finish_buckets(used)
-            else:
-                gradients = {name: self._gradient_of(name) for name in self._active if name in used}
-                self._compression.reduce_(gradients, self.group)
+                self._finish_buckets(self._exchange_use())
+        finally:
+            self._reset()
+
+    def _reset(self) -> None:
         for bucket in self._buckets:
             bucket.ready.clear()
-            bucket.stale, bucket.flat, bucket.pending = False, None, None
-        self._next = 0
+            bucket.launched = bucket.stale = False
+            bucket.flat, bucket.pending = None, None
+        self._next, self._beside = 0, None
 
     def _gradient_of(self, name: str) -> Tensor:
         """The gradient of a parameter in its place; zeros are put there where it has none."""
@@ -203,16 +284,53 @@ class GradientReducer:
         return gradient
 
     def _exchange_use(self) -> set[str]:
-        """Names with a gradient on any replica; buckets that any replica has to send again become stale here too."""
+        """Names with a gradient on any replica; what any replica found stale or has launched is so here too."""
         flags = [self._active[name].grad is not None for name in self._active]
         flags += [bucket.stale for bucket in self._buckets]
         if not flags:
             return set()
+        flags.append(self._next > 0)
         device = next(iter(self._active.values())).device
         shared = comm.all_reduce_(torch.tensor(flags, dtype=torch.uint8, device=device), self.group, "max").tolist()
         for bucket, stale in zip(self._buckets, shared[len(self._active) :]):
             bucket.stale = bool(stale)
+        self._launched_anywhere = bool(shared[-1])
         return {name for name, flag in zip(self._active, shared) if flag}
+
+    def _compress(self, compression: MeanReducer, used: set[str]) -> None:
+        if self._launched_anywhere and self._finish_beside(used):
+            return
+        step = compression.begin(self.group)
+        try:
+            step.reduce_({name: self._gradient_of(name) for name in self._active if name in used})
+        except BaseException:
+            step.rollback()
+            raise
+        self._end(step)
+
+    def _finish_beside(self, used: set[str]) -> bool:
+        """Launch what is left and put the means into place; False if a gradient has changed since it was sent."""
+        for bucket in self._buckets[self._next :]:  # where a rank has launched one, its parameters are all in use
+            self._compress_beside({name: self._gradient_of(name) for name in bucket.names if name in used})
+        assert self._beside is not None
+        means = self._beside.wait()
+        if any(bucket.stale for bucket in self._buckets):
+            self._beside.step.rollback()
+            return False
+        self._end(self._beside.step)
+        for name, mean in means.items():
+            self._active[name].grad = mean
+        return True
+
+    def _end(self, step: MeanStep) -> None:
+        finite = step.finite
+        if self._replica_group is not None:
+            device = next(iter(self._active.values())).device
+            finite = bool(comm.all_reduce_(torch.tensor(int(finite), device=device), self._replica_group, "min"))
+        if finite:
+            step.commit()
+        else:
+            step.rollback()
 
     def _launch_rest(self) -> None:
         for bucket in self._buckets:
@@ -242,7 +360,10 @@ class GradientReducer:
                 parameter.grad.copy_(mean.view_as(parameter))
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters, and end the worker."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
