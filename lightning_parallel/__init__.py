@@ -10,13 +10,21 @@ from lightning_parallel.compression import (
     Sign,
     TopK,
 )
-from lightning_parallel.strategies import TensorParallelStrategy
+from lightning_parallel.strategies import (
+    CompressedDDPStrategy,
+    HybridParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockTopK",
     "Cast",
+    "CompressedDDPStrategy",
+    "HybridParallelStrategy",
+    "PipelineParallelStrategy",
     "Policy",
     "PowerSGD",
     "Quantize",

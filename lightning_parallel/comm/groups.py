@@ -74,6 +74,7 @@ class MeshGroups:
             raise ValueError(f"{mesh} has {mesh.world_size} ranks, but {self.world.size} processes are running")
         self.mesh = mesh
         self.coordinate = mesh.coordinate(self.world.ranks[self.world.rank])
+        self._settings = timeout, backend
         made = {axis: self._create((axis,), axis, timeout, backend) for axis in AXES}
         self.data_parallel, self.pipeline_parallel, self.tensor_parallel = (made[axis] for axis in AXES)
         if self.pipeline_parallel.size > 1 and self.tensor_parallel.size > 1:
@@ -89,6 +90,10 @@ class MeshGroups:
         group, _ = dist.new_subgroups_by_enumeration(peers, timeout=timeout, backend=backend)
         ranks = next(ranks for ranks in peers if me in ranks)
         return Group(name, tuple(ranks), ranks.index(me), group)
+
+    def another(self, axis: Axis) -> Group:
+        """A second group of the ranks along `axis`, with messages of its own; all ranks of the mesh must ask for it."""
+        return self._create((axis,), axis, *self._settings)
 
     def __getitem__(self, axis: Axis) -> Group:
         return getattr(self, axis)

@@ -186,11 +186,13 @@ def forget_parameters(module: nn.Module, names: set[int], device: torch.device, 
 
 
 def _stand_ins(module: nn.Module, path: str, device: torch.device) -> dict[str, Any]:
-    """Ghosts for the parameters and buffers that `module` itself still holds, by attribute."""
+    """Ghosts for the parameters and buffers that `module` itself still holds, by attribute; copies of constants."""
     own = {name: value for name, value in module._parameters.items() if value is not None}
     held = {**own, **{name: value for name, value in module._buffers.items() if value is not None}}
     ghosts: dict[str, Any] = {
-        name: Ghost.like(value, f"`{f'{path}.' if path else ''}{name}`", device)
+        name: value.clone()
+        if name in module._non_persistent_buffers_set and not value.is_meta
+        else Ghost.like(value, f"`{f'{path}.' if path else ''}{name}`", device)
         for name, value in held.items()
         if name not in module.__dict__
     }

@@ -20,13 +20,14 @@ from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.actions import Kind, Schedule, activations_held, forward_only
 from lightning_parallel.pipeline.cut import Cut, TiedParameter
 from lightning_parallel.pipeline.linear import split_linears
-from lightning_parallel.pipeline.measure import count_parameters, measure
+from lightning_parallel.pipeline.measure import Costs, count_parameters, measure
 from lightning_parallel.pipeline.microbatch import Split, num_samples, split_batch
 from lightning_parallel.pipeline.observe import Step, observe, read_off, try_stages
 from lightning_parallel.pipeline.p2p import Agreements
-from lightning_parallel.pipeline.partition import Balance, cut_layers
+from lightning_parallel.pipeline.partition import Balance, cut_layers, stage_costs
 from lightning_parallel.pipeline.runtime import Run, StepResult
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
+from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import Demand
 from lightning_parallel.pipeline.trunk import find_trunk
 from lightning_parallel.pipeline.validate import validate
@@ -43,8 +44,8 @@ class PipelineEngine:
     Args:
         module: The model, whole, with equal parameters on all ranks; may be on the meta device.
         group: The pipeline group.
-        schedule: For as many ranks as the group has. A batch with fewer samples than it has microbatches runs a
-            schedule of the same name with fewer.
+        schedule: For as many ranks as the group has, or a function that makes one, given the costs of the layers. A
+            batch with fewer samples than it has microbatches runs a schedule of the same name with fewer.
         example: A step and a microbatch for it, from which the cut learns where each module belongs. Without it,
             modules registered before the layers are taken for used before them.
         layers: Dotted name of the repeated layers, or `auto`.
@@ -66,7 +67,7 @@ class PipelineEngine:
         self,
         module: nn.Module,
         group: Group,
-        schedule: Schedule,
+        schedule: Schedule | Callable[[Costs], Schedule],
         *,
         example: tuple[Step, Any] | None = None,
         layers: str = "auto",
@@ -78,28 +79,26 @@ class PipelineEngine:
         gradient_group: Group | None = None,
         alike: Group | None = None,
     ) -> None:
-        if schedule.num_ranks != group.size:
-            raise ValueError(
-                f"expected a schedule for the {group.size} ranks of the pipeline group, "
-                f"got one for {schedule.num_ranks}"
-            )
-        validate(schedule)
-        self.module, self.group, self.schedule, self.gradient_group = module, group, schedule, gradient_group
+        self.module, self.group, self.gradient_group = module, group, gradient_group
         self.split, self.weigh = split, weigh
-        trunk = find_trunk(module, schedule.num_stages, layers)
+        trunk = find_trunk(module, group.size if callable(schedule) else schedule.num_stages, layers)
         device = device or next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        self._warn_of_batch_norm()
         seen = read_off(module, trunk) if example is None else observe(module, trunk, *example, device)
         self.costs = count_parameters(module, trunk, seen)
-        if balance in ("auto", "measured"):
+        if balance in ("auto", "measured") or callable(schedule):
             is_meta = any(parameter.is_meta for parameter in module.parameters())
             if example is not None and not is_meta:
                 measured = measure(module, trunk, seen, *example, device)
                 self.costs = comm.broadcast_object(measured, alike or group)
-            elif balance == "measured":
-                raise ValueError("balance='measured' needs a model with data and an example batch; use 'parameters'")
+            elif balance == "measured" or callable(schedule):
+                raise ValueError(
+                    "a measured balance or schedule needs a model with data and an example batch; use "
+                    "balance='parameters' and name a schedule"
+                )
             else:
                 balance = "parameters"
+        self.schedule = schedule = self._checked(schedule(self.costs) if callable(schedule) else schedule)
+        self._warn_of_batch_norm()
         counts = cut_layers(
             self.costs.layers,
             schedule.num_stages,
@@ -112,12 +111,26 @@ class PipelineEngine:
         if example is not None:
             stage_of = tuple(stage for stage, count in enumerate(counts) for _ in range(count))
             try_stages(module, trunk, seen, stage_of, *example, device)
+        sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
         self.cut = Cut(module, trunk, seen, counts, schedule.stage_ranks, group.rank, device)
         if any(action.kind is Kind.I for row in schedule.rows for action in row):
             split_linears(module)
+        self.stage_parameters = [
+            sum(size for name, size in sizes.items() if stage in self.cut.parameter_stages[name])
+            for stage in range(schedule.num_stages)
+        ]
         self._agreements = Agreements()
         self._demands: dict[int, list[Demand]] = {}
         self._schedules = {schedule.num_microbatches: schedule}
+
+    def _checked(self, schedule: Schedule) -> Schedule:
+        if schedule.num_ranks != self.group.size:
+            raise ValueError(
+                f"expected a schedule for the {self.group.size} ranks of the pipeline group, "
+                f"got one for {schedule.num_ranks}"
+            )
+        validate(schedule)
+        return schedule
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -128,6 +141,12 @@ class PipelineEngine:
     def layers_per_stage(self) -> tuple[int, ...]:
         """How many of the repeated layers each stage has."""
         return self.cut.layers_per_stage
+
+    @property
+    def stage_costs(self) -> list[Cost]:
+        """The cost of each stage for a microbatch as large as the example; without seconds if none was measured."""
+        costs = self.costs
+        return stage_costs(costs.layers, self.layers_per_stage, prologue=costs.prologue, epilogue=costs.epilogue)
 
     @property
     def last_rank(self) -> int:

@@ -212,7 +212,9 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _rewritten(func: Any, written: Ghost, result: Any) -> Any:
     first = result[0] if isinstance(result, (list, tuple)) else result
-    if isinstance(first, Tensor) and first.shape != written.meta.shape:
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = written.shape  # that of `written.meta` may have changed with the result
+    if isinstance(first, Tensor) and first.shape != shape:
         raise GhostError(
             f"`{func}` changes the shape of {written.origin} in place; use the form that makes a new tensor"
         )

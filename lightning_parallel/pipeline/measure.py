@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel.pipeline.absent import Call, spared
 from lightning_parallel.pipeline.observe import Observation, Step
 from lightning_parallel.pipeline.randomness import seeded
-from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import Door, Gate, guard
 from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
@@ -71,7 +70,7 @@ def measure(
     try:
         with seeded(0), torch.enable_grad():
             clock.start()
-            clock.finish(loss_of(step(microbatch)))
+            clock.finish(step(microbatch))
     finally:
         gate.visit = None
         for parameter, gradient in gradients.items():
@@ -120,10 +119,10 @@ class _Clock:
         self.begun_s = self._now()
         return result
 
-    def finish(self, loss: Tensor) -> None:
-        """Clock what came after the last layer."""
+    def finish(self, result: Any) -> None:
+        """Clock what came after the last layer, and led to what the step returned."""
         forward_s = self._now() - self.begun_s
-        self.epilogue = Cost(forward_s, 0.0, self._backward_s(_differentiable(loss)))
+        self.epilogue = Cost(forward_s, 0.0, self._backward_s(_differentiable(result)))
         for index in range(len(self.trunk.layers)):
             self.costs.setdefault(index, Cost())  # a layer that the step does not call
 

@@ -2,11 +2,21 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_parallel.strategies.compressed import NAMED, CompressedDDPStrategy
+from lightning_parallel.strategies.hybrid import HybridParallelStrategy
+from lightning_parallel.strategies.pipeline import PipelineParallelStrategy
 from lightning_parallel.strategies.tensor import TensorParallelStrategy
 
-__all__ = ["TensorParallelStrategy"]
+__all__ = ["CompressedDDPStrategy", "HybridParallelStrategy", "PipelineParallelStrategy", "TensorParallelStrategy"]
 
-if "tensor_parallel" not in StrategyRegistry:
-    StrategyRegistry.register(
-        "tensor_parallel", TensorParallelStrategy, description="Layers divided over ranks, data over replicas"
-    )
+for _name, _strategy, _description in (
+    ("tensor_parallel", TensorParallelStrategy, "Layers divided over ranks, data over replicas"),
+    ("pipeline_parallel", PipelineParallelStrategy, "Runs of layers on stages, data over replicas"),
+    ("hybrid_parallel", HybridParallelStrategy, "Tensor x pipeline x data parallelism"),
+):
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(_name, _strategy, description=_description)
+
+for _name, _build in NAMED.items():
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(_name, _build, description="DDP with compressed gradients")

@@ -11,10 +11,9 @@ from datetime import timedelta
 from typing import Any, Literal, Optional, Union
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH, ReduceOp
@@ -26,9 +25,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
@@ -40,7 +37,7 @@ from lightning_parallel.comm import Group, MeshGroups, liveness
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies import checks, data, replicas
-from lightning_parallel.strategies.launcher import SpawnLauncher
+from lightning_parallel.strategies.launcher import SpawnLauncher, announce_rank, connect
 from lightning_parallel.strategies.precision import mesh_wide_norms, span_mesh
 from lightning_parallel.tensor.sharding import Shard
 
@@ -101,6 +98,20 @@ class MeshStrategy(ParallelStrategy):
     def parallelize(self, module: LightningModule) -> None:
         """Cut `module` in place; called once per module, with the full weights equal on all ranks."""
 
+    def check_optimizers(self) -> None:
+        """Refuse optimizers that would compute something else than on one process."""
+        checks.check_optimizers(self.optimizers, self.parameter_names, self.rules)
+
+    def differentiate(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> None:
+        """Add the gradients of the loss to `.grad`, on this rank alone."""
+        assert self.lightning_module is not None
+        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+
+    @property
+    def counted_elsewhere(self) -> frozenset[str]:
+        """Parameters of this rank that another rank counts in norms."""
+        return frozenset()
+
     def gradient_reducer(self, module: LightningModule) -> GradientReducer:
         """The reducer of the module's gradients, for one `fit`."""
         return GradientReducer(dict(module.named_parameters()), self.groups.data_parallel, compression=self.compression)
@@ -159,8 +170,7 @@ class MeshStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for decorator in (rank_zero_only, utilities_rank_zero_only):
-            decorator.rank = self.global_rank  # type: ignore[attr-defined]
+        announce_rank(self.global_rank)
 
     @override
     def _configure_launcher(self) -> None:
@@ -178,12 +188,9 @@ class MeshStrategy(ParallelStrategy):
         reset_seed()
         if self._groups is None:
             assert self.cluster_environment is not None
-            device_type = self.root_device.type
-            backend = self._process_group_backend or dist.Backend.default_device_backend_map.get(device_type, "gloo")
-            device_id = None if device_type == "cpu" else self.root_device
-            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+            connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
             self._groups = MeshGroups(mesh, timeout=self._timeout)
-            self._device_mesh = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
+            self._device_mesh = init_device_mesh(self.root_device.type, mesh.shape, mesh_dim_names=AXES)
         liveness.start()
         replicas.share_random_state(self.groups.model)
         assert self.lightning_module is not None
@@ -207,7 +214,7 @@ class MeshStrategy(ParallelStrategy):
         data.scope_metrics(module, self.groups)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            checks.check_optimizers(self.optimizers, self.parameter_names, self.rules)
+            self.check_optimizers()
             self._reducer = self.gradient_reducer(module)
             self._epoch_checked = -1
         self.setup_precision_plugin()
@@ -250,21 +257,24 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._begin_step((args, kwargs))
+        with mesh_wide_norms(self):  # under manual optimization modules clip inside their step
+            return super().training_step(*args, **kwargs)
+
+    def _begin_step(self, batch: Any) -> None:
         assert self.lightning_module is not None
         if self._epoch_checked != self.lightning_module.current_epoch:
-            checks.check_same_batch((args, kwargs), self.groups.model)
+            checks.check_same_batch(batch, self.groups.model)
             self._epoch_checked = self.lightning_module.current_epoch
         if self._reducer is not None:
             self._reducer.refresh()
-        with mesh_wide_norms(self):  # under manual optimization modules clip inside their step
-            return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        self.differentiate(closure_loss, optimizer, *args, **kwargs)
         if self._reducer is not None:
             self._reducer.reduce()  # before `on_after_backward`, which sees final gradients
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
@@ -303,10 +313,7 @@ class MeshStrategy(ParallelStrategy):
         group: Optional[Any] = None,
         reduce_op: Optional[Union[ReduceOp, str]] = "mean",
     ) -> Union[Tensor, Any]:
-        """Reduce over the data-parallel replicas, unless another `group` is given.
-
-        The ranks of one replica hold the same value already: a mean or sum over all ranks would count it repeatedly.
-        """
+        """Reduce over the replicas, unless another `group` is given: the ranks of one replica hold the same value."""
         if not isinstance(tensor, Tensor):
             return tensor
         if group is None and self.groups.data_parallel.process_group is None:
@@ -345,12 +352,17 @@ class MeshStrategy(ParallelStrategy):
     def _tensor_group(self) -> Group:
         return self.groups.tensor_parallel
 
+    @property
+    def _keeps_values(self) -> bool:
+        """Whether what is merged over the tensor axis is needed on this rank."""
+        return self.is_global_zero
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full state dict, with values on rank 0 only; called on every rank."""
         assert self.lightning_module is not None
         state = self.lightning_module.state_dict()
-        return checkpoints.merge_state_dict(state, self.rules, self._tensor_group, keep=self.is_global_zero)
+        return checkpoints.merge_state_dict(state, self.rules, self._tensor_group, keep=self._keeps_values)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -365,7 +377,7 @@ class MeshStrategy(ParallelStrategy):
         """The state of `optimizer` with full tensors, values on rank 0 only; called on every rank."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return checkpoints.merge_optimizer_state(
-            inner, self.parameter_names, self.rules, self._tensor_group, keep=self.is_global_zero
+            inner, self.parameter_names, self.rules, self._tensor_group, keep=self._keeps_values
         )
 
     @override

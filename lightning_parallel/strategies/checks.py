@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.strategies.replicas import fingerprint
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["check_callbacks", "check_optimizers", "check_same_batch"]
+__all__ = [
+    "check_callbacks",
+    "check_optimizers",
+    "check_pipeline_arguments",
+    "check_pipeline_module",
+    "check_pipeline_optimizers",
+    "check_same_batch",
+    "positional_arguments",
+]
 
 # Optimizers of torch whose update of one element depends on the other elements of the tensor.
 WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", "Adafactor", "Muon"}
@@ -71,3 +83,65 @@ def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], 
                 f" {len(sharded) - 1} other parameters are divided over tensor-parallel ranks. Use an elementwise"
                 " optimizer (SGD, Adam, AdamW, ...) for them, or keep them whole with `plan={'...': 'replicate'}`"
             )
+
+
+def check_pipeline_arguments(schedule: str, num_microbatches: Any, virtual_stages: Any) -> None:
+    """Check what can be checked before there are any processes.
+
+    Raises:
+        ValueError: If the schedule is unknown, or a number is not a positive integer.
+    """
+    if schedule != "auto" and schedule not in SCHEDULES:
+        raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)} or 'auto', got {schedule!r}")
+    for name, value in (("num_microbatches", num_microbatches), ("virtual_stages", virtual_stages)):
+        automatic = name == "num_microbatches" and value == "auto"
+        if not automatic and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(
+                f"`{name}` must be a positive integer{' or auto' * (name != 'virtual_stages')}, got {value!r}"
+            )
+
+
+def check_pipeline_module(module: LightningModule) -> None:
+    """Refuse what has no meaning where a batch goes through several ranks in parts.
+
+    Raises:
+        ValueError: With the reason and a way out.
+    """
+    kind = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"`{kind}` optimizes manually, but in a pipeline the gradients are computed inside the training step; set"
+            " `automatic_optimization = True`, or use TensorParallelStrategy"
+        )
+    if is_overridden("backward", module):
+        raise ValueError(
+            f"`{kind}` overrides `backward`, which a pipeline never calls: each stage differentiates its own part."
+            " Remove it, or use TensorParallelStrategy"
+        )
+    if getattr(module, "_compiler_ctx", None) is not None or getattr(module, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            f"`{kind}` was compiled as a whole, but a stage runs only a part of it; compile its layers instead, in"
+            " `configure_model` or `__init__`"
+        )
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+            raise ValueError(f"`{kind}.{name}` takes a `dataloader_iter`; a pipeline needs the batch, to split it")
+
+
+def check_pipeline_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that look at all parameters at once, of which a stage holds some.
+
+    Raises:
+        ValueError: If there is an LBFGS.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError("`LBFGS` computes with all parameters at once, which are on several pipeline stages")
+
+
+def positional_arguments(method: Callable[..., Any]) -> int:
+    """How many positional arguments `method` takes at most."""
+    kinds = [parameter.kind for parameter in inspect.signature(method).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return sys.maxsize
+    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)

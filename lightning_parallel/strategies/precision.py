@@ -58,7 +58,7 @@ def strategy_norm(strategy: MeshStrategy, gradients: Iterable[Tensor], norm_type
         if parameter.grad is not None
     }
     named = {names.get(id(gradient), f"unnamed {index}"): gradient for index, gradient in enumerate(gradients)}
-    return total_norm(named, strategy.rules, strategy.groups, norm_type)
+    return total_norm(named, strategy.rules, strategy.groups, norm_type, strategy.counted_elsewhere)
 
 
 def _unscale_together(unscale: Callable[..., dict[Any, Tensor]], strategy: MeshStrategy) -> Callable[..., Any]:

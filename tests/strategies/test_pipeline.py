@@ -1,0 +1,164 @@
+"""PipelineParallelStrategy and HybridParallelStrategy against one process, through the Trainer."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, comm
+from tests.harness import distributed
+from tests.strategies.models import Samples, loader, trainer_for
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Deep(LightningModule):
+    """Repeated blocks between an embedding and a head; logs, counts, and remembers what it did."""
+
+    def __init__(self, blocks=4, lr=0.1, momentum=0.9):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Linear(12, 8)
+        self.blocks = nn.ModuleList(Block(8) for _ in range(blocks))
+        self.head = nn.Linear(8, 5)
+        self.accuracy = MulticlassAccuracy(5, average="micro")
+        self.mean = MeanMetric()
+        self.lr, self.momentum = lr, momentum
+        self.losses, self.hooks, self.outs = [], [], []
+        self.seen = 0
+        self.double()
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("largest", logits.max(), reduce_fx="max", sync_dist=True)
+        self.accuracy(logits, y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.losses.append(loss.detach())
+        self.seen += len(x)
+        return {"loss": loss, "logits": logits.detach()}
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        self.mean.update(loss, weight=len(x))
+        self.log_dict({"val_loss": loss, "val_mean": self.mean}, sync_dist=True)
+        self.outs.append(loss)
+
+    def on_validation_epoch_end(self):
+        self.log("val_by_hand", torch.stack(self.outs).mean(), sync_dist=True)
+        self.outs.clear()
+
+    def on_before_zero_grad(self, optimizer):
+        self.hooks.append("zero_grad")
+
+    def on_before_backward(self, loss):
+        self.hooks.append("before_backward")
+
+    def on_after_backward(self):
+        self.hooks.append("after_backward")
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.hooks.append(tuple(outputs["logits"].shape))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+
+def fit(module, strategy, devices, replicas=1, ckpt_path=None, **options):
+    rank = comm.Group.of().rank if devices > 1 else 0
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(devices))
+    trainer = trainer_for(strategy, devices, **{"num_sanity_val_steps": 1, **options})
+    replica = rank // (devices // replicas) if devices > 1 else 0
+    trainer.fit(module, loader(replicas, replica), loader(replicas, replica), ckpt_path=ckpt_path)
+    return trainer
+
+
+def assert_same(trainer, module, expected_trainer, expected):
+    full = trainer.strategy.lightning_module_state_dict()
+    if trainer.global_rank == 0:
+        assert list(full) == list(expected.state_dict())
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(full[name], tensor, rtol=1e-10, atol=1e-12, msg=f"{name} differs")
+    assert trainer.callback_metrics.keys() == expected_trainer.callback_metrics.keys()
+    for key, value in expected_trainer.callback_metrics.items():
+        torch.testing.assert_close(
+            trainer.callback_metrics[key].double(), value.double(), rtol=1e-6, atol=1e-7, msg=f"{key} differs"
+        )
+
+
+LAYOUTS = [
+    (4, {"pipeline_parallel_size": 4}, 1),
+    (4, {"pipeline_parallel_size": 2, "data_parallel_size": 2}, 2),
+    (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 1),
+]
+
+
+@pytest.mark.parametrize(("devices", "sizes", "replicas"), LAYOUTS)
+@pytest.mark.parametrize("clip", [None, ("norm", 0.3), ("value", 0.01)])
+@distributed(world_size=4)
+def test_training_equals_one_process(devices, sizes, replicas, clip):
+    options = {} if clip is None else {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]}
+    expected, module = Deep(), Deep()
+    expected_trainer = fit(expected, "auto", 1, **options)
+    trainer = fit(module, HybridParallelStrategy(num_microbatches=3, **sizes), devices, replicas, **options)
+    assert_same(trainer, module, expected_trainer, expected)
+    if replicas == 1:
+        torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-10)
+        assert (module.hooks, module.seen) == (expected.hooks, expected.seen)
+    assert sum(p.numel() for p in module.parameters()) < 0.75 * sum(p.numel() for p in expected.parameters())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv", "auto"])
+@distributed(world_size=2)
+def test_schedules(schedule):
+    expected, module = Deep(), Deep()
+    options = {"max_epochs": 1, "accumulate_grad_batches": 2}
+    expected_trainer = fit(expected, "auto", 1, **options)
+    strategy = PipelineParallelStrategy(2, schedule=schedule)
+    assert_same(fit(module, strategy, 2, **options), module, expected_trainer, expected)
+
+
+@distributed(world_size=2)
+def test_validate_test_and_predict(group):
+    class Predicting(Deep):
+        def test_step(self, batch, index):
+            self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+        def predict_step(self, batch, index):
+            return {"logits": self(batch[0]), "labels": batch[1]}
+
+    expected, module = Predicting(), Predicting()
+    data = DataLoader(Samples(), batch_size=7)
+    os.environ.update(LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE="1")
+    one = trainer_for()
+    oracle = one.validate(expected, data, verbose=False), one.test(expected, data, verbose=False)
+    predicted = one.predict(expected, data)
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    many = trainer_for(PipelineParallelStrategy(2, num_microbatches=2), 2)
+    found = many.validate(module, data, verbose=False), many.test(module, data, verbose=False)
+    for mine, theirs in zip(found, oracle):
+        assert mine[0] == pytest.approx(theirs[0], rel=1e-6)
+    for mine, theirs in zip(many.predict(module, data), predicted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
