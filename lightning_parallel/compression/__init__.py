@@ -12,6 +12,7 @@ How it is built, from the outside in:
   feedback (`feedback.py`) surrounds the method: it offers a work tensor, the method leaves in it what was not sent.
 * A method is a generator of requests (`exchange.py`): it yields what is to be summed, gathered or swapped and is sent
   the answer. All methods of a bucket run in lockstep and their requests of one kind travel in one collective.
+* `HookState` and `compression_hook` (`hooks.py`) bring the gradients of `DistributedDataParallel` to a reducer.
 * State lives in a `Memory` (`memory.py`), by parameter name, current beside next, so that rolling back is free.
 
 A skipped step leaves non-finite gradients on every rank alike and makes `reduce_` return False.
@@ -19,6 +20,7 @@ A skipped step leaves non-finite gradients on every rank alike and makes `reduce
 
 from lightning_parallel.compression.auto import Auto
 from lightning_parallel.compression.compressor import Compressor, Dense
+from lightning_parallel.compression.hooks import HookState, compression_hook
 from lightning_parallel.compression.policy import Policy
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Cast, Quantize, Sign
@@ -32,6 +34,7 @@ __all__ = [
     "Cast",
     "Compressor",
     "Dense",
+    "HookState",
     "Policy",
     "PowerSGD",
     "Quantize",
@@ -41,4 +44,5 @@ __all__ = [
     "Sign",
     "Step",
     "TopK",
+    "compression_hook",
 ]

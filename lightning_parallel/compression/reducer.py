@@ -184,11 +184,15 @@ class Step:
         """Remember a tensor, equal on all ranks, that is non-finite where a gradient on any rank was."""
         self._suspects.append(received.detach().sum(dtype=working_dtype(received.dtype)))
 
+    @property
+    def finite(self) -> bool:
+        """Whether every gradient so far was finite on every rank."""
+        return all(bool(torch.stack(some).isfinite().all()) for some in _by_kind(self._suspects))
+
     def commit(self) -> bool:
         """End the step; False, and no trace of it, if a gradient was not finite on any rank."""
         self._open = False
-        finite = all(bool(torch.stack(some).isfinite().all()) for some in _by_kind(self._suspects))
-        if not finite:
+        if not self.finite:
             self.memory.rollback()
             return False
         self.memory.commit()
