@@ -27,7 +27,8 @@ LAYERS = {
     "__init__": 6,
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
-PURE = {"mesh.py", "recorder.py", "pipeline/schedule.py", "pipeline/simulate.py"}
+PURE = {"mesh.py", "pipeline/schedule.py", "pipeline/simulate.py"}
+PURE |= {f"recorder/{name}.py" for name in ("__init__", "ledger", "recorder", "spans")}
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 60
 

@@ -1,0 +1,309 @@
+"""The recorder in use, and what opens and closes spans in it."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Any, Protocol
+
+from lightning_parallel.recorder.ledger import Ledger
+from lightning_parallel.recorder.spans import Span, Window
+
+__all__ = [
+    "Calls",
+    "DeviceClock",
+    "Flight",
+    "OpenSpan",
+    "Recorder",
+    "activate",
+    "active",
+    "span",
+]
+
+Facts = tuple[Any, ...]
+
+
+class DeviceClock(Protocol):
+    """Tells when a device gets to a point in its queue, without waiting for it."""
+
+    def mark(self) -> Any:
+        """Put a mark into the queue."""
+
+    def completion(self, work: Any) -> Any:
+        """A mark that is passed when `work` is complete."""
+
+    def passed(self, mark: Any) -> bool:
+        """Whether the device has passed `mark`."""
+
+    def read(self, mark: Any) -> int:
+        """When the device passed `mark`, in `perf_counter_ns`."""
+
+    def synchronize(self) -> None:
+        """Wait for the device to pass all marks."""
+
+
+class Calls:
+    """The collectives of one group in the order of their issue: how many, and a digest that is equal where they are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.digest = 0
+        self.recent: deque[tuple[int, str, int | None, str | None]] = deque(maxlen=256)
+
+    def add(self, op: str, num_bytes: int | None, dtype: str | None) -> int:
+        """Count a call; returns its number in the group, from 0."""
+        kind = zlib.crc32(f"{op} {num_bytes} {dtype}".encode())
+        self.digest = (self.digest * 31 + kind) & 0xFFFFFFFF
+        self.recent.append((self.count, op, num_bytes, dtype))
+        self.count += 1
+        return self.count - 1
+
+
+class Flight:
+    """A communication that has begun.
+
+    Attributes:
+        complete: When it was over, where something tells: nanoseconds, or a mark of the device clock.
+    """
+
+    __slots__ = ("_held", "_recorder", "axis", "bytes", "complete", "dtype", "op", "peer", "ranks", "sequence", "start")
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        op: str,
+        axis: str,
+        ranks: tuple[int, ...],
+        num_bytes: int | None,
+        dtype: str | None,
+        peer: int | None,
+    ) -> None:
+        self._recorder, self._held = recorder, list[Any]()
+        self.op, self.axis, self.ranks, self.bytes, self.dtype, self.peer = op, axis, ranks, num_bytes, dtype, peer
+        self.sequence = recorder.calls_of(ranks, op, peer).add(op, num_bytes, dtype)
+        self.complete: Any = None
+        self.start: Any = recorder.now()
+        recorder.in_flight[id(self)] = self
+
+    def __enter__(self) -> None:
+        """The calling thread is held up: a message between stages is a wait for the pipeline."""
+        self._held.append(self._recorder.enter("communication_exposed" if self.peer is None else "pipeline_wait"))
+
+    def __exit__(self, *_: object) -> None:
+        self._held.append(self._recorder.leave())
+
+    def land(self) -> None:
+        """The calling thread has the result."""
+        recorder = self._recorder
+        recorder.in_flight.pop(id(self), None)
+        end = self._held[-1] if self._held else recorder.now()
+        group = (self.ranks, self.peer, self.dtype, threading.get_ident(), self.sequence)
+        facts = ("communication", self.op, recorder.step, None, None, self.axis, self.op, self.bytes, *group)
+        recorder.add(facts, self.start, end, self.complete, *self._held)
+
+
+class Recorder:
+    """The last `capacity` spans of this process, and the ledger of its main thread.
+
+    Args:
+        capacity: Spans kept; older ones are dropped.
+        clock: Tells the time of the device; None where the host computes.
+
+    Attributes:
+        step: Number of the open window.
+        now: Reads the clock: nanoseconds, or a mark of the device clock.
+        in_flight: Communications that have begun and not ended.
+        calls: What was issued in each group.
+    """
+
+    def __init__(self, capacity: int = 100_000, clock: DeviceClock | None = None) -> None:
+        self.spans: deque[Span] = deque(maxlen=capacity)
+        self.step = 0
+        self.main_thread = threading.get_ident()
+        self.clock = clock
+        self.now: Callable[[], Any] = perf_counter_ns if clock is None else clock.mark
+        self.in_flight: dict[int, Flight] = {}
+        self.calls: dict[tuple[Any, ...], Calls] = {}
+        self._ledger = Ledger(perf_counter_ns())
+        self._start_ns = self._ledger.last_ns
+        self._ended: list[Span] = []
+        self._windows: list[Window] = []
+        self._unread: deque[tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = deque()
+
+    # ------------------------------------------------------------------------------------------------------- phases
+
+    def is_main_thread(self) -> bool:
+        """Whether the caller is the thread that trains; autograd's device threads count, as they run in its stead."""
+        if threading.get_ident() == self.main_thread:
+            return True
+        return isinstance(threading.current_thread(), threading._DummyThread)
+
+    def enter(self, phase: str) -> Any:
+        """Charge the main thread's time to `phase`, until `leave`; returns `now()`."""
+        now = self.now()
+        if self.is_main_thread():
+            self._put(self._ledger.enter, (phase,), now)
+        return now
+
+    def leave(self) -> Any:
+        """End the innermost phase; returns `now()`."""
+        now = self.now()
+        if self.is_main_thread():
+            self._put(self._ledger.leave, (), now)
+        return now
+
+    def move(self, phase: str, duration_ns: int) -> None:
+        """Charge the last `duration_ns` to `phase` instead of the innermost one."""
+        if self.is_main_thread():
+            self._put(self._ledger.move, (phase, duration_ns), self.now())
+
+    # -------------------------------------------------------------------------------------------------------- spans
+
+    def add(self, facts: Facts, start: Any, end: Any, complete: Any = None, *held: Any) -> None:
+        """Keep a finished span, with its times as `now()` gave them.
+
+        Args:
+            facts: The fields of `Span` in their order, but those that are times.
+            start: When it began.
+            end: When it ended.
+            complete: When a communication was over, if that is known.
+            held: From when to when the calling thread was held up, any number of times.
+        """
+        self._put(self._keep, (facts,), start, end, complete, *held)
+
+    def calls_of(self, ranks: tuple[int, ...], op: str = "", peer: int | None = None) -> Calls:
+        """What was issued in the group of `ranks`; messages count apart, by peer and direction."""
+        key = ranks if peer is None else (ranks, op, peer)
+        if key not in self.calls:
+            self.calls[key] = Calls()
+        return self.calls[key]
+
+    def last_steps(self, count: int) -> list[Span]:
+        """The spans of the last `count` steps, oldest first; from any thread."""
+        first = self.step - count
+        return [span for span in list(self.spans) if span.step > first]
+
+    def _keep(self, facts: Facts, start_ns: int, end_ns: int, complete_ns: int | None, *held_ns: int) -> None:
+        category, name, step, stage, microbatch, axis, op, num_bytes, ranks, peer, dtype, thread, sequence = facts
+        blocked_ns = sum(held_ns[1::2]) - sum(held_ns[::2]) if held_ns else 0
+        in_flight = None if complete_ns is None else complete_ns - start_ns
+        where = (stage, microbatch, axis, op, num_bytes)
+        span = Span(
+            category, name, start_ns, end_ns, step, *where, blocked_ns, ranks, peer, dtype, thread, in_flight, sequence
+        )
+        self.spans.append(span)
+        self._ended.append(span)
+
+    # ------------------------------------------------------------------------------------------------------ windows
+
+    def close_step(self, wait: bool = False) -> list[Window]:
+        """End the step; returns the steps known since the last call: this one, where the host computes.
+
+        Args:
+            wait: Wait for the device, so that this step is among them.
+        """
+        self._put(self._close, (self.step,), self.now())
+        self.step += 1
+        if self.clock is not None:
+            if wait:
+                self.clock.synchronize()
+            self._read()
+        windows, self._windows = self._windows, []
+        return windows
+
+    def _close(self, step: int, now_ns: int) -> None:
+        phases = self._ledger.close(now_ns)
+        self._windows.append(Window(step, self._start_ns, now_ns, phases, self._ended))
+        self._ended, self._start_ns = [], now_ns
+
+    def _put(self, function: Callable[..., Any], arguments: tuple[Any, ...], *times: Any) -> None:
+        if self.clock is None:
+            function(*arguments, *times)
+        else:
+            self._unread.append((function, arguments, times))
+
+    def _read(self) -> None:
+        """Do what was put off, as far as the device has got."""
+        clock, unread = self.clock, self._unread
+        assert clock is not None
+        while unread:
+            function, arguments, marks = unread[0]
+            if not all(mark is None or clock.passed(mark) for mark in marks):
+                return
+            function(*arguments, *(None if mark is None else clock.read(mark) for mark in marks))
+            unread.popleft()
+
+
+_active: Recorder | None = None
+
+
+def active() -> Recorder | None:
+    """The recorder in use, if any."""
+    return _active
+
+
+@contextmanager
+def activate(recorder: Recorder) -> Iterator[Recorder]:
+    """Record into `recorder` inside the block."""
+    global _active
+    before, _active = _active, recorder
+    try:
+        yield recorder
+    finally:
+        _active = before
+
+
+def span(
+    name: str,
+    phase: str | None = None,
+    category: str = "phase",
+    stage: int | None = None,
+    microbatch: int | None = None,
+) -> OpenSpan:
+    """Record the block as a span, and charge its time to `phase` where one is given."""
+    if _active is None:
+        return _NOTHING
+    return _Recording(_active, phase, (category, name, _active.step, stage, microbatch))
+
+
+class OpenSpan(AbstractContextManager["OpenSpan"]):
+    """A span that has begun, or nothing where nothing is recorded."""
+
+    __slots__ = ()
+
+    def restart(self) -> None:
+        """Let the span begin now: what came before was waiting."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class _Recording(OpenSpan):
+    __slots__ = ("_facts", "_phase", "_recorder", "_start")
+
+    def __init__(self, recorder: Recorder, phase: str | None, facts: tuple[Any, ...]) -> None:
+        self._recorder, self._phase, self._facts = recorder, phase, facts
+
+    def __enter__(self) -> OpenSpan:
+        self._start = self._recorder.now() if self._phase is None else self._recorder.enter(self._phase)
+        return self
+
+    def restart(self) -> None:
+        self._start = self._recorder.now()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end = self._recorder.now() if self._phase is None else self._recorder.leave()
+        facts = (*self._facts, None, None, None, (), None, None, threading.get_ident(), None)
+        self._recorder.add(facts, self._start, end)
+
+
+_NOTHING = OpenSpan()
