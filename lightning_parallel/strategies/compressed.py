@@ -1,0 +1,136 @@
+"""Gradient compression under Lightning's `DDPStrategy`, and what all strategies with compression have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
+
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_parallel.compression import (
+    Auto,
+    BlockTopK,
+    Cast,
+    HookState,
+    PowerSGD,
+    Quantize,
+    RandomK,
+    Reducer,
+    Sign,
+    TopK,
+    compression_hook,
+)
+
+__all__ = ["NAMED", "CompressedDDPStrategy", "SavesCompression"]
+
+KEY = "compression"  # of the state in a Lightning checkpoint
+
+
+class SavesCompression(Strategy):
+    """Keeps the state of `compression` in Lightning's checkpoints, beside that of the optimizers."""
+
+    compression: Reducer
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Optional[Any] = None
+    ) -> None:
+        if "optimizer_states" in checkpoint:  # absent where only weights are saved
+            checkpoint[KEY] = self.compression.gather_state()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if KEY in checkpoint:
+            self.compression.load_state_dict(checkpoint[KEY])
+
+    def _skip_step(self) -> None:
+        """Leave no gradient behind: optimizers pass over parameters without one."""
+        assert self.lightning_module is not None
+        for parameter in self.lightning_module.parameters():
+            parameter.grad = None
+        rank_zero_warn("A gradient was not finite on some rank: this step changes nothing.")
+
+
+class CompressedDDPStrategy(SavesCompression, DDPStrategy):
+    """Lightning's `DDPStrategy` with compressed gradients, on CPU too.
+
+    Gradients are compressed while backward still runs. A step in which a gradient is not finite on some rank is
+    skipped on all of them and leaves no trace; under `16-mixed` the gradient scaler does that, otherwise the strategy.
+    The compressor's memory is part of the checkpoint: training resumes bit for bit on as many ranks.
+
+    Args:
+        compression: Computes the mean of the gradients.
+        kwargs: Everything that `DDPStrategy` takes, arguments of `DistributedDataParallel` included, but a
+            communication hook.
+
+    Raises:
+        ValueError: If a communication hook is given as well.
+    """
+
+    def __init__(self, compression: Reducer, **kwargs: Any) -> None:
+        hooks = {"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"} & kwargs.keys()
+        given = sorted(name for name in hooks if kwargs[name] is not None)
+        if given:
+            raise ValueError(
+                f"`compression` is a communication hook, and DDP has room for one: found {', '.join(given)} as well. "
+                "Use `DDPStrategy` for another hook."
+            )
+        super().__init__(**kwargs)
+        self.compression = compression
+        self._hook_state: HookState | None = None
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        # Lightning registers none on CPU.
+        assert isinstance(self.model, DistributedDataParallel)
+        self._hook_state = HookState(
+            self.compression,
+            self.model,
+            scaler=getattr(self.precision_plugin, "scaler", None),
+            bucket_bytes=self.model.bucket_bytes_cap,
+            timeout=self._timeout,
+        )
+        self.model.register_comm_hook(self._hook_state, compression_hook)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._hook_state is None or not self.model.require_backward_grad_sync:  # type: ignore[union-attr]
+            return
+        if not self._hook_state.finish() and getattr(self.precision_plugin, "scaler", None) is None:
+            self._skip_step()
+
+    @override
+    def teardown(self) -> None:
+        if self._hook_state is not None:
+            self._hook_state.close()
+            self._hook_state = None
+        super().teardown()
+
+
+def _named(make: Callable[..., Reducer], *arguments: Any) -> Callable[[], CompressedDDPStrategy]:
+    """Builds a strategy with a compressor of its own, as compressors remember."""
+    return lambda: CompressedDDPStrategy(make(*arguments))
+
+
+NAMED: dict[str, Callable[[], CompressedDDPStrategy]] = {
+    "ddp_auto": _named(Auto),
+    "ddp_bf16": _named(Cast, "bf16"),
+    "ddp_blocktopk": _named(BlockTopK),
+    "ddp_fp16": _named(Cast, "fp16"),
+    "ddp_int4": _named(Quantize, 4),
+    "ddp_int8": _named(Quantize, 8),
+    "ddp_powersgd": _named(PowerSGD),
+    "ddp_randomk": _named(RandomK),
+    "ddp_sign": _named(Sign),
+    "ddp_topk": _named(TopK),
+}
+"""DDP with a compressor as it comes, by the name of the strategy."""

@@ -1,0 +1,267 @@
+"""Compressed gradients under DDP, through the Trainer."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import CompressedDDPStrategy, Policy, PowerSGD, Quantize, Sign, TopK, comm
+from lightning_parallel.compression import Dense, HookState, compression_hook
+from tests.harness import distributed
+from tests.strategies.models import Net, loader, trainer_for
+
+SMALL = {"min_numel": 16}
+TWO_BUCKETS = {"bucket_cap_mb": 0.001}
+COMPRESSORS = {
+    "powersgd": lambda: PowerSGD(2, **SMALL),
+    "alternating": lambda: PowerSGD(2, alternate=True, **SMALL),
+    "topk_int8": lambda: TopK(0.1, **SMALL) | Quantize(8),
+    "int8": lambda: Quantize(8, **SMALL),
+    "sign": lambda: Sign(**SMALL),
+    "policy": lambda: Policy({"net.0*": None, "*": PowerSGD(1, **SMALL)}),
+}
+
+
+def fit(module, strategy, group, ckpt_path=None, **kwargs):
+    trainer = trainer_for(strategy, group.size, **kwargs)
+    trainer.fit(module, loader(group.size, group.rank), ckpt_path=ckpt_path)
+    return trainer
+
+
+def same_on_all_ranks(module, group):
+    return all(torch.equal(p, q) for p in module.parameters() for q in comm.all_gather(p.detach()[None].clone(), group))
+
+
+def assert_equal(module, expected):
+    for (name, tensor), other in zip(module.state_dict().items(), expected.state_dict().values()):
+        assert torch.equal(tensor, other), name
+
+
+class Equal(Callback):
+    """Replicas are bitwise equal after every step."""
+
+    def __init__(self, group):
+        self.group, self.steps = group, 0
+
+    def on_train_batch_end(self, trainer, module, *_):
+        assert same_on_all_ranks(module, self.group)
+        self.steps += 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("options", [{}, TWO_BUCKETS, {"static_graph": True}, {"find_unused_parameters": True}])
+@distributed(world_size=2)
+def test_plain_means_equal_ddp(options, accumulate, group):
+    if "static_graph" in options and accumulate > 1:
+        pytest.skip("DDP itself cannot do this")
+    expected, module = Net().double(), Net().double()
+    fit(expected, DDPStrategy(**options), group, accumulate_grad_batches=accumulate)
+    trainer = fit(module, CompressedDDPStrategy(Dense(), **options), group, accumulate_grad_batches=accumulate)
+    assert_equal(module, expected)
+    assert trainer.strategy.compression.step == trainer.global_step == 8 // accumulate, "optimizer steps, not backwards"
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@distributed(world_size=4)
+def test_replicas_stay_equal(name, group):
+    watch, module, before = Equal(group), Net().double(), Net().double()
+    fit(module, CompressedDDPStrategy(COMPRESSORS[name](), **TWO_BUCKETS), group, callbacks=[watch])
+    assert watch.steps == 8
+    assert not torch.equal(module.net[0].weight, before.net[0].weight)
+
+
+@distributed(world_size=2)
+def test_global_generator_is_left_alone(group):
+    states = []
+    for strategy in (DDPStrategy(), CompressedDDPStrategy(Quantize(4, stochastic=True, feedback=None, **SMALL))):
+        fit(Net().double(), strategy, group)  # seeds
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@distributed(world_size=4)
+def test_resumes_bit_for_bit(name, group, tmp_path):
+    def strategy():
+        return CompressedDDPStrategy(COMPRESSORS[name](), **TWO_BUCKETS)
+
+    whole, first, second = Net().double(), Net().double(), Net().double()
+    fit(whole, strategy(), group)
+    fit(first, strategy(), group, max_epochs=1).save_checkpoint(tmp_path / "first.ckpt")
+    comm.barrier(group)
+    trainer = fit(second, strategy(), group, ckpt_path=tmp_path / "first.ckpt")
+    assert_equal(second, whole)
+    assert trainer.strategy.compression.step == 8
+    assert comm.all_gather_object(trainer.strategy.compression.residual_norm, group) != [0.0] * 4
+    torch.load(tmp_path / "first.ckpt", weights_only=True)
+
+
+def train(module, strategy, group, batches, **kwargs):
+    trainer = trainer_for(strategy, group.size, max_epochs=1, use_distributed_sampler=False, **kwargs)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return trainer
+
+
+def batches_of(group):
+    return [[x, y] for x, y in loader(group.size, group.rank)]
+
+
+class Scaled(MixedPrecision):
+    """Scales the loss as `16-mixed` does, but computes as it is."""
+
+    def __init__(self, **kwargs):
+        super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", **kwargs))
+
+    @contextlib.contextmanager
+    def forward_context(self):
+        yield
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", COMPRESSORS)
+@distributed(world_size=2)
+def test_overflow_on_one_rank_leaves_no_trace(name, scaled, group):
+    def plugins():
+        return [Scaled(init_scale=2.0**8)] if scaled else None
+
+    module, expected, batches = Net().double(), Net().double(), batches_of(group)
+    strategy = CompressedDDPStrategy(COMPRESSORS[name](), **TWO_BUCKETS)
+    train(expected, strategy, group, [batches[0], *batches[2:]], plugins=plugins())
+    if group.rank == 1:
+        batches[1] = [batches[1][0] * torch.inf, batches[1][1]]
+    watch, compressor = Equal(group), COMPRESSORS[name]()
+    train(
+        module,
+        CompressedDDPStrategy(compressor, **TWO_BUCKETS),
+        group,
+        batches,
+        callbacks=[watch],
+        plugins=plugins(),
+    )
+    assert compressor.step == 3
+    assert watch.steps == 4
+    assert_equal(module, expected)
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@distributed(world_size=2)
+def test_residuals_are_free_of_the_loss_scale(name, group):
+    """The scale is doubled at every step; powers of two round nothing."""
+    module, expected = Net().double(), Net().double()
+    fit(expected, CompressedDDPStrategy(COMPRESSORS[name]()), group)
+    fit(module, CompressedDDPStrategy(COMPRESSORS[name]()), group, plugins=[Scaled(growth_interval=1)])
+    assert_equal(module, expected)
+
+
+class Unused(Net):
+    """Has a layer that is used in the first half of the batches only, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra, self.frozen = nn.Linear(12, 12), nn.Linear(12, 12).requires_grad_(False)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        x = self.frozen(x)
+        return super().training_step((self.extra(x) if index < 2 else x, y), index)
+
+
+class Watch(Callback):
+    """The residual of the extra layer, and its weight, after each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        residual = trainer.strategy.compression.state_dict()["residual"]["extra.weight"]
+        self.seen.append((residual, module.extra.weight.detach().clone(), module.extra.weight.grad))
+
+
+@distributed(world_size=2)
+def test_residual_of_an_unused_parameter_waits(group):
+    module, watch = Unused().double(), Watch()
+    strategy = CompressedDDPStrategy(TopK(0.1, **SMALL), find_unused_parameters=True, **TWO_BUCKETS)
+    module.momentum = 0.0
+    fit(module, strategy, group, callbacks=[watch], max_epochs=1)
+    assert watch.seen[1][0].any()
+    assert torch.equal(watch.seen[1][0], watch.seen[3][0])
+    assert torch.equal(watch.seen[1][1], watch.seen[3][1])
+    assert watch.seen[3][2] is None
+    assert not [name for name in strategy.compression.state_dict()["residual"] if "frozen" in name]
+
+
+@distributed(world_size=2)
+def test_manual_optimization(group):
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+
+    module, expected = Manual().double(), Net().double()
+    fit(expected, CompressedDDPStrategy(PowerSGD(2, **SMALL)), group)
+    fit(module, CompressedDDPStrategy(PowerSGD(2, **SMALL)), group)
+    assert_equal(module, expected)
+
+
+@distributed(world_size=2)
+def test_fit_validate_and_fit_again(group):
+    module, strategy = Net().double(), CompressedDDPStrategy(TopK(0.1, **SMALL))
+    trainer = trainer_for(strategy, group.size, max_epochs=1)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, loader(group.size, group.rank), loader(group.size, group.rank))
+        trainer.validate(module, loader(group.size, group.rank), verbose=False)
+    assert strategy.compression.step == 8
+    assert not [t for t in threading.enumerate() if "compression" in t.name], "threads end with their fit"
+
+
+@distributed(world_size=2)
+def test_dense_checkpoint_starts_compression(group, tmp_path):
+    module = Net().double()
+    fit(module, DDPStrategy(), group, max_epochs=1).save_checkpoint(tmp_path / "dense.ckpt")
+    comm.barrier(group)
+    trainer = fit(Net().double(), CompressedDDPStrategy(TopK(0.1)), group, ckpt_path=tmp_path / "dense.ckpt")
+    assert trainer.strategy.compression.step == 4
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    trainer.save_checkpoint(tmp_path / "all.ckpt")
+    comm.barrier(group)
+    assert "compression" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    fit(Net().double(), DDPStrategy(), group, ckpt_path=tmp_path / "all.ckpt", max_epochs=3)
+
+
+@distributed(world_size=2)
+def test_lightnings_own_strategy_takes_the_hook(group):
+    """On CUDA; on CPU Lightning passes over it."""
+    module = Net()
+    state = HookState(PowerSGD(2), module)
+    trainer = fit(module.double(), DDPStrategy(ddp_comm_state=state, ddp_comm_hook=compression_hook), group)
+    assert state.compressor.step == (trainer.global_step if trainer.strategy.root_device.type == "cuda" else 0)
+
+
+def test_one_hook_only():
+    with pytest.raises(ValueError, match="ddp_comm_hook"):
+        CompressedDDPStrategy(PowerSGD(4), ddp_comm_hook=compression_hook)
+
+
+def test_names_build_compressors_of_their_own():
+    names = [
+        name
+        for name in StrategyRegistry
+        if name.startswith("ddp_") and "compressed" in StrategyRegistry[name]["description"]
+    ]
+    assert {"ddp_powersgd", "ddp_topk", "ddp_int8", "ddp_sign", "ddp_bf16"} <= set(names)
+    for name in names:
+        one, other = StrategyRegistry.get(name), StrategyRegistry.get(name)
+        assert name == name.lower()
+        assert isinstance(one, CompressedDDPStrategy)
+        assert one.compression is not other.compression
