@@ -1,0 +1,92 @@
+"""Gradient compression between the replicas of a mesh: its groups, its loss scale, its part of a checkpoint.
+
+Every rank of a replica compresses the gradients it holds, so there is one state per position in the replica. In a
+checkpoint, under `compression`, is the state of the only position as `gather_state()` gives it, or
+
+    {"layout": "mesh", "model": [pipeline, tensor], "step": int, "positions": [state, ...]}
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_parallel import comm
+from lightning_parallel.mesh import DATA
+
+if TYPE_CHECKING:
+    from lightning_parallel.strategies.base import MeshStrategy
+
+__all__ = ["KEY", "follow_scale", "reducer_options", "restore", "save", "skip_uncounted"]
+
+KEY = "compression"
+
+
+def reducer_options(strategy: MeshStrategy) -> dict[str, Any]:
+    """What the strategy's `GradientReducer` has to know about compression; every rank of the mesh must ask."""
+    if strategy.compression is None:
+        return {}
+    return {
+        "compression": strategy.compression,
+        "side_group": strategy.groups.another(DATA),
+        "replica_group": strategy.groups.model,
+    }
+
+
+def follow_scale(strategy: MeshStrategy) -> None:
+    """Tell the compressor what gradients will be multiplied by, as it remembers them without that."""
+    scaler = getattr(strategy.precision_plugin, "scaler", None)
+    if strategy.compression is not None and scaler is not None:
+        strategy.compression.scale = float(scaler.get_scale())
+
+
+def skip_uncounted(strategy: MeshStrategy) -> None:
+    """Leave no gradient of a forgotten step to the optimizer, unless a gradient scaler skips the step by itself."""
+    reducer, scaled = strategy._reducer, getattr(strategy.precision_plugin, "scaler", None) is not None
+    if reducer is None or reducer.counted or scaled:
+        return
+    assert strategy.lightning_module is not None
+    for parameter in strategy.lightning_module.parameters():
+        parameter.grad = None
+    rank_zero_warn("A gradient was not finite on some rank: this step changes nothing.")
+
+
+def save(strategy: MeshStrategy, checkpoint: dict[str, Any]) -> None:
+    """Add the compressor's state to a checkpoint that holds more than weights; every rank must call it."""
+    if strategy.compression is None or "optimizer_states" not in checkpoint:
+        return
+    groups = strategy.groups
+    state = strategy.compression.gather_state(groups.data_parallel)
+    if groups.model.size > 1:
+        state = pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), state)
+        positions = comm.all_gather_object(state, groups.model)
+        step = strategy.compression.step
+        state = {"layout": "mesh", "model": _model(strategy), "step": step, "positions": positions}
+    checkpoint[KEY] = state
+
+
+def restore(strategy: MeshStrategy, checkpoint: dict[str, Any]) -> None:
+    """Continue from the compressor's state in `checkpoint`, if it has one and a fit begins."""
+    assert strategy.lightning_module is not None
+    fitting = strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING
+    if strategy.compression is None or KEY not in checkpoint or not fitting:
+        return
+    state, group = checkpoint[KEY], strategy.groups.data_parallel
+    saved = state["model"] if state["layout"] == "mesh" else [1, 1]
+    if saved == _model(strategy):
+        mine = state["positions"][strategy.groups.model.rank] if state["layout"] == "mesh" else state
+        strategy.compression.load_state_dict(mine, group)
+        return
+    rank_zero_warn(
+        f"The checkpoint's compression state is that of {saved[0]} pipeline x {saved[1]} tensor ranks per replica, "
+        f"there are {' x '.join(map(str, _model(strategy)))} now: what was not sent yet is forgotten."
+    )
+    strategy.compression.step = int(state["step"])
+
+
+def _model(strategy: MeshStrategy) -> list[int]:
+    return [strategy.mesh.pipeline_parallel, strategy.mesh.tensor_parallel]
