@@ -1,11 +1,15 @@
 """Collectives against what they mean, and what they record."""
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.mesh import Mesh
+from lightning_parallel.recorder import Recorder, activate, span
 from tests.harness import RankError, distributed, run
 
 
@@ -92,3 +96,56 @@ def test_the_harness_shows_every_failing_rank_and_recovers():
     with pytest.raises(RankError, match="(?s)rank 0.*rank 1: error.*this rank fails"):
         run(_fail_on_rank_one, 2, deadline_s=5)
     test_send_and_receive()
+
+
+def _late(rank, seconds):
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
+
+
+@distributed(world_size=2)
+def test_a_recorder_sees_what_was_exposed_and_what_was_hidden(group):
+    large = torch.ones(1 << 20)  # beyond what two ranks exchange directly, so that its completion is reported
+    recorder = Recorder()
+    comm.barrier(group)
+    recorder.close_step()
+    with activate(recorder):
+        _late(1, 0.08)
+        pending = comm.all_reduce_(large, group, async_op=True)
+        with span("compute", phase="forward"):
+            _late(0, 0.05)
+        pending.wait()
+        (window,) = recorder.close_step()
+    found = next(entry for entry in window.spans if entry.category == "communication")
+    assert (found.op, found.axis, found.bytes, found.dtype, found.ranks, found.sequence) == (
+        "all_reduce",
+        "world",
+        4 << 20,
+        "float32",
+        (0, 1),
+        0,
+    )
+    assert sum(window.phases.values()) == window.wall_ns
+    exposed = window.phases["communication_exposed"]
+    assert exposed == found.blocked_ns
+    if group.rank == 0:
+        assert 0.025e9 < exposed < 0.06e9
+        assert found.complete_ns - found.start_ns - exposed == pytest.approx(0.05e9, abs=0.015e9)
+
+
+@distributed(world_size=2)
+def test_a_recorder_sees_messages_and_objects(group):
+    recorder = Recorder()
+    with activate(recorder):
+        comm.broadcast_object("x", group)
+        if group.rank == 0:
+            time.sleep(0.03)
+            comm.isend(torch.ones(4), group, 1).wait()
+        else:
+            comm.irecv(torch.ones(4), group, 0).wait()
+        (window,) = recorder.close_step()
+    broadcast, message = window.spans
+    assert (broadcast.op, broadcast.bytes) == ("broadcast_object", None)
+    assert (message.op, message.bytes, message.peer) == (("send", "recv")[group.rank], 16, 1 - group.rank)
+    assert group.rank == 0 or window.phases["pipeline_wait"] > 0.02e9
+    assert not recorder.in_flight

@@ -71,7 +71,7 @@ def test_windows_hold_the_spans_that_ended_in_them():
         (second,) = recorder.close_step()
     (span,) = first.spans
     assert (span.category, span.name, span.step, span.stage, span.microbatch) == ("pipeline", "1F0", 0, 1, 0)
-    assert span.end_ns - span.start_ns < 5e6 < first.phases["forward"]
+    assert span.end_ns - span.start_ns < first.phases["forward"] - 0.01e9
     assert (second.step, second.spans, second.start_ns) == (1, [], first.end_ns)
     assert sum(first.phases.values()) == first.wall_ns
 
@@ -112,9 +112,9 @@ def test_a_communication_is_in_flight_until_it_lands():
     (window,) = recorder.close_step()
     (span,) = window.spans
     assert not recorder.in_flight
-    assert 0.04e9 < span.end_ns - span.start_ns
-    assert 0.01e9 < span.complete_ns - span.start_ns < 0.03e9
-    assert 0.01e9 < span.blocked_ns == window.phases["communication_exposed"] < 0.03e9
+    assert span.start_ns + 0.01e9 < span.complete_ns < span.end_ns - 0.03e9
+    assert span.blocked_ns == window.phases["communication_exposed"]
+    assert 0.01e9 < span.blocked_ns < span.end_ns - span.start_ns - 0.03e9
 
 
 def test_calls_of_a_group_are_numbered_and_compared_by_digest():

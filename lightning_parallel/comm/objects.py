@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.comm.records import explain
+from lightning_parallel.comm.records import explain, recorded
 
 __all__ = ["agree", "all_gather_object", "barrier", "broadcast_object", "raise_together"]
 
@@ -20,7 +20,8 @@ def all_gather_object(value: T, group: Group) -> list[T]:
         return [value]
     values: list[Any] = [None] * group.size
     try:
-        dist.all_gather_object(values, value, group=group.process_group)
+        with recorded("all_gather_object", group):
+            dist.all_gather_object(values, value, group=group.process_group)
     except RuntimeError as error:
         explain(error, "all_gather_object", group)
     return values
@@ -32,7 +33,8 @@ def broadcast_object(value: T, group: Group, source: int = 0) -> T:
         return value
     values: list[Any] = [value]
     try:
-        dist.broadcast_object_list(values, group.ranks[source], group=group.process_group)
+        with recorded("broadcast_object", group):
+            dist.broadcast_object_list(values, group.ranks[source], group=group.process_group)
     except RuntimeError as error:
         explain(error, "broadcast_object", group)
     return values[0]
@@ -42,7 +44,8 @@ def barrier(group: Group) -> None:
     """Wait until every rank of `group` has arrived."""
     if group.size > 1:
         try:
-            dist.barrier(group=group.process_group)
+            with recorded("barrier", group):
+                dist.barrier(group=group.process_group)
         except RuntimeError as error:
             explain(error, "barrier", group)
 

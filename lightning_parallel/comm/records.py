@@ -11,10 +11,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from lightning_parallel import recorder
 from lightning_parallel.comm import liveness
 from lightning_parallel.comm.groups import Group
+from lightning_parallel.recorder import Flight
 
-__all__ = ["CommRecord", "Done", "Pending", "explain", "observe", "record", "rehearsal"]
+__all__ = ["CommRecord", "Done", "Pending", "explain", "observe", "record", "recorded", "rehearsal"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Pending:
         "_bytes",
         "_complete_ns",
         "_dtype",
+        "_flight",
         "_group",
         "_op",
         "_peer",
@@ -117,27 +120,38 @@ class Pending:
     def launch(self, call: Callable[[], Any]) -> Pending:
         if _rehearsing:
             return self
+        flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer)
         try:
-            self._work = call()
+            with flight:
+                self._work = call()
         except RuntimeError as error:
             explain(error, self._op, self._group)
         self._blocked_ns = time.perf_counter_ns() - self._start_ns
-        if _observers and self._peer is None and dist.get_backend(self._group.process_group) == "gloo":
-            with suppress(AttributeError, RuntimeError):  # not every operation tells
-                self._work.get_future().add_done_callback(self._note_completion)  # runs on a thread of gloo
+        if _observers or flight is not _UNSEEN:
+            self._watch_completion(flight)
         return self
 
+    def _watch_completion(self, flight: Flight | _Unseen) -> None:
+        clock = flight.clock
+        if clock is not None:
+            flight.complete = clock.completion(self._work)
+        elif self._peer is None and dist.get_backend(self._group.process_group) == "gloo":
+            with suppress(AttributeError, RuntimeError):  # not every operation tells
+                self._work.get_future().add_done_callback(self._note_completion)  # runs on a thread of gloo
+
     def _note_completion(self, _: Any) -> None:
-        self._complete_ns = time.perf_counter_ns()
+        self._complete_ns = self._flight.complete = time.perf_counter_ns()
 
     def wait(self) -> Any:
         work, self._work = self._work, None
         if work is not None:
             before = time.perf_counter_ns()
             try:
-                work.wait()
+                with self._flight:
+                    work.wait()
             except RuntimeError as error:
                 explain(error, self._op, self._group)
+            self._flight.land()
             if _observers:
                 self._report(time.perf_counter_ns(), before)
         return self._result() if callable(self._result) else self._result
@@ -170,6 +184,44 @@ class Done(Pending):
 
     def __init__(self, result: Any) -> None:
         self._result, self._work = result, None
+
+
+class _Unseen:
+    """Stands for a `Flight` where nothing is recorded."""
+
+    complete: Any = None
+    clock = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def land(self) -> None:
+        pass
+
+
+_UNSEEN = _Unseen()
+
+
+def _begin(
+    op: str, group: Group, num_bytes: int | None, dtype: torch.dtype | None, peer: int | None = None
+) -> Flight | _Unseen:
+    active = recorder.active()
+    if active is None:
+        return _UNSEEN
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    return Flight(active, op, group.axis, group.ranks, num_bytes, name, peer)
+
+
+@contextmanager
+def recorded(op: str, group: Group) -> Iterator[None]:
+    """Record the block as one call in `group` that keeps the calling thread waiting; how many bytes is not known."""
+    flight = _begin(op, group, None, None)
+    with flight:
+        yield
+    flight.land()
 
 
 def explain(error: RuntimeError, op: str, group: Group) -> NoReturn:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.recorder import span
 
 __all__ = ["Exchange", "Gather", "Operation", "Request", "Seconds", "Sum", "Swap", "Traffic", "run", "sent_bytes"]
 
@@ -80,16 +81,18 @@ def run(exchanges: Sequence[Exchange], group: Group, seconds: Seconds | None = N
     seconds = Seconds() if seconds is None else seconds
     requests: dict[int, Request] = {}
     start = time.perf_counter()
-    for index, exchange in enumerate(exchanges):
-        _advance(exchange, None, index, requests)
+    with span("encode", category="compression"):
+        for index, exchange in enumerate(exchanges):
+            _advance(exchange, None, index, requests)
     seconds.encode += time.perf_counter() - start
     while requests:
         start = time.perf_counter()
         answers = _answer(requests, group)
         answered = time.perf_counter()
         requests = {}
-        for index, answer in answers.items():
-            _advance(exchanges[index], answer, index, requests)
+        with span("decode", category="compression"):
+            for index, answer in answers.items():
+                _advance(exchanges[index], answer, index, requests)
         seconds.wire += answered - start
         seconds.decode += time.perf_counter() - answered
 

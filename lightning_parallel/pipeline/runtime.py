@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel import weight_gradients
+from lightning_parallel import recorder, weight_gradients
 from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule
 from lightning_parallel.pipeline.cut import Cut
@@ -112,6 +112,7 @@ class Run:
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.ready_s = 0.0
+        self.open = recorder.OpenSpan()
 
     def __call__(self) -> StepResult:
         """Run this rank's row.
@@ -130,13 +131,20 @@ class Run:
         self.links.post()
         for action in self.schedule.rows[self.group.rank]:
             self.ready_s = time.perf_counter()
-            handle[action.kind](action)
+            phase = "forward" if action.kind is Kind.F else "backward"
+            with recorder.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
+                handle[action.kind](action)
             timeline.record(self.group.rank, action, self.ready_s, time.perf_counter())
         self.links.finish()
         outputs = [self.outputs[i] for i in sorted(self.outputs)]
         losses = [self.losses[i] * self.weights[i] for i in sorted(self.losses)]
         loss = torch.stack(losses).sum() if losses else None
         return StepResult(outputs, list(self.weights), loss, timeline)
+
+    def _begin(self) -> None:
+        """The inputs of the action are there."""
+        self.ready_s = time.perf_counter()
+        self.open.restart()
 
     def _forward(self, action: Action) -> None:
         _, stage, microbatch = action
@@ -176,7 +184,7 @@ class Run:
     ) -> list[Tensor]:
         message = self.links.receive_activations(action)
         self._check(action, message.boundary, index, leaves, positions)
-        self.ready_s = time.perf_counter()
+        self._begin()
         if action.stage > 0:
             seed_torch(mixed(self.seed + action.microbatch, action.stage))
         flight.received = message.boundary.tensors
@@ -272,7 +280,7 @@ class Run:
             gradients = [torch.full_like(flight.loss, self.weights[microbatch]) * self.scale]
         else:
             roots, gradients = flight.roots, self.links.receive_gradients(action)
-        self.ready_s = time.perf_counter()
+        self._begin()
         if roots:
             torch.autograd.backward(roots, gradients)
         flight.roots, flight.loss = [], None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 __all__ = ["OTHER", "Ledger"]
 
 OTHER = "other"
@@ -22,7 +24,7 @@ class Ledger:
 
     def __init__(self, now_ns: int) -> None:
         self._phases = [OTHER]
-        self._charged: dict[str, int] = {}
+        self._charged: defaultdict[str, int] = defaultdict(int)
         self.last_ns = now_ns
 
     def enter(self, phase: str, now_ns: int) -> None:
@@ -42,16 +44,15 @@ class Ledger:
         current = self._phases[-1]
         moved = min(max(duration_ns, 0), self._charged[current])
         self._charged[current] -= moved
-        self._charged[phase] = self._charged.get(phase, 0) + moved
+        self._charged[phase] += moved
         return moved
 
     def close(self, now_ns: int) -> dict[str, int]:
         """End the window; its nanoseconds by phase add up to its length. The next window begins."""
         self._charge(now_ns)
-        charged, self._charged = self._charged, {}
-        return charged
+        charged, self._charged = self._charged, defaultdict(int)
+        return dict(charged)
 
     def _charge(self, now_ns: int) -> None:
-        current = self._phases[-1]
-        self._charged[current] = self._charged.get(current, 0) + now_ns - self.last_ns
+        self._charged[self._phases[-1]] += now_ns - self.last_ns
         self.last_ns = now_ns

@@ -7,6 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from threading import get_ident
 from time import perf_counter_ns
 from types import TracebackType
 from typing import Any, Protocol
@@ -53,13 +54,17 @@ class Calls:
     def __init__(self) -> None:
         self.count = 0
         self.digest = 0
-        self.recent: deque[tuple[int, str, int | None, str | None]] = deque(maxlen=256)
+        self.recent: deque[tuple[str, int | None, str | None]] = deque(maxlen=256)
+        self._kinds: dict[tuple[str, int | None, str | None], int] = {}
 
     def add(self, op: str, num_bytes: int | None, dtype: str | None) -> int:
         """Count a call; returns its number in the group, from 0."""
-        kind = zlib.crc32(f"{op} {num_bytes} {dtype}".encode())
+        call = (op, num_bytes, dtype)
+        kind = self._kinds.get(call)
+        if kind is None:
+            kind = self._kinds[call] = zlib.crc32(repr(call).encode())
         self.digest = (self.digest * 31 + kind) & 0xFFFFFFFF
-        self.recent.append((self.count, op, num_bytes, dtype))
+        self.recent.append(call)
         self.count += 1
         return self.count - 1
 
@@ -90,6 +95,11 @@ class Flight:
         self.start: Any = recorder.now()
         recorder.in_flight[id(self)] = self
 
+    @property
+    def clock(self) -> DeviceClock | None:
+        """The device clock in use."""
+        return self._recorder.clock
+
     def __enter__(self) -> None:
         """The calling thread is held up: a message between stages is a wait for the pipeline."""
         self._held.append(self._recorder.enter("communication_exposed" if self.peer is None else "pipeline_wait"))
@@ -102,7 +112,7 @@ class Flight:
         recorder = self._recorder
         recorder.in_flight.pop(id(self), None)
         end = self._held[-1] if self._held else recorder.now()
-        group = (self.ranks, self.peer, self.dtype, threading.get_ident(), self.sequence)
+        group = (self.ranks, self.peer, self.dtype, get_ident(), self.sequence)
         facts = ("communication", self.op, recorder.step, None, None, self.axis, self.op, self.bytes, *group)
         recorder.add(facts, self.start, end, self.complete, *self._held)
 
@@ -124,7 +134,7 @@ class Recorder:
     def __init__(self, capacity: int = 100_000, clock: DeviceClock | None = None) -> None:
         self.spans: deque[Span] = deque(maxlen=capacity)
         self.step = 0
-        self.main_thread = threading.get_ident()
+        self.main_thread = get_ident()
         self.clock = clock
         self.now: Callable[[], Any] = perf_counter_ns if clock is None else clock.mark
         self.in_flight: dict[int, Flight] = {}
@@ -139,22 +149,28 @@ class Recorder:
 
     def is_main_thread(self) -> bool:
         """Whether the caller is the thread that trains; autograd's device threads count, as they run in its stead."""
-        if threading.get_ident() == self.main_thread:
+        if get_ident() == self.main_thread:
             return True
         return isinstance(threading.current_thread(), threading._DummyThread)
 
     def enter(self, phase: str) -> Any:
         """Charge the main thread's time to `phase`, until `leave`; returns `now()`."""
         now = self.now()
-        if self.is_main_thread():
-            self._put(self._ledger.enter, (phase,), now)
+        if get_ident() == self.main_thread or self.is_main_thread():
+            if self.clock is None:
+                self._ledger.enter(phase, now)
+            else:
+                self._unread.append((self._ledger.enter, (phase,), (now,)))
         return now
 
     def leave(self) -> Any:
         """End the innermost phase; returns `now()`."""
         now = self.now()
-        if self.is_main_thread():
-            self._put(self._ledger.leave, (), now)
+        if get_ident() == self.main_thread or self.is_main_thread():
+            if self.clock is None:
+                self._ledger.leave(now)
+            else:
+                self._unread.append((self._ledger.leave, (), (now,)))
         return now
 
     def move(self, phase: str, duration_ns: int) -> None:
@@ -174,7 +190,10 @@ class Recorder:
             complete: When a communication was over, if that is known.
             held: From when to when the calling thread was held up, any number of times.
         """
-        self._put(self._keep, (facts,), start, end, complete, *held)
+        if self.clock is None:
+            self._keep(facts, start, end, complete, *held)
+        else:
+            self._unread.append((self._keep, (facts,), (start, end, complete, *held)))
 
     def calls_of(self, ranks: tuple[int, ...], op: str = "", peer: int | None = None) -> Calls:
         """What was issued in the group of `ranks`; messages count apart, by peer and direction."""
@@ -302,7 +321,7 @@ class _Recording(OpenSpan):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = self._recorder.now() if self._phase is None else self._recorder.leave()
-        facts = (*self._facts, None, None, None, (), None, None, threading.get_ident(), None)
+        facts = (*self._facts, None, None, None, (), None, None, get_ident(), None)
         self._recorder.add(facts, self._start, end)
 
 
