@@ -34,19 +34,15 @@ class MeanStep(Protocol):
     @property
     def finite(self) -> bool:
         """Whether every gradient so far was finite on every rank."""
-        ...
 
     def reduce_(self, named_gradients: Mapping[str, Tensor]) -> None:
         """Replace a part of the gradients by their (approximate) mean, in place."""
-        ...
 
     def commit(self) -> bool:
         """Keep what the step has left for the next ones."""
-        ...
 
     def rollback(self) -> None:
         """Forget the step."""
-        ...
 
 
 class MeanReducer(Protocol):
@@ -54,7 +50,6 @@ class MeanReducer(Protocol):
 
     def begin(self, group: Any) -> MeanStep:
         """Start a step over `group`."""
-        ...
 
 
 class _Beside:
@@ -114,6 +109,10 @@ class GradientReducer:
         prepare: Called with the gradients of `prepare_names` before they are reduced, to complete partial ones in
             place (sums over the tensor-parallel group).
         prepare_names: Parameters whose gradients `prepare` completes.
+
+    Attributes:
+        counted: False if a compressor has found a gradient that is not finite and forgotten the last step, on all ranks
+            alike.
     """
 
     def __init__(
@@ -137,8 +136,11 @@ class GradientReducer:
         self._beside: _Beside | None = None
         self._prepare = prepare
         self._prepare_names = prepare_names if prepare is not None else frozenset()
+        self.counted = True
         self._synchronizing = True
         self._hooks: list[Any] = []
+        self._completed: set[str] = set()
+        self._touched = False
         self._trainable: list[bool] = []
         self.refresh()
 
@@ -154,6 +156,8 @@ class GradientReducer:
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._next = 0
         self._launched_anywhere = False
+        for name in self._prepare_names & self._active.keys():
+            self._hooks.append(self._active[name].register_post_accumulate_grad_hook(self._touch))
         if self._overlaps:
             for name, parameter in self._active.items():
                 if name not in self._prepare_names:
@@ -189,6 +193,27 @@ class GradientReducer:
     def synchronizing(self) -> bool:
         """False inside `no_sync()`."""
         return self._synchronizing
+
+    def _touch(self, parameter: Tensor) -> None:
+        self._touched |= self._synchronizing
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass, whose gradients are final afterwards.
+
+        Sums that an earlier pass has completed are put aside meanwhile: they would be summed over the ranks again.
+        """
+        completed = self._completed if self._synchronizing else set()
+        held = {name: grad for name in completed if (grad := self._active[name].grad) is not None}
+        if not self._synchronizing:
+            self._completed = set()  # what accumulates now is partial
+        for name in held:
+            self._active[name].grad = None
+        yield
+        self.reduce()
+        for name, gradient in held.items():
+            new = self._active[name].grad
+            self._active[name].grad = gradient if new is None else gradient.add_(new)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -252,18 +277,21 @@ class GradientReducer:
     @property
     def in_flight(self) -> bool:
         """Whether a backward pass has started to reduce and `reduce()` has not been called."""
-        return any(bucket.ready for bucket in self._buckets)
+        return self._touched or any(bucket.ready for bucket in self._buckets)
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Finish the reduction: afterwards every `.grad` is the mean over the group. Nothing inside `no_sync()`."""
         if not self._synchronizing:
             return
+        self.counted = True
         if self._prepare is not None:
+            self._completed = {name for name in self._active if name in self._prepare_names}
             self._prepare({name: self._gradient_of(name) for name in self._active if name in self._prepare_names})
+            self._touched = False
         try:
             if self._compression is not None:
-                self._compress(self._compression, self._exchange_use())
+                self.counted = self._compress(self._compression, self._exchange_use())
             elif self.group.size > 1:
                 self._launch_rest()
                 self._finish_buckets(self._exchange_use())
@@ -297,32 +325,34 @@ class GradientReducer:
         self._launched_anywhere = bool(shared[-1])
         return {name for name, flag in zip(self._active, shared) if flag}
 
-    def _compress(self, compression: MeanReducer, used: set[str]) -> None:
-        if self._launched_anywhere and self._finish_beside(used):
-            return
+    def _compress(self, compression: MeanReducer, used: set[str]) -> bool:
+        if self._launched_anywhere:
+            counted = self._finish_beside(used)
+            if counted is not None:
+                return counted
         step = compression.begin(self.group)
         try:
             step.reduce_({name: self._gradient_of(name) for name in self._active if name in used})
         except BaseException:
             step.rollback()
             raise
-        self._end(step)
+        return self._end(step)
 
-    def _finish_beside(self, used: set[str]) -> bool:
-        """Launch what is left and put the means into place; False if a gradient has changed since it was sent."""
+    def _finish_beside(self, used: set[str]) -> bool | None:
+        """Launch what is left and put the means into place; None if a gradient has changed since it was sent."""
         for bucket in self._buckets[self._next :]:  # where a rank has launched one, its parameters are all in use
             self._compress_beside({name: self._gradient_of(name) for name in bucket.names if name in used})
         assert self._beside is not None
         means = self._beside.wait()
         if any(bucket.stale for bucket in self._buckets):
             self._beside.step.rollback()
-            return False
-        self._end(self._beside.step)
+            return None
         for name, mean in means.items():
             self._active[name].grad = mean
-        return True
+        return self._end(self._beside.step)
 
-    def _end(self, step: MeanStep) -> None:
+    def _end(self, step: MeanStep) -> bool:
+        """Commit the step if every gradient of the whole model was finite on every rank."""
         finite = step.finite
         if self._replica_group is not None:
             device = next(iter(self._active.values())).device
@@ -331,6 +361,7 @@ class GradientReducer:
             step.commit()
         else:
             step.rollback()
+        return finite
 
     def _launch_rest(self) -> None:
         for bucket in self._buckets:

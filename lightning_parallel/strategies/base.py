@@ -13,17 +13,14 @@ from typing import Any, Literal, Optional, Union
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -32,11 +29,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import checkpoint as checkpoints
-from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups, liveness
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
-from lightning_parallel.strategies import checks, data, replicas
+from lightning_parallel.strategies import checks, compression_axis, data, replicas
+from lightning_parallel.strategies.exchange import MeshCollectives
 from lightning_parallel.strategies.launcher import SpawnLauncher, announce_rank, connect
 from lightning_parallel.strategies.precision import mesh_wide_norms, span_mesh
 from lightning_parallel.tensor.sharding import Shard
@@ -46,7 +43,7 @@ __all__ = ["MeshStrategy", "StartMethod"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(MeshCollectives):
     """Base of the strategies whose ranks form a mesh.
 
     Args:
@@ -76,6 +73,7 @@ class MeshStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if checkpoint_format != "full":
             raise ValueError(f"`checkpoint_format` must be 'full', got {checkpoint_format!r}")
+        checks.check_reducer_argument(compression)
         self.num_nodes = 1
         self.compression = compression
         self._sizes = dict(sizes)
@@ -100,7 +98,10 @@ class MeshStrategy(ParallelStrategy):
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
+        assert self.lightning_module is not None
         checks.check_optimizers(self.optimizers, self.parameter_names, self.rules)
+        for group in (self.groups.tensor_parallel, self.groups.data_parallel):
+            checks.check_agreement(self.lightning_module, self.optimizers, self.parameter_names, group)
 
     def differentiate(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> None:
         """Add the gradients of the loss to `.grad`, on this rank alone."""
@@ -114,7 +115,8 @@ class MeshStrategy(ParallelStrategy):
 
     def gradient_reducer(self, module: LightningModule) -> GradientReducer:
         """The reducer of the module's gradients, for one `fit`."""
-        return GradientReducer(dict(module.named_parameters()), self.groups.data_parallel, compression=self.compression)
+        options = compression_axis.reducer_options(self)
+        return GradientReducer(dict(module.named_parameters()), self.groups.data_parallel, **options)
 
     # ---------------------------------------------------------------------------------- processes, ranks, groups
 
@@ -131,13 +133,6 @@ class MeshStrategy(ParallelStrategy):
                 sizes[DATA] = self.num_nodes  # tensor parallelism inside the node, replicas across nodes
             self._mesh = Mesh.resolve(self.world_size, sizes)
         return self._mesh
-
-    @property
-    def groups(self) -> MeshGroups:
-        """This rank's process groups; there are none before the processes have met."""
-        if self._groups is None:
-            raise RuntimeError("the process groups exist only while the Trainer runs; there is none yet")
-        return self._groups
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -185,7 +180,8 @@ class MeshStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         mesh = self.mesh
-        reset_seed()
+        if self.mesh.data_parallel > 1:
+            reset_seed()  # replicas of one process would go on with its random numbers
         if self._groups is None:
             assert self.cluster_environment is not None
             connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
@@ -268,15 +264,16 @@ class MeshStrategy(ParallelStrategy):
             self._epoch_checked = self.lightning_module.current_epoch
         if self._reducer is not None:
             self._reducer.refresh()
+        compression_axis.follow_scale(self)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self.differentiate(closure_loss, optimizer, *args, **kwargs)
-        if self._reducer is not None:
-            self._reducer.reduce()  # before `on_after_backward`, which sees final gradients
+        with nullcontext() if self._reducer is None else self._reducer.backward():
+            self.differentiate(closure_loss, optimizer, *args, **kwargs)
+        compression_axis.skip_uncounted(self)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -291,6 +288,7 @@ class MeshStrategy(ParallelStrategy):
     ) -> Any:
         if self._reducer is not None and self._reducer.in_flight:
             self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
+            compression_axis.skip_uncounted(self)
         with mesh_wide_norms(self):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None
@@ -303,43 +301,6 @@ class MeshStrategy(ParallelStrategy):
         context: AbstractContextManager = nullcontext() if self._reducer is None else self._reducer.no_sync()
         with context:
             yield
-
-    # -------------------------------------------------------------------------------------- between the processes
-
-    @override
-    def reduce(
-        self,
-        tensor: Union[Tensor, Any],
-        group: Optional[Any] = None,
-        reduce_op: Optional[Union[ReduceOp, str]] = "mean",
-    ) -> Union[Tensor, Any]:
-        """Reduce over the replicas, unless another `group` is given: the ranks of one replica hold the same value."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if group is None and self.groups.data_parallel.process_group is None:
-            return tensor
-        return _sync_ddp_if_available(tensor, group or self.groups.data_parallel.process_group, reduce_op=reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        verdict = torch.tensor(int(decision), device=self.root_device)
-        return bool(comm.all_reduce_(verdict, self.groups.world, "min" if all else "max"))
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Optional[Any] = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the data-parallel replicas, unless another `group` is given: (replicas, *shape)."""
-        if group is None and self.groups.data_parallel.process_group is None:
-            return tensor.unsqueeze(0) if self.world_size > 1 else tensor
-        return super().all_gather(tensor, group or self.groups.data_parallel.process_group, sync_grads)
-
-    @override
-    def barrier(self, name: Optional[str] = None) -> None:
-        if self._groups is not None:
-            comm.barrier(self.groups.world)
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        return comm.broadcast_object(obj, self.groups.world, src) if self._groups is not None else obj
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -389,9 +350,16 @@ class MeshStrategy(ParallelStrategy):
         super().load_optimizer_state_dict({"optimizer_states": local})
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        compression_axis.save(self, checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: Optional[bool] = None) -> dict[str, Any]:
         # Ranks may name the best checkpoint after their own replica's metric: all take that of rank 0.
-        return super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+        checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+        compression_axis.restore(self, checkpoint)
+        return checkpoint
 
     @property
     def parameter_names(self) -> dict[int, str]:

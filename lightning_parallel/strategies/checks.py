@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils import _pytree as pytree
 
@@ -21,7 +21,10 @@ from lightning_parallel.strategies.replicas import fingerprint
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
+    "check_agreement",
     "check_callbacks",
+    "check_plan_argument",
+    "check_reducer_argument",
     "check_optimizers",
     "check_pipeline_arguments",
     "check_pipeline_module",
@@ -29,6 +32,10 @@ __all__ = [
     "check_same_batch",
     "positional_arguments",
 ]
+
+AVERAGING = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
 
 # Optimizers of torch whose update of one element depends on the other elements of the tensor.
 WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", "Adafactor", "Muon"}
@@ -57,13 +64,39 @@ def check_same_batch(batch: Any, group: Group) -> None:
 
 
 def check_callbacks(trainer: Trainer) -> None:
-    """Refuse the search for the largest batch: when one rank runs out of memory, its peers wait for it.
+    """Refuse callbacks that cannot do their work on a part of the model.
 
     Raises:
-        ValueError: If the Trainer has a `BatchSizeFinder`.
+        ValueError: If the Trainer searches for the largest batch, where a rank that runs out of memory leaves its peers
+            waiting, or averages weights, of which the callback takes a copy before the model is divided.
     """
+    averaging = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, AVERAGING)]  # type: ignore[attr-defined]
+    if averaging and trainer.world_size > 1:
+        raise ValueError(
+            f"`{averaging[0]}` copies the model before it is divided over the ranks, and would average other weights;"
+            " remove the callback, or average checkpoints afterwards"
+        )
     if trainer.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ValueError("the batch size cannot be searched for on several ranks; set it, or search on one device")
+
+
+def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[int, str], group: Group) -> None:
+    """See that the ranks of `group`, which hold the same parameters or pieces of them, train them alike.
+
+    Raises:
+        ValueError: On every rank, if they differ in what is frozen, or in the settings of an optimizer.
+    """
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    comm.agree("which parameters are trained", trained, group)
+    settings = {
+        f"{type(optimizer).__name__} {index}.{number}": (
+            {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str, tuple))},
+            [names.get(id(parameter)) for parameter in options["params"]],
+        )
+        for index, optimizer in enumerate(optimizers)
+        for number, options in enumerate(optimizer.param_groups)
+    }
+    comm.agree("the optimizers", settings, group)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:
@@ -83,6 +116,29 @@ def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], 
                 f" {len(sharded) - 1} other parameters are divided over tensor-parallel ranks. Use an elementwise"
                 " optimizer (SGD, Adam, AdamW, ...) for them, or keep them whole with `plan={'...': 'replicate'}`"
             )
+
+
+def check_plan_argument(plan: Any) -> None:
+    """Check the form of a plan.
+
+    Raises:
+        TypeError: If it is neither `auto` nor a dict from globs to styles.
+    """
+    if plan != "auto" and not isinstance(plan, Mapping):
+        raise TypeError(f"`plan` must be 'auto' or a dict from globs over module paths to styles, got {plan!r}")
+    for pattern, style in ({} if plan == "auto" else plan).items():
+        if not isinstance(pattern, str) or not (isinstance(style, str) or hasattr(style, "rules")):
+            raise TypeError(f"`plan` must map globs over module paths to styles, got {{{pattern!r}: {style!r}}}")
+
+
+def check_reducer_argument(compression: Any) -> None:
+    """Check that what was given as `compression` is a compressor.
+
+    Raises:
+        TypeError: If it is not.
+    """
+    if compression is not None and not hasattr(compression, "reduce_"):
+        raise TypeError(f"`compression` must be a compressor such as PowerSGD(rank=4), got {compression!r}")
 
 
 def check_pipeline_arguments(schedule: str, num_microbatches: Any, virtual_stages: Any) -> None:

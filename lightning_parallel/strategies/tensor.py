@@ -20,9 +20,10 @@ from lightning_parallel.checkpoint import rules_by_name
 from lightning_parallel.compression import Reducer
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA, TENSOR
+from lightning_parallel.strategies import checks, compression_axis
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.strategies.parallelize import shard_tensors
-from lightning_parallel.tensor.audit import audited
+from lightning_parallel.tensor.audit import audited, check_loss
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
@@ -88,6 +89,7 @@ class TensorParallelStrategy(MeshStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        checks.check_plan_argument(plan)
         self.plan = plan
         self.sequence_parallel = sequence_parallel
         self._sharding: Sharding | None = None
@@ -109,7 +111,11 @@ class TensorParallelStrategy(MeshStrategy):
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         with audited(self.lightning_module, self._sharding):  # the first batch of a run
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, torch.Tensor):
+            check_loss(loss)
+        return output
 
     @override
     def gradient_reducer(self, module: LightningModule) -> GradientReducer:
@@ -118,7 +124,7 @@ class TensorParallelStrategy(MeshStrategy):
         return GradientReducer(
             dict(module.named_parameters()),
             self.groups.data_parallel,
-            compression=self.compression,
+            **compression_axis.reducer_options(self),
             prepare=partial(reduce_partial_, rules=self.rules, group=group) if partial_names else None,
             prepare_names=partial_names,
         )

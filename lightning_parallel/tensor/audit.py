@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.tensor.plan import Sharding
 
-__all__ = ["audited"]
+__all__ = ["audited", "check_loss"]
 
 # With the parameter as a later argument these take its dtype and device only.
 CASTS = {"to", "type_as"}
@@ -37,6 +37,41 @@ def audited(module: nn.Module, sharding: Sharding) -> AbstractContextManager[Any
         for inner in module.modules()
     )
     return nullcontext() if compiled else _Audit(module, sharding)
+
+
+# Backward nodes of what joins the pieces of a divided tensor, and of what divides a whole one (see `linear.py` and
+# `collectives.py`).
+JOINS = {"_RowBackward", "_ReduceBackward", "_GatherBackward", "_AllGatherBackward"}
+DIVIDES = {"_ColumnBackward", "_ScatterBackward"}
+
+
+def check_loss(loss: Tensor) -> None:
+    """Follow the graph of `loss` back: divided activations must not reach it but through what joins them.
+
+    Raises:
+        RuntimeError: If the loss depends on this rank's piece of an activation.
+    """
+    todo: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
+    seen: set[tuple[Any, bool]] = set()
+    while todo:
+        node, inside = todo.pop()
+        if node is None or (node, inside) in seen:
+            continue
+        seen.add((node, inside))
+        name = node.name()
+        along_sequence = name == "_RowBackward" and node.lengths is not None
+        if not inside and (name in DIVIDES or along_sequence):
+            raise RuntimeError(
+                "the loss depends on an activation of which each rank holds only a piece (hidden features, attention"
+                f" weights; met at {name.removesuffix('Backward')}), so it would differ from that of one process. Let"
+                " the layer that makes it gather its output: plan={..., '<its path>': 'column_gather'}"
+            )
+        if name in JOINS and not along_sequence:
+            inside = True
+        elif name in DIVIDES:
+            lengths = node.gradient.inputs.lengths if name == "_ColumnBackward" and node.gradient is not None else None
+            inside = lengths is not None
+        todo += [(following, inside) for following, _ in node.next_functions]
 
 
 class _Audit(TorchFunctionMode):

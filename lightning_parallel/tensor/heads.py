@@ -114,7 +114,7 @@ def complete(module: nn.Module, styles: MutableMapping[str, Style], edits: Edits
             continue
         others = _others(attention)
         own = any(True for _ in attention.parameters(recurse=False))
-        if own or any(parameter.shape[-1:] != (heads.size,) for _, parameter in others):
+        if own or any(tuple(parameter.shape) != (heads.size,) for _, parameter in others):
             styles.update({full: gathered(style) for full, style in styles.items() if full.startswith(prefix)})
             continue
         styles.update(cut)

@@ -251,9 +251,9 @@ class ColumnLinear(_DividedLinear):
     gather_output: bool
     inputs: Inputs
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out / ranks), or (..., out) when the output is gathered."""
-        y = column_linear(x, self.weight, self.bias, self.inputs, self.transposed)
+        y = column_linear(input, self.weight, self.bias, self.inputs, self.transposed)
         if self.gather_output:
             return _gather(y, self.cut, self.group)
         if self.region is not None and self.training:
@@ -276,10 +276,11 @@ class RowLinear(_DividedLinear):
     split_input: bool
     lengths: SequenceLengths | None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(..., in / ranks), or (..., in) when the layer divides its input, -> (..., out)."""
         if self.region is not None:
             self.region.close()
+        x = input
         if self.split_input:
             x = _split(x, self.cut, self.group)
         return row_linear(x, self.weight, self.bias, self.group, self.lengths, self.transposed)
@@ -302,12 +303,13 @@ class VocabEmbedding(nn.Embedding):
     group: Group
     lengths: SequenceLengths | None
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """(...) -> (..., features).
 
         Raises:
             IndexError: If a token is outside of the whole vocabulary (on the CPU; on CUDA it gives zeros).
         """
+        tokens = input
         if tokens.device.type == "cpu" and tokens.numel():
             low, high = tokens.aminmax()
             if low < 0 or high >= self.num_embeddings:
@@ -349,7 +351,8 @@ def _cut(parts: Sequence[Part | int] | None, unit: int, features: int, ranks: in
 
 def _gather(y: Tensor, cut: Shard, group: Group) -> Tensor:
     full = gather_from_group(y, group, -1, cut.sizes)
-    return full if cut.consecutive else cut.merge(full.split(cut.sizes, -1))
+    full = full if cut.consecutive else cut.merge(full.split(cut.sizes, -1))
+    return full.contiguous()  # as the output of a linear layer is: code may `view` it
 
 
 def _split(x: Tensor, cut: Shard, group: Group) -> Tensor:

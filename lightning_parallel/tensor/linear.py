@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -68,6 +69,22 @@ def row_linear(
         lengths: With sequence parallelism, y is this rank's part of the sequence.
     """
     return _Row.apply(x, weight, bias, group, lengths, transposed)
+
+
+def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward that refuses to be differentiated itself, instead of leaving out a term."""
+    plain = once_differentiable(backward)
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "gradients of gradients (`create_graph=True`) through layers that are divided over ranks are not"
+                " supported; keep those layers whole with plan={...: 'replicate'}"
+            )
+        return plain(ctx, *gradients)
+
+    return checked
 
 
 class SequenceLengths:
@@ -215,7 +232,7 @@ class _Enter(Function):
         return x.detach() if whole is x else whole  # shares the version of `x`, but does not keep it alive
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, *_: None) -> tuple[Any, ...]:
         grad = ctx.gradient.collect(ctx.shape)
         return None if grad is None else grad.to(ctx.dtype), None, None
@@ -234,7 +251,7 @@ class _Column(Function):
         return _linear(x, matrix, bias, transposed)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, matrix = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
@@ -270,7 +287,7 @@ class _Row(Function):
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, matrix = ctx.saved_tensors
         local = grad.reshape(-1, grad.shape[-1])

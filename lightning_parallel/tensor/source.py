@@ -121,6 +121,11 @@ def _parsed(method: object) -> ast.AST | None:
     if not inspect.isroutine(function):
         return None
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return None
+    itself = next(iter(inspect.signature(function).parameters), "self")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == itself:
+            node.id = "self"  # whatever its author calls it
+    return tree

@@ -104,7 +104,21 @@ class Trials:
 
 def _structure(block: nn.Module) -> tuple[object, ...]:
     parameters = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-    return (parameters, tuple(type(child) for child in block.modules()))
+    return (parameters, tuple((type(child), _settings(child)) for child in block.modules()))
+
+
+# Attributes that number the layers of a model, and do not change what they do.
+POSITIONS = {"layer_idx", "layer_id", "layer_number", "index", "idx"}
+
+
+def _settings(module: nn.Module) -> tuple[object, ...]:
+    """What the behaviour of a module may depend on beside its class."""
+    return tuple(
+        (name, getattr(value, "__code__", value))
+        for name, value in sorted(vars(module).items())
+        if name not in POSITIONS
+        and (value is None or isinstance(value, (bool, int, float, str)) or hasattr(value, "__code__"))
+    )
 
 
 def _copy(block: nn.Module) -> nn.Module:

@@ -1,8 +1,10 @@
 """Processes started by the Trainer, as functions, by torchrun and from YAML; and what happens when one dies."""
 
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -75,7 +77,14 @@ def test_torchrun(tmp_path):
 
 
 def test_a_rank_that_dies_is_named(tmp_path):
-    out, err = _run(tmp_path, "SCRIPT", "popen", DIES="1")
+    # Started one by one: a launcher would end the others as soon as it sees that one is gone.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    there = {"DIES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(_run, tmp_path, "SCRIPT", "popen", LOCAL_RANK=str(rank), **there) for rank in range(2)]
+        out, err = runs[0].result()
     assert "DONE" not in out
     assert "[rank 0] all_reduce along tensor_parallel" in err
     assert "rank 1 is gone" in err

@@ -285,6 +285,16 @@ def test_one_replica_reads_what_one_process_reads(group, shuffle):
 
 
 @distributed(world_size=2)
+def test_all_gather_spans_the_replicas():
+    class Gathering(Net):
+        def training_step(self, batch, index):
+            assert self.all_gather(torch.ones(3)).shape == (1, 3)
+            return super().training_step(batch, index)
+
+    fit_parallel(Gathering().double(), 2, 2, max_epochs=1)
+
+
+@distributed(world_size=2)
 def test_running_statistics_are_those_of_ddp(group):
     def build():
         module = Net().double()

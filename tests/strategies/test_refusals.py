@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
 from torch import nn
 
 from lightning_parallel import TensorParallelStrategy
@@ -83,3 +83,57 @@ def test_a_step_that_computes_with_pieces_of_parameters(regulariser):
 
     with pytest.raises(RuntimeError, match=r"computes with `net.\d.weight` outside of its layer.*'replicate'"):
         fit_parallel(Regularised().double(), 2, 2)
+
+
+class Hidden(Net):
+    """Its loss looks at hidden features."""
+
+    def training_step(self, batch, index):
+        hidden = self.net[:2](batch[0])
+        return super().training_step(batch, index) + 1e-3 * hidden.square().mean()
+
+
+class Penalty(Net):
+    """Its loss has the gradient with respect to the input."""
+
+    def training_step(self, batch, index):
+        x = batch[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return super().training_step(batch, index) + gradient.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Hidden, "each rank holds only a piece"), (Penalty, r"gradients of gradients .* are not supported")],
+)
+@distributed(world_size=2)
+def test_losses_that_would_differ_from_one_process(kind, message):
+    with pytest.raises(RuntimeError, match=message):
+        fit_parallel(kind().double(), 2, 2)
+
+
+@distributed(world_size=2)
+def test_ranks_that_train_differently(group):
+    frozen, other = Net().double(), Net(lr=0.1 + 0.1 * group.rank).double()
+    frozen.net[0].requires_grad_(group.rank == 0)
+    with pytest.raises(ValueError, match="which parameters are trained must be the same"):
+        fit_parallel(frozen, 2, 2)
+    with pytest.raises(ValueError, match="the optimizers must be the same"):
+        fit_parallel(other, 2, 2)
+
+
+@pytest.mark.parametrize("plan", [None, "colum", ["net.0"], {"net.0": 3}, {0: "column"}])
+def test_plans_of_a_wrong_form(plan):
+    with pytest.raises(TypeError, match="`plan` must"):
+        TensorParallelStrategy(2, plan=plan)
+
+
+def test_a_reducer_of_a_wrong_form():
+    with pytest.raises(TypeError, match="`compression` must be a compressor"):
+        TensorParallelStrategy(2, compression="powersgd")
+
+
+@distributed(world_size=2)
+def test_callbacks_that_copy_the_whole_model():
+    with pytest.raises(ValueError, match="copies the model before it is divided"):
+        fit_parallel(Net().double(), 2, 2, callbacks=[StochasticWeightAveraging(1e-2)])
