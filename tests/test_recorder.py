@@ -122,7 +122,7 @@ def test_calls_of_a_group_are_numbered_and_compared_by_digest():
         recorder = Recorder()
         for op in ops:
             Flight(recorder, op, "world", (0, 1), 4, "float32", None).land()
-        return recorder.calls_of((0, 1)), [span.sequence for span in recorder.spans]
+        return recorder.calls_of("world", (0, 1)), [span.sequence for span in recorder.spans]
 
     same, numbers = issue("all_reduce", "broadcast")
     assert numbers == [0, 1]
@@ -135,7 +135,7 @@ def test_messages_to_different_peers_are_numbered_apart():
     for op, peer in (("send", 1), ("recv", 1), ("send", 1), ("send", 2)):
         Flight(recorder, op, "pipeline_parallel", (0, 1, 2), 4, "float32", peer).land()
     assert [span.sequence for span in recorder.spans] == [0, 0, 1, 0]
-    assert recorder.calls_of((0, 1, 2)).count == 0
+    assert recorder.calls_of("pipeline_parallel", (0, 1, 2)).count == 0
 
 
 def test_times_of_a_device_are_read_when_it_has_got_there():

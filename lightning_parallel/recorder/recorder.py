@@ -90,7 +90,7 @@ class Flight:
     ) -> None:
         self._recorder, self._held = recorder, list[Any]()
         self.op, self.axis, self.ranks, self.bytes, self.dtype, self.peer = op, axis, ranks, num_bytes, dtype, peer
-        self.sequence = recorder.calls_of(ranks, op, peer).add(op, num_bytes, dtype)
+        self.sequence = recorder.calls_of(axis, ranks, op, peer).add(op, num_bytes, dtype)
         self.complete: Any = None
         self.start: Any = recorder.now()
         recorder.in_flight[id(self)] = self
@@ -101,8 +101,9 @@ class Flight:
         return self._recorder.clock
 
     def __enter__(self) -> None:
-        """The calling thread is held up: a message between stages is a wait for the pipeline."""
-        self._held.append(self._recorder.enter("communication_exposed" if self.peer is None else "pipeline_wait"))
+        """The calling thread is held up, between stages by the pipeline."""
+        between_stages = self.peer is not None or self.axis == "pipeline_parallel"
+        self._held.append(self._recorder.enter("pipeline_wait" if between_stages else "communication_exposed"))
 
     def __exit__(self, *_: object) -> None:
         self._held.append(self._recorder.leave())
@@ -128,7 +129,7 @@ class Recorder:
         step: Number of the open window.
         now: Reads the clock: nanoseconds, or a mark of the device clock.
         in_flight: Communications that have begun and not ended.
-        calls: What was issued in each group.
+        calls: What was issued in each group, by axis and ranks; messages by axis, ranks, operation and peer.
     """
 
     def __init__(self, capacity: int = 100_000, clock: DeviceClock | None = None) -> None:
@@ -195,9 +196,9 @@ class Recorder:
         else:
             self._unread.append((self._keep, (facts,), (start, end, complete, *held)))
 
-    def calls_of(self, ranks: tuple[int, ...], op: str = "", peer: int | None = None) -> Calls:
-        """What was issued in the group of `ranks`; messages count apart, by peer and direction."""
-        key = ranks if peer is None else (ranks, op, peer)
+    def calls_of(self, axis: str, ranks: tuple[int, ...], op: str = "", peer: int | None = None) -> Calls:
+        """What was issued in a group; messages count apart, by peer and direction."""
+        key = (axis, ranks) if peer is None else (axis, ranks, op, peer)
         if key not in self.calls:
             self.calls[key] = Calls()
         return self.calls[key]
