@@ -24,7 +24,7 @@ from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Voca
 from lightning_parallel.tensor.rng import connect
 from lightning_parallel.tensor.sequence import divide_sequence
 from lightning_parallel.tensor.sharding import Shard
-from lightning_parallel.tensor.source import computes_with_parameters
+from lightning_parallel.tensor.source import computes_with_parameters, read_elsewhere
 
 __all__ = ["STYLES", "Plan", "Sharding", "UserPlan", "apply_plan", "parse_plan", "resolve_ties", "style_named"]
 
@@ -174,6 +174,11 @@ def resolve_ties(module: nn.Module, plan: Plan, ranks: int) -> None:
     for paths in _tied(modules):
         tied = [modules[path] for path in paths]
         if not any(path in plan.styles for path in paths):
+            continue
+        if any(read_elsewhere(module, path) for path in paths):
+            for path in paths:
+                plan.styles.pop(path, None)
+                plan.notes[path] = "whole: other code reads its weight, or that of a module that shares it"
             continue
         if all(is_native(owner, nn.Embedding) or is_linear(owner) for owner in tied):
             for path, owner in zip(paths, tied):

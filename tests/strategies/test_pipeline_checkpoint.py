@@ -1,0 +1,110 @@
+"""One ordinary checkpoint from every layout, for every layout and for stock Lightning."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_parallel import HybridParallelStrategy, comm
+from tests.harness import distributed
+from tests.strategies.test_pipeline import Deep, fit
+
+LAYOUTS = {
+    "stock": None,
+    "pipeline 4": ({"pipeline_parallel_size": 4}, 1),
+    "pipeline 2 x 2 stages, data 2": ({"pipeline_parallel_size": 2, "schedule": "interleaved_1f1b"}, 2),
+    "pipeline 2, tensor 2": ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 1),
+    "tensor 2, data 2": ({"tensor_parallel_size": 2}, 2),
+}
+
+
+class Tied(Deep):
+    """The embedding's matrix is the head's too; parameters in two groups, sorted by name."""
+
+    def __init__(self, optimizer="sgd"):
+        super().__init__()
+        self.embed, self.head = nn.Linear(12, 8, bias=False).double(), nn.Linear(8, 12, bias=False).double()
+        self.head.weight = nn.Parameter(self.embed.weight.detach().T.clone())
+        self.out = nn.Linear(8, 12, bias=False).double()
+        self.out.weight = self.head.weight
+        self.optimizer = optimizer
+
+    def forward(self, x):
+        x = self.embed(x) + nn.functional.linear(x, self.out.weight.T)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)[:, :5]
+
+    def configure_optimizers(self):
+        named = sorted(self.named_parameters())
+        groups = [
+            {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for _, p in named if p.dim() < 2]},
+        ]
+        if self.optimizer == "adam":
+            return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def run(layout, optimizer="sgd", **options):
+    module = Tied(optimizer)
+    if LAYOUTS[layout] is None:
+        return fit(module, "auto", 1, **options)
+    sizes, replicas = LAYOUTS[layout]
+    return fit(module, HybridParallelStrategy(num_microbatches=2, **sizes), 4, replicas, **options)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@distributed(world_size=4)
+def test_every_layout_resumes_every_other(group, optimizer):
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    expected = run("stock", optimizer).callback_metrics
+    paths = {}
+    for number, layout in enumerate(LAYOUTS):
+        paths[layout] = folder / f"{number}.ckpt"
+        trainer = run(layout, optimizer, max_epochs=1)
+        if layout != "stock" or group.rank == 0:
+            trainer.save_checkpoint(paths[layout])
+        comm.barrier(group)
+    pairs = [(saved, "stock") for saved in LAYOUTS] + [("stock", resumed) for resumed in LAYOUTS]
+    names = list(LAYOUTS)
+    pairs += list(zip(names[1:], [*names[2:], names[1]]))
+    for saved, resumed in pairs:
+        found = run(resumed, optimizer, ckpt_path=paths[saved]).callback_metrics
+        for name in ("train_loss", "val_loss"):
+            torch.testing.assert_close(
+                found[name], expected[name], rtol=1e-6, atol=1e-7, msg=f"{name}: {saved} -> {resumed}"
+            )
+
+
+@distributed(world_size=4)
+def test_the_file_is_that_of_one_process(group):
+    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "full.ckpt"
+    run("pipeline 2, tensor 2").save_checkpoint(path)
+    comm.barrier(group)
+    one = run("stock")
+    checkpoint = torch.load(path, weights_only=False)
+    expected = one.lightning_module.state_dict()
+    assert list(checkpoint["state_dict"]) == list(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(checkpoint["state_dict"][name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+    assert checkpoint["state_dict"]["head.weight"].data_ptr() == checkpoint["state_dict"]["out.weight"].data_ptr()
+    (found,), (mine,) = checkpoint["optimizer_states"], [one.optimizers[0].state_dict()]
+    assert [entry["params"] for entry in found["param_groups"]] == [entry["params"] for entry in mine["param_groups"]]
+    for index, entry in mine["state"].items():
+        torch.testing.assert_close(found["state"][index]["momentum_buffer"], entry["momentum_buffer"])
+
+
+@distributed(world_size=2)
+def test_a_checkpoint_that_does_not_fit_is_refused_on_every_rank(group):
+    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "other.ckpt"
+    if group.rank == 0:
+        state = Tied().state_dict()
+        state["blocks.3.up.bias"] = torch.zeros(7)
+        torch.save({"state_dict": state, "pytorch-lightning_version": "2.6.0"}, path)
+    comm.barrier(group)
+    with pytest.raises(ValueError, match=r"blocks.3.up.bias: expected \(16,\), found \(7,\)"):
+        fit(Tied(), HybridParallelStrategy(pipeline_parallel_size=2), 2, ckpt_path=path)
