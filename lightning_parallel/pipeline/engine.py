@@ -8,7 +8,9 @@ result = engine.forward_backward(step, batch)                # fills `.grad`
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ from lightning_parallel.pipeline.runtime import Run, StepResult
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import Demand
-from lightning_parallel.pipeline.trunk import find_trunk
+from lightning_parallel.pipeline.trunk import Trunk, find_trunk, pieces
 from lightning_parallel.pipeline.validate import validate
 
 __all__ = ["PipelineEngine"]
@@ -97,17 +99,12 @@ class PipelineEngine:
                 )
             else:
                 balance = "parameters"
-        self.schedule = schedule = self._checked(schedule(self.costs) if callable(schedule) else schedule)
+        if callable(schedule):
+            in_pieces = _in_pieces(self.costs, pieces(trunk))
+            schedule = schedule(in_pieces if len(in_pieces.layers) >= group.size else self.costs)
+        self.schedule = schedule = self._checked(schedule)
         self._warn_of_batch_norm()
-        counts = cut_layers(
-            self.costs.layers,
-            schedule.num_stages,
-            balance,
-            prologue=self.costs.prologue,
-            epilogue=self.costs.epilogue,
-            memory_cap_bytes=memory_cap_bytes,
-            in_flight=_in_flight(schedule) if memory_cap_bytes is not None else None,
-        )
+        counts = self._divided(trunk, balance, memory_cap_bytes)
         if example is not None:
             stage_of = tuple(stage for stage, count in enumerate(counts) for _ in range(count))
             try_stages(module, trunk, seen, stage_of, *example, device)
@@ -122,6 +119,24 @@ class PipelineEngine:
         self._agreements = Agreements()
         self._demands: dict[int, list[Demand]] = {}
         self._schedules = {schedule.num_microbatches: schedule}
+
+    def _divided(self, trunk: Trunk, balance: Balance, memory_cap_bytes: float | None) -> tuple[int, ...]:
+        """Layers of each stage. A cut by cost gives every stage parameters, where there are enough layers with some."""
+        num_stages, runs = self.schedule.num_stages, pieces(trunk)
+        if len(runs) < num_stages or balance not in ("auto", "measured", "parameters"):
+            runs = (1,) * len(trunk.layers)
+        costs = _in_pieces(self.costs, runs)
+        counts = cut_layers(
+            costs.layers,
+            num_stages,
+            balance,
+            prologue=costs.prologue,
+            epilogue=costs.epilogue,
+            memory_cap_bytes=memory_cap_bytes,
+            in_flight=_in_flight(self.schedule) if memory_cap_bytes is not None else None,
+        )
+        ends = [0, *accumulate(counts)]
+        return tuple(sum(runs[start:stop]) for start, stop in pairwise(ends))
 
     def _checked(self, schedule: Schedule) -> Schedule:
         if schedule.num_ranks != self.group.size:
@@ -263,6 +278,13 @@ class PipelineEngine:
                 "equal results, or larger microbatches",
                 stacklevel=3,
             )
+
+
+def _in_pieces(costs: Costs, runs: Sequence[int]) -> Costs:
+    """Add up the costs of the layers of each run."""
+    ends = [0, *accumulate(runs)]
+    layers = tuple(Cost.in_sequence(costs.layers[start:stop]) for start, stop in pairwise(ends))
+    return replace(costs, layers=layers)
 
 
 def _in_flight(schedule: Schedule) -> list[int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
-__all__ = ["Trunk", "find_trunk", "layer_kinds", "units"]
+__all__ = ["Trunk", "find_trunk", "layer_kinds", "pieces", "units"]
 
 _RIVAL_SHARE = 0.5
 
@@ -101,6 +102,12 @@ def layer_kinds(trunk: Trunk) -> list[int]:
         plain = tuple((key, value) for key, value in attributes.items() if key not in counting)
         kinds.append(numbers.setdefault((repr(layer), shapes, plain), len(numbers)))
     return kinds
+
+
+def pieces(trunk: Trunk) -> tuple[int, ...]:
+    """The numbers of layers in the shortest runs that have parameters: an activation goes with the layer before it."""
+    starts = [index for index, layer in enumerate(trunk.layers) if next(layer.parameters(), None) is not None]
+    return tuple(stop - start for start, stop in pairwise([0, *starts[1:], len(trunk.layers)]))
 
 
 def units(module: nn.Module, trunk: Trunk, owned: bool = True) -> Iterator[tuple[str, nn.Module]]:

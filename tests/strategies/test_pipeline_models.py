@@ -1,0 +1,121 @@
+"""Models as their authors wrote them, in stages: losses, every gradient by name, weights and norms of one process."""
+
+import os
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_parallel import HybridParallelStrategy, comm
+from tests.examples.test_gpt import model as gpt_example
+from tests.harness import distributed
+from tests.pipeline.models import built
+from tests.strategies.models import trainer_for
+
+SIZES = {
+    "pipeline 4": {"pipeline_parallel_size": 4},
+    "pipeline 2 x data 2": {"pipeline_parallel_size": 2, "data_parallel_size": 2},
+    "tensor 2 x pipeline 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+
+
+class Rows(Dataset):
+    """The samples of a batch, one by one; of each, those that a replica sees."""
+
+    def __init__(self, batch, replicas=1, replica=0):
+        self.batch = tree_map(lambda tensor: tensor[replica::replicas], batch)
+
+    def __len__(self):
+        return len(tree_leaves(self.batch)[0])
+
+    def __getitem__(self, index):
+        return tree_map(lambda tensor: tensor[index], self.batch)
+
+
+class Wrapped(LightningModule):
+    """Trains any model by its step, and keeps the gradients."""
+
+    def __init__(self, model, step):
+        super().__init__()
+        self.model, self._step = model, step
+        self.losses, self.gradients = [], []
+
+    def training_step(self, batch, index):
+        result = self._step(batch)
+        loss = result["loss"] if isinstance(result, dict) else result
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.losses.append(loss.detach())
+        return result
+
+    def on_before_optimizer_step(self, optimizer):
+        self.gradients.append({name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def example_gpt():
+    torch.manual_seed(3)
+    gpt = gpt_example.ByteGPT(layers=4, width=16, heads=2, context=12, dropout=0.0).double()
+    return gpt, gpt.loss, torch.randint(256, (8, 13))
+
+
+def build(name):
+    return example_gpt() if name == "example_gpt" else built(name)
+
+
+def train(name, strategy, devices, replicas=1, **trainer_options):
+    rank = comm.Group.of().rank if devices > 1 else 0
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(devices))
+    model, step, batch = build(name)
+    module = Wrapped(model, step)
+    batch = tree_map(lambda tensor: tensor[: len(tensor) // 2 * 2], batch)  # replicas of equal size
+    rows = Rows(batch, replicas, rank // (devices // replicas))
+    loader = DataLoader(rows, batch_size=len(rows))
+    trainer = trainer_for(strategy, devices, gradient_clip_val=0.3, use_distributed_sampler=False, **trainer_options)
+    trainer.fit(module, loader)
+    return module, trainer
+
+
+def expect_equal(module, trainer, expected, replicas):
+    strategy = trainer.strategy
+    assert len(module.gradients) == len(expected.gradients) > 0
+    for found, truth in zip(module.gradients, expected.gradients):
+        held = {name: truth[name] for name in found}
+        for name, gradient in found.items():
+            rule = strategy.rules.get(name)
+            whole = held[name] if rule is None else rule.split(held[name], strategy.groups.tensor_parallel.rank)
+            torch.testing.assert_close(gradient, whole, rtol=1e-9, atol=1e-11, msg=f"gradient of {name}")
+    assert {n for g in comm.all_gather_object(list(module.gradients[0]), comm.Group.of()) for n in g} == set(
+        expected.gradients[0]
+    )
+    full = strategy.lightning_module_state_dict()
+    if trainer.is_global_zero:
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(full[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
+    if replicas == 1:
+        torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", list(SIZES))
+@pytest.mark.parametrize("name", ["mlp", "convolutional", "encoder", "tied", "two_streams"])
+@distributed(world_size=4)
+def test_plain_models(name, layout):
+    check(name, layout)
+
+
+@pytest.mark.parametrize("layout", list(SIZES))
+@pytest.mark.parametrize("name", ["example_gpt", "gpt2", "llama", "bert"])
+@distributed(world_size=4)
+def test_language_models(name, layout):
+    check(name, layout)
+
+
+def check(name, layout):
+    sizes = SIZES[layout]
+    replicas = sizes.get("data_parallel_size", 1)
+    expected, _ = train(name, "auto", 1)
+    module, trainer = train(name, HybridParallelStrategy(num_microbatches=3, **sizes), 4, replicas)
+    expect_equal(module, trainer, expected, replicas)
