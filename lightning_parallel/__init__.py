@@ -12,6 +12,7 @@ from lightning_parallel.compression import (
 )
 from lightning_parallel.strategies import (
     CompressedDDPStrategy,
+    CompressedFSDPStrategy,
     HybridParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
@@ -23,6 +24,7 @@ __all__ = [
     "BlockTopK",
     "Cast",
     "CompressedDDPStrategy",
+    "CompressedFSDPStrategy",
     "HybridParallelStrategy",
     "PipelineParallelStrategy",
     "Policy",

@@ -21,6 +21,7 @@ A skipped step leaves non-finite gradients on every rank alike and makes `reduce
 from lightning_parallel.compression.auto import Auto
 from lightning_parallel.compression.compressor import Compressor, Dense
 from lightning_parallel.compression.hooks import HookState, compression_hook
+from lightning_parallel.compression.hooks_fsdp1 import FSDPState, compress_fsdp, fsdp_hook
 from lightning_parallel.compression.policy import Policy
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Cast, Quantize, Sign
@@ -34,6 +35,7 @@ __all__ = [
     "Cast",
     "Compressor",
     "Dense",
+    "FSDPState",
     "HookState",
     "Policy",
     "PowerSGD",
@@ -44,5 +46,7 @@ __all__ = [
     "Sign",
     "Step",
     "TopK",
+    "compress_fsdp",
     "compression_hook",
+    "fsdp_hook",
 ]

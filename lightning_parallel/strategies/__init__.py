@@ -3,11 +3,18 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_parallel.strategies.compressed import NAMED, CompressedDDPStrategy
+from lightning_parallel.strategies.compressed_fsdp import CompressedFSDPStrategy
 from lightning_parallel.strategies.hybrid import HybridParallelStrategy
 from lightning_parallel.strategies.pipeline import PipelineParallelStrategy
 from lightning_parallel.strategies.tensor import TensorParallelStrategy
 
-__all__ = ["CompressedDDPStrategy", "HybridParallelStrategy", "PipelineParallelStrategy", "TensorParallelStrategy"]
+__all__ = [
+    "CompressedDDPStrategy",
+    "CompressedFSDPStrategy",
+    "HybridParallelStrategy",
+    "PipelineParallelStrategy",
+    "TensorParallelStrategy",
+]
 
 for _name, _strategy, _description in (
     ("tensor_parallel", TensorParallelStrategy, "Layers divided over ranks, data over replicas"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Optional
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -46,10 +47,12 @@ class SavesCompression(Strategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if KEY in checkpoint:
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        if KEY in checkpoint and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self.compression.load_state_dict(checkpoint[KEY])
+        return checkpoint
 
     def _skip_step(self) -> None:
         """Leave no gradient behind: optimizers pass over parameters without one."""

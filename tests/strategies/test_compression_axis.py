@@ -1,0 +1,145 @@
+"""Compression between replicas, under the strategies with a mesh: the same training, its checkpoints, its overflows."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightning_parallel import PowerSGD, TensorParallelStrategy, TopK, comm
+from lightning_parallel.compression import Compressor
+from lightning_parallel.compression.compressor import Dense
+from tests.harness import distributed
+from tests.strategies.models import Net, fit_parallel, fit_single, loader, trainer_for
+
+
+def _compressor(kind) -> Compressor:
+    return PowerSGD(2, min_numel=1) if kind == "powersgd" else TopK(0.25, min_numel=1)
+
+
+def _fit(module, tensor, compression, plugins=None, callbacks=None, **options):
+    strategy = {"compression": compression}
+    if plugins is not None:
+        strategy["precision_plugin"] = plugins
+    return fit_parallel(module, 4, tensor, strategy_kwargs=strategy, callbacks=callbacks, **options)
+
+
+def _weights(module):
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def _path(group):
+    return Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "compressed.ckpt"
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@distributed(world_size=4)
+def test_a_compressor_that_loses_nothing_trains_as_one_process(tensor):
+    """Matrices of rank at most 5, sent with rank 12 or as they are."""
+    expected = Net().double()
+    fit_single(expected)
+    for compression in (Dense(), PowerSGD(12, min_numel=1)):
+        module = Net().double()
+        trainer = _fit(module, tensor, compression)
+        full = trainer.strategy.lightning_module_state_dict()
+        if trainer.global_rank == 0:
+            torch.testing.assert_close(full, dict(expected.state_dict()), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["powersgd", "topk"])
+@pytest.mark.parametrize("tensor", [1, 2])
+@distributed(world_size=4)
+def test_training_resumes_bit_for_bit(group, tensor, kind, accumulate):
+    path = _path(group)
+    options = {"accumulate_grad_batches": accumulate}
+    whole, compression = Net().double(), _compressor(kind)
+    _fit(whole, tensor, compression, **options)
+    assert compression.step == 8 // accumulate, "optimizer steps, not backward passes"
+    first = Net().double()
+    _fit(first, tensor, _compressor(kind), max_epochs=1, **options).save_checkpoint(path)
+    comm.barrier(group)
+    checkpoint = torch.load(path, weights_only=True)
+    assert "compression" in checkpoint
+    resumed, compression = Net().double(), _compressor(kind)
+    _fit(resumed, tensor, compression, ckpt_path=path, **options)
+    assert compression.step == 8 // accumulate
+    torch.testing.assert_close(_weights(resumed), _weights(whole), rtol=0, atol=0)
+
+
+@distributed(world_size=4)
+def test_another_division_of_the_model_forgets_what_was_not_sent_and_says_so(group):
+    path = _path(group)
+    _fit(Net().double(), 2, _compressor("topk"), max_epochs=1).save_checkpoint(path)
+    comm.barrier(group)
+    for tensor in (1, 4):
+        compression = _compressor("topk")
+        with pytest.warns(UserWarning, match="1 pipeline x 2 tensor") if group.rank == 0 else _nothing():
+            _fit(Net().double(), tensor, compression, ckpt_path=path)
+        assert compression.step == (8 if tensor == 1 else 8)
+    single = Net().double()
+    fit_single(single, ckpt_path=path)  # stock Lightning does not mind
+
+
+class _nothing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+
+class Overflow(Net):
+    """The loss of one batch is infinite, on the ranks that are told so."""
+
+    def __init__(self, at, ranks):
+        super().__init__()
+        self.at, self.ranks, self.seen = at, ranks, 0
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.seen += 1
+        return loss * (torch.inf if self.seen == self.at and self.global_rank in self.ranks else 1.0)
+
+
+class Weights(Callback):
+    """The weights after each batch."""
+
+    def __init__(self):
+        self.after = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.after.append(_weights(module))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@distributed(world_size=4)
+def test_a_step_with_an_overflow_leaves_no_trace(tensor):
+    ranks = {0} if tensor == 1 else {0, 1}  # the ranks of one replica compute the same loss
+    weights, compression = Weights(), _compressor("powersgd")
+    module = Overflow(3, ranks).double()
+    _fit(module, tensor, compression, callbacks=[weights])
+    assert compression.step == 7
+    torch.testing.assert_close(weights.after[2], weights.after[1], rtol=0, atol=0)
+    assert all(weight.isfinite().all() for weight in weights.after[-1].values())
+
+
+@distributed(world_size=2)
+def test_residuals_do_not_carry_the_loss_scale(group):
+    """Under a scaler whose scale grows with every step, in a precision in which scaling is exact."""
+
+    def final(scaled):
+        module, compression = Net(), _compressor("topk")
+        plugin = None
+        if scaled:
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+            plugin = MixedPrecision("16-mixed", "cpu", scaler)
+            plugin.forward_context = _nothing  # whole precision: only the scale differs
+        strategy = TensorParallelStrategy(1, compression=compression, precision_plugin=plugin)
+        trainer = trainer_for(strategy, 2)
+        trainer.fit(module, loader(2, group.rank, dtype=torch.float32))
+        return _weights(module), {n: t.clone() for n, t in compression.state_dict()["residual"].items()}
+
+    torch.testing.assert_close(final(True), final(False), rtol=1e-6, atol=1e-7)
