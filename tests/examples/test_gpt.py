@@ -123,7 +123,7 @@ def test_weight_decay_reaches_the_matrices_of_the_blocks_only():
 
 def fit(folder: Path, layout: str, *arguments: str) -> str:
     configs = (argument for name in ("base", layout) for argument in ("--config", str(GPT / f"{name}.yaml")))
-    sizes = ("--model.width=32", "--model.layers=2", "--data.training_bytes=100000")
+    sizes = ("--model.width=32", "--model.layers=4", "--data.training_bytes=100000")
     run = subprocess.run(
         [sys.executable, str(GPT / "main.py"), "fit", *configs, *sizes, *arguments],
         cwd=folder,
@@ -142,18 +142,25 @@ def test_the_command_line_trains_reports_and_writes_text(tmp_path):
     assert "\ndef " in printed
 
 
-def test_the_same_command_line_gives_the_same_losses_on_one_process_and_on_four(tmp_path):
+@pytest.mark.parametrize("layout", ["tensor_parallel", "pipeline", "hybrid"])
+def test_the_same_command_line_gives_the_same_losses_on_one_process_and_on_four(tmp_path, layout, one_process):
+    expected, text = one_process
+    losses, written = losses_and_text(tmp_path, layout)
+    assert len(expected) == 4 + 1
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert written == text
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    return losses_and_text(tmp_path_factory.mktemp("single"), "single")
+
+
+def losses_and_text(folder: Path, layout: str) -> tuple[list[float], str]:
     short = ("limit_train_batches=4", "limit_val_batches=2", "val_check_interval=4", "log_every_n_steps=1")
-    arguments = ["--model.dropout=0", *(f"--trainer.{setting}" for setting in short)]
-    losses, texts = [], []
-    for layout in ("single", "tensor_parallel"):
-        (tmp_path / layout).mkdir()
-        printed = fit(tmp_path / layout, layout, *arguments)
-        texts.append(printed.split("-" * 40)[1])
-        (file,) = (tmp_path / layout).rglob("metrics.csv")
-        with file.open() as lines:
-            rows = list(csv.DictReader(lines))
-        losses.append([float(row[name]) for name in ("train_loss", "val_loss") for row in rows if row[name]])
-    assert len(losses[0]) == 4 + 1
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert texts[0] == texts[1]
+    printed = fit(folder, layout, "--model.dropout=0", *(f"--trainer.{setting}" for setting in short))
+    (file,) = folder.rglob("metrics.csv")
+    with file.open() as lines:
+        logged = list(csv.DictReader(lines))
+    losses = [float(row[name]) for name in ("train_loss", "val_loss") for row in logged if row[name]]
+    return losses, printed.split("-" * 40)[1]
