@@ -1,0 +1,298 @@
+"""What holds a run back and what to do about it, read from the reports of the other callbacks.
+
+Every sentence rests on a figure of the report: a signal that was not measured gives no advice. What is wrong comes
+first, then what costs time, the costliest first, then remarks without a gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lightning_parallel.callbacks.units import bytes_text, percent, seconds_text
+
+__all__ = ["Advice", "diagnose"]
+
+WORTH_SAYING = 0.03
+"""Share of a step from which a loss of time is mentioned."""
+
+Report = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One finding.
+
+    Attributes:
+        kind: `wrong` (results cannot be trusted), `slow` (time is lost), `note`, or `good`.
+        title: What was found, with its figure.
+        text: What to do.
+        gain: Share of the step's time that can be saved at most; None where no time is lost.
+        figures: The numbers that the sentences rest on.
+    """
+
+    kind: Literal["wrong", "slow", "note", "good"]
+    title: str
+    text: str
+    gain: float | None
+    figures: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give a form that JSON can hold."""
+        return asdict(self)
+
+
+def diagnose(report: Report) -> list[Advice]:
+    """Read a gathered report (`reports`, `run`) and say what to do, in order of expected gain.
+
+    Args:
+        report: `reports` by callback name, with the keys of each callback's `report()`; `run` with facts of the run.
+    """
+    reports = report.get("reports", {})
+    ranks = reports.get("StepBreakdown", {}).get("ranks", [])
+    found = [*_wrong(reports)]
+    if ranks:
+        found += [*_data(ranks), *_communication(ranks, report), *_lateness(ranks, reports), *_rare(ranks)]
+    found += [*_bubble(reports, report.get("run", {})), *_compression(reports, ranks)]
+    found.sort(key=lambda advice: (advice.kind != "wrong", -(advice.gain or 0.0)))
+    if ranks and not found:
+        found.append(_nothing(ranks))
+    return [*found, *_learning_rate(report), *_memory(reports)]
+
+
+# ------------------------------------------------------------------------------------------------------------ wrong
+
+
+def _wrong(reports: Report) -> Iterator[Advice]:
+    for name, title, text in (
+        (
+            "ReplicaDriftMonitor",
+            "Replicas hold different values",
+            "The gradients of such a run are those of no model. Look for updates outside the optimizer, operations that"
+            " differ between ranks, or a faulty device; `ReplicaDriftMonitor(action='heal')` makes them equal again.",
+        ),
+        (
+            "DataShardingMonitor",
+            "The data is not divided as it should be",
+            "Let the Trainer set the sampler, or build it with `trainer.strategy.distributed_sampler_kwargs`, and call"
+            " `set_epoch` on samplers of your own.",
+        ),
+    ):
+        findings = reports.get(name, {}).get("findings", [])
+        if findings:
+            first = findings[0]
+            where = f"step {first['step']}, rank {', '.join(map(str, first['ranks']))}: {first['detail']}"
+            more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
+            title = f"{title}: `{first['name']}`, {where}{more}"
+            yield Advice("wrong", title, text, None, {"findings": len(findings)})
+
+
+# -------------------------------------------------------------------------------------------------- where time goes
+
+
+def _wall(ranks: Sequence[Report]) -> float:
+    return max(rank["wall"] for rank in ranks)
+
+
+def _data(ranks: Sequence[Report]) -> Iterator[Advice]:
+    waits = [(rank["data_wait"], rank["rank"]) for rank in ranks if "data_wait" in rank]
+    if not waits:
+        return
+    wait, slowest = max(waits)
+    share = wait / _wall(ranks)
+    if share >= WORTH_SAYING:
+        yield Advice(
+            "slow",
+            f"Waiting for data takes {seconds_text(wait)} of a {seconds_text(_wall(ranks))} step ({percent(share)},"
+            f" rank {slowest})",
+            "Load batches ahead of need: raise `num_workers` of the DataLoader, with `persistent_workers=True` and a"
+            " higher `prefetch_factor`, or make a sample cheaper to read.",
+            share,
+            {"data_wait": wait, "wall": _wall(ranks)},
+        )
+
+
+def _communication(ranks: Sequence[Report], report: Report) -> Iterator[Advice]:
+    """What every rank waits at least is communication; what some wait beyond that is lateness of the others."""
+    waits = [rank["communication_exposed"] for rank in ranks if "communication_exposed" in rank]
+    if not waits or len(ranks) < 2:
+        return
+    wall, wait = _wall(ranks), min(waits)
+    share = wait / wall
+    if share < WORTH_SAYING:
+        return
+    records = report.get("reports", {}).get("CommunicationProfiler", {}).get("records", [])
+    by_axis: dict[str, float] = {}
+    for record in records:
+        if "exposed" in record and record["op"] not in ("send", "recv"):
+            axis = record["axis"]
+            by_axis[axis] = by_axis.get(axis, 0.0) + record["exposed"] * record["count"]
+    axis = max(by_axis, key=lambda name: by_axis[name], default="")
+    of_axis = f", most of it along {axis.replace('_', ' ')}" if axis else ""
+    title = (
+        f"Every rank is held up by communication for at least {seconds_text(wait)} of a {seconds_text(wall)} step"
+        f" ({percent(share)}{of_axis})"
+    )
+    yield Advice("slow", title, _remedy(axis, report), share, {"communication_exposed": wait, "wall": wall})
+
+
+def _remedy(axis: str, report: Report) -> str:
+    if axis == "tensor_parallel":
+        return (
+            "Each layer waits for its peers: use a smaller `tensor_parallel_size` with more pipeline stages or"
+            " replicas, keep the ranks of one group on one node, set `sequence_parallel=True`, or give each step a"
+            " larger batch."
+        )
+    run = report.get("run", {})
+    steps = [
+        "a larger batch per rank or `accumulate_grad_batches` (4 instead of 1 exchanges gradients a quarter as often)"
+    ]
+    if "CompressionMonitor" not in report.get("reports", {}) and not run.get("compression"):
+        steps.append(
+            "compressed gradients (`compression=Cast('bf16')` sends half the bytes, `PowerSGD(rank=4)` a small part)"
+        )
+    return f"Exchange gradients less often, or fewer bytes: {'; '.join(steps)}."
+
+
+def _lateness(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:
+    wall = _wall(ranks)
+    for straggler in reports.get("StragglerMonitor", {}).get("stragglers", []):
+        excess, cause = straggler["excess"], straggler.get("cause") or "unattributed"
+        if excess / wall < WORTH_SAYING:
+            continue
+        yield Advice(
+            "slow",
+            f"Rank {straggler['rank']} is {seconds_text(excess)} later than its peers in every step"
+            f" ({percent(excess / wall)}; cause: {cause.replace('_', ' ')})",
+            "The other ranks wait for it. "
+            + {
+                "data_wait": "Look at what its DataLoader reads, and from where.",
+                "forward": "Look for longer inputs, another load or a lower clock on its device.",
+                "backward": "Look for longer inputs, another load or a lower clock on its device.",
+            }.get(cause, "Compare its row in the trace with that of a peer."),
+            excess / wall,
+            {"excess": excess, "wall": wall},
+        )
+
+
+def _rare(ranks: Sequence[Report]) -> Iterator[Advice]:
+    wall = _wall(ranks)
+    remedies = {
+        "checkpoint": "Save less often (`every_n_train_steps` of ModelCheckpoint), or write in the background.",
+        "validation": "Validate less often (`val_check_interval`), or on fewer batches (`limit_val_batches`).",
+        "optimizer": "Use the fused form of the optimizer (`fused=True`) where torch has one.",
+        "other": "This is host work outside the phases: callbacks, logging, hooks. Log less often"
+        " (`log_every_n_steps`), and look at the gaps in the trace.",
+    }
+    for phase, remedy in remedies.items():
+        times = [rank[phase] for rank in ranks if phase in rank]
+        share = max(times, default=0.0) / wall
+        if share >= 0.1:
+            title = f"{phase.capitalize()} takes {seconds_text(max(times))} of a {seconds_text(wall)} step"
+            yield Advice("slow", f"{title} ({percent(share)})", remedy, share, {phase: max(times), "wall": wall})
+
+
+# -------------------------------------------------------------------------------------------------------- pipeline
+
+
+def _bubble(reports: Report, run: Report) -> Iterator[Advice]:
+    bubble = reports.get("PipelineTimeline", {}).get("bubble", {})
+    measured, ideal, simulated = (bubble.get(key) for key in ("measured", "ideal", "simulated"))
+    if ideal is not None and measured is not None and ideal >= WORTH_SAYING:
+        halved = ideal / (2 - ideal)  # (p-1)/(m+p-1) with twice the microbatches
+        gain = 1 - (1 - ideal) / (1 - halved)
+        now = f" (now {run['num_microbatches']})" if "num_microbatches" in run else ""
+        yield Advice(
+            "slow",
+            f"Pipeline ranks idle for {percent(measured)} of the step; {percent(ideal)} is the schedule's own bubble",
+            f"Split the batch into more microbatches{now}: twice as many bring the schedule's bubble to"
+            f" {percent(halved)}. Schedules with `virtual_stages` or a divided backward (`zb_h1`, `zbv`) have a smaller"
+            " one; `lightning-parallel simulate --schedule auto` compares them.",
+            gain,
+            {"measured": measured, "ideal": ideal},
+        )
+    if simulated is not None and ideal is not None and simulated - ideal >= WORTH_SAYING:
+        yield Advice(
+            "slow",
+            f"Unequal stages add {percent(simulated - ideal)} to the pipeline's bubble ({percent(ideal)} to"
+            f" {percent(simulated)})",
+            "Even out the stages: `balance='auto'` cuts by measured time, or give the layers of each stage.",
+            1 - (1 - simulated) / (1 - ideal),
+            {"simulated": simulated, "ideal": ideal},
+        )
+    if simulated is not None and measured is not None and measured - simulated >= WORTH_SAYING:
+        yield Advice(
+            "slow",
+            f"Messages between stages and uneven run times add {percent(measured - simulated)} to the pipeline's bubble"
+            f" ({percent(simulated)} to {percent(measured)})",
+            "Larger microbatches make messages fewer; keep neighbouring stages on one node, and look at the waits"
+            " before each action in the picture of the pipeline.",
+            1 - (1 - measured) / (1 - simulated),
+            {"measured": measured, "simulated": simulated},
+        )
+
+
+def _compression(reports: Report, ranks: Sequence[Report]) -> Iterator[Advice]:
+    monitor = reports.get("CompressionMonitor", {})
+    if not ranks or not all(key in monitor for key in ("encode", "decode", "wire")):
+        return
+    coding, wall = monitor["encode"] + monitor["decode"], _wall(ranks)
+    if coding > monitor["wire"] and coding / wall >= WORTH_SAYING:
+        yield Advice(
+            "slow",
+            f"Compressing takes {seconds_text(coding)} of a step, sending what is compressed"
+            f" {seconds_text(monitor['wire'])}",
+            "Take a cheaper method (`Cast('bf16')`, a lower rank, a larger block), or none on a link as fast as this.",
+            coding / wall,
+            {"coding": coding, "wire": monitor["wire"]},
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ notes
+
+
+def _learning_rate(report: Report) -> Iterator[Advice]:
+    run = report.get("run", {})
+    replicas, batch, rate = (run.get(key) for key in ("replicas", "global_batch", "learning_rate"))
+    if not replicas or not batch or rate is None or replicas < 2 or run.get("learning_rate_scaled"):
+        return
+    alone = batch / replicas
+    yield Advice(
+        "note",
+        f"The learning rate {rate:g} is not scaled with the batch of {batch:g} samples ({replicas} replicas)",
+        f"If it was found with the batch of one replica, {alone:g} samples, the linear rule gives {rate * replicas:g}"
+        f" and the square-root rule {rate * replicas**0.5:.3g}: `LearningRateScaling(base_batch_size={alone:g})`.",
+        None,
+        {"learning_rate": rate, "global_batch": batch, "replicas": replicas},
+    )
+
+
+def _memory(reports: Report) -> Iterator[Advice]:
+    parts = ("parameters", "gradients", "optimizer", "compression", "activations_peak")
+    ranks = reports.get("MemoryProfiler", {}).get("ranks", [])
+    held = [(sum(rank.get(part, 0) for part in parts), rank["rank"]) for rank in ranks]
+    if len(held) < 2 or not sum(total for total, _ in held):
+        return
+    mean = sum(total for total, _ in held) / len(held)
+    most, rank = max(held)
+    if most > 1.25 * mean:
+        yield Advice(
+            "note",
+            f"Rank {rank} holds {bytes_text(most)}, {most / mean:.2f} times the mean of the ranks",
+            "It decides the largest batch that fits. Cut with `memory_limit_bytes`, or move layers to other stages.",
+            None,
+            {"most": most, "mean": mean},
+        )
+
+
+def _nothing(ranks: Sequence[Report]) -> Advice:
+    wall = sum(rank["wall"] for rank in ranks)
+    useful = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks)
+    return Advice(
+        "good",
+        f"Nothing that was measured holds this run back: {percent(useful / wall)} of the time is forward and backward",
+        "To go faster, make the computation itself faster: lower precision, a compiled model, a larger batch.",
+        None,
+        {"useful": useful / wall},
+    )

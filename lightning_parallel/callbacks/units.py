@@ -1,0 +1,43 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["bytes_text", "count_text", "percent", "rank_label", "seconds_text"]
+
+
+def percent(share: float) -> str:
+    """`0.0734` as `7.3 %`."""
+    return f"{share * 100:.1f} %" if abs(share) < 0.0995 else f"{share * 100:.0f} %"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds in the unit that suits them, three digits: `0.01234` as `12.3 ms`."""
+    if seconds < 0:
+        return f"-{seconds_text(-seconds)}"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{count_text(seconds / size)} {unit}"
+    return f"{count_text(seconds * 1e6)} µs" if seconds else "0"
+
+
+def bytes_text(count: float) -> str:
+    """Bytes in binary units: `1572864` as `1.5 MiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count_text(count / size)} {unit}"
+    return f"{count:.0f} B"
+
+
+def count_text(value: float) -> str:
+    """Three digits, or all of them before the point: `1234.5` as `1,234`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def rank_label(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> str:
+    """A rank with its place on the axes that have more than one, by their first letters: `rank 3 · d1 t1`."""
+    coordinate = entry.get("coordinate") or {}
+    places = [f"{axis[0]}{coordinate[axis]}" for axis, size in mesh.items() if size > 1 and axis in coordinate]
+    return f"rank {entry['rank']}" + (f" · {' '.join(places)}" if places else "")

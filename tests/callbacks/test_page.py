@@ -1,0 +1,163 @@
+"""The page in a browser: it renders without an error, its bars are as long as the numbers, it works by keyboard."""
+
+import shutil
+
+import pytest
+
+from lightning_parallel.callbacks.diagnosis import diagnose
+from lightning_parallel.callbacks.page import render
+from lightning_parallel.callbacks.page_sections import PHASES
+from tests.callbacks.sample import sample_report
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    with driver.sync_playwright() as playwright:
+        path = next(filter(None, map(shutil.which, BROWSERS)), None)
+        try:
+            browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        except driver.Error as error:
+            pytest.skip(f"no browser: `playwright install chromium` or put one on PATH ({str(error).splitlines()[0]})")
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Open HTML in a tab of its own; whatever the browser complains about or fetches fails the test."""
+    complaints, tabs = [], []
+
+    def open_page(html, **options):
+        path = tmp_path / "report.html"
+        path.write_text(html, encoding="utf-8")
+        page = browser.new_page(**options)
+        tabs.append(page)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: request.url.startswith("http") and complaints.append(request.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_page
+    for page in tabs:
+        page.close()
+    assert not complaints
+
+
+def full_report(**options):
+    report = sample_report(**options)
+    report["diagnosis"] = [advice.to_dict() for advice in diagnose(report)]
+    return report
+
+
+def widths(page, row, marks="i"):
+    """Share of the track's width that each mark of a row takes."""
+    return page.evaluate(
+        """([row, marks]) => {
+            const track = row.querySelector(".track").getBoundingClientRect().width;
+            return [...row.querySelectorAll(marks)].map(
+                (mark) => [mark.className, mark.getBoundingClientRect().width / track]);
+        }""",
+        [row, marks],
+    )
+
+
+def test_the_bars_of_a_step_are_as_long_as_its_phases(show):
+    report = full_report()
+    page = show(render(report))
+    ranks = report["reports"]["StepBreakdown"]["ranks"]
+    longest = max(rank["wall"] for rank in ranks)
+    rows = page.query_selector_all("section[aria-labelledby=steps] .bars .row")
+    assert len(rows) == len(ranks)
+    for row, rank in zip(rows, ranks):
+        expected = [(phase, rank[phase] / longest) for phase in PHASES if rank.get(phase)]
+        found = widths(page, row, ".bar i")
+        assert [kind for kind, _ in found] == [kind for kind, _ in expected]
+        assert [share for _, share in found] == pytest.approx([share for _, share in expected], abs=2e-3)
+        (strip,) = widths(page, row, ".strip i")
+        assert strip[1] == pytest.approx(rank["communication_hidden"] / longest, abs=2e-3)
+
+
+def test_planned_and_measured_pipeline_share_one_time_axis(show):
+    from lightning_parallel.pipeline.simulate import Timeline
+
+    report = full_report()
+    page = show(render(report))
+    timelines = [Timeline.from_dict(report["pipeline"][name]) for name in ("planned", "measured")]
+    longest = max(timeline.makespan_s for timeline in timelines)
+    rows = page.query_selector_all(".lanes .row")
+    spans = [row for timeline in timelines for row in timeline.spans]
+    assert len(rows) == len(spans)
+    for row, actions in zip(rows, spans):
+        expected = [(end - start) / longest for start, end in actions.values()]
+        assert [share for _, share in widths(page, row, ".lane i")] == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_fits_its_window_and_text_can_be_read(show, scheme, width):
+    page = show(render(full_report()), viewport={"width": width, "height": 800}, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(CONTRASTS) == []
+
+
+CONTRASTS = """() => {
+    const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+    const light = (colour) => {
+        canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+        const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((part) => part / 255);
+        const [r, g, b] = parts.map((part) => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const ground = (node) => {
+        for (; node; node = node.parentElement) {
+            const colour = getComputedStyle(node).backgroundColor;
+            if (!colour.endsWith(", 0)") && colour !== "transparent") return colour;
+        }
+        return "white";
+    };
+    const poor = [];
+    for (const node of document.querySelectorAll("h1,h2,p,li,td,th,.bar b,.lane i,.label,.total,figcaption,summary")) {
+        if (!node.textContent.trim() || node.id === "tip") continue;
+        const [a, b] = [light(getComputedStyle(node).color), light(ground(node))];
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+        if (ratio < 4.5) poor.push([node.className || node.tagName, node.textContent.slice(0, 20), ratio]);
+    }
+    return poor;
+}"""
+
+
+def test_arrow_keys_walk_through_a_chart_and_say_what_is_shown(show):
+    page = show(render(full_report()))
+    page.focus("section[aria-labelledby=steps] .bars")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#tip").startswith("forward: ")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#tip").startswith("backward: ")
+    page.keyboard.press("ArrowDown")
+    assert page.inner_text("#spoken").startswith("rank 1")
+    page.keyboard.press("Escape")
+    assert page.inner_text("#tip") == ""
+
+
+def test_absent_signals_are_named_and_never_drawn_as_zero(show):
+    run = sample_report()["run"]
+    page = show(render({"version": 1, "run": run, "reports": {}, "diagnosis": []}))
+    missing = page.inner_text("section[aria-labelledby=missing]")
+    assert "StepBreakdown()" in missing
+    assert "PipelineTimeline()" in missing
+    assert page.query_selector(".bars") is None
+
+
+def test_an_error_that_ended_the_run_is_on_top(show):
+    report = full_report()
+    report["run"]["error"] = "ValueError: <b>not markup</b>"
+    page = show(render(report))
+    assert "ValueError: <b>not markup</b>" in page.inner_text("header")
+
+
+def test_the_page_of_eight_ranks_and_200_steps_is_small():
+    assert len(render(full_report(num_ranks=8, steps=200)).encode()) < 1_000_000
