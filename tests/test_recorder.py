@@ -50,9 +50,19 @@ def test_phases_are_exclusive_and_add_up():
 def test_time_can_be_moved_to_a_phase_that_is_known_later_but_never_more_than_there_is():
     ledger = Ledger(0)
     ledger.enter("backward", 10)
-    assert ledger.move("communication_exposed", 30, 50) == 30
-    assert ledger.move("communication_exposed", 30, 50) == 10
+    assert ledger.move("communication_exposed", 5, 35, 50) == 30
+    assert ledger.move("communication_exposed", 5, 35, 50) == 10
     assert ledger.close(50) == {"other": 10, "backward": 0, "communication_exposed": 40}
+
+
+def test_an_absorbing_phase_keeps_the_time_of_what_runs_in_it():
+    ledger = Ledger(0, absorbing=("validation",))
+    ledger.enter("validation", 10)
+    ledger.enter("forward", 20)
+    ledger.leave(50)
+    ledger.leave(60)
+    ledger.enter("forward", 60)
+    assert ledger.close(70) == {"other": 10, "validation": 50, "forward": 10}
 
 
 def test_a_leave_too_many_does_not_lose_time():

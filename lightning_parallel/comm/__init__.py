@@ -16,10 +16,11 @@ from lightning_parallel.comm.collectives import (
 )
 from lightning_parallel.comm.groups import Group, MeshGroups
 from lightning_parallel.comm.objects import agree, all_gather_object, barrier, broadcast_object, raise_together
-from lightning_parallel.comm.records import CommRecord, Pending, observe, record, rehearsal
+from lightning_parallel.comm.records import PROFILING, CommRecord, Pending, observe, record, rehearsal
 from lightning_parallel.comm.worker import Worker
 
 __all__ = [
+    "PROFILING",
     "CommRecord",
     "Group",
     "MeshGroups",

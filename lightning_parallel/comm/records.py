@@ -16,7 +16,10 @@ from lightning_parallel.comm import liveness
 from lightning_parallel.comm.groups import Group
 from lightning_parallel.recorder import Flight
 
-__all__ = ["CommRecord", "Done", "Pending", "explain", "observe", "record", "recorded", "rehearsal"]
+__all__ = ["PROFILING", "CommRecord", "Done", "Pending", "explain", "observe", "record", "recorded", "rehearsal"]
+
+PROFILING = "profiling"
+"""Axis of the group in which ranks exchange what they measured; it is not measured itself."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ def _begin(
     op: str, group: Group, num_bytes: int | None, dtype: torch.dtype | None, peer: int | None = None
 ) -> Flight | _Unseen:
     active = recorder.active()
-    if active is None:
+    if active is None or group.axis == PROFILING:
         return _UNSEEN
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     return Flight(active, op, group.axis, group.ranks, num_bytes, name, peer)

@@ -10,7 +10,8 @@ innermost phase that was running, so the phases of a step add up to its wall tim
 `time.perf_counter_ns()`, one clock for all processes of a host.
 
 Where a device computes while the host runs ahead, a `DeviceClock` puts marks into the device's queue instead of reading
-the time. They are read steps later, when the device has passed them: nothing ever waits for the device.
+the time. They are read steps later, when the device has passed them: nothing ever waits for the device. The one for
+CUDA is in `recorder.cuda`; everything else here is free of torch.
 """
 
 from lightning_parallel.recorder.ledger import OTHER, Ledger

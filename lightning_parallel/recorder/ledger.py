@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 __all__ = ["OTHER", "Ledger"]
 
@@ -20,17 +21,23 @@ class Ledger:
     >>> ledger.leave(55)
     >>> ledger.close(60)
     {'other': 15, 'optimizer': 15, 'forward': 30}
+
+    Args:
+        now_ns: When the first window begins.
+        absorbing: Phases that keep the time of all phases within them.
     """
 
-    def __init__(self, now_ns: int) -> None:
+    def __init__(self, now_ns: int, absorbing: Collection[str] = ()) -> None:
         self._phases = [OTHER]
+        self._absorbing = frozenset(absorbing)
         self._charged: defaultdict[str, int] = defaultdict(int)
         self.last_ns = now_ns
 
     def enter(self, phase: str, now_ns: int) -> None:
         """Charge what follows to `phase`, until `leave`."""
         self._charge(now_ns)
-        self._phases.append(phase)
+        around = self._phases[-1]
+        self._phases.append(around if around in self._absorbing else phase)
 
     def leave(self, now_ns: int) -> None:
         """Charge what follows to the phase around the current one."""
@@ -38,11 +45,11 @@ class Ledger:
         if len(self._phases) > 1:
             self._phases.pop()
 
-    def move(self, phase: str, duration_ns: int, now_ns: int) -> int:
-        """Charge the last `duration_ns` to `phase` instead of the current one, as far as the latter has any."""
+    def move(self, phase: str, start_ns: int, end_ns: int, now_ns: int) -> int:
+        """Charge the time between two moments to `phase` instead of the current one, as far as the latter has any."""
         self._charge(now_ns)
         current = self._phases[-1]
-        moved = min(max(duration_ns, 0), self._charged[current])
+        moved = min(max(end_ns - start_ns, 0), self._charged[current])
         self._charged[current] -= moved
         self._charged[phase] += moved
         return moved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from time import perf_counter_ns
@@ -124,6 +124,7 @@ class Recorder:
     Args:
         capacity: Spans kept; older ones are dropped.
         clock: Tells the time of the device; None where the host computes.
+        absorbing: Phases that keep the time of all phases within them, such as validation.
 
     Attributes:
         step: Number of the open window.
@@ -132,7 +133,9 @@ class Recorder:
         calls: What was issued in each group, by axis and ranks; messages by axis, ranks, operation and peer.
     """
 
-    def __init__(self, capacity: int = 100_000, clock: DeviceClock | None = None) -> None:
+    def __init__(
+        self, capacity: int = 100_000, clock: DeviceClock | None = None, absorbing: Collection[str] = ()
+    ) -> None:
         self.spans: deque[Span] = deque(maxlen=capacity)
         self.step = 0
         self.main_thread = get_ident()
@@ -140,7 +143,7 @@ class Recorder:
         self.now: Callable[[], Any] = perf_counter_ns if clock is None else clock.mark
         self.in_flight: dict[int, Flight] = {}
         self.calls: dict[tuple[Any, ...], Calls] = {}
-        self._ledger = Ledger(perf_counter_ns())
+        self._ledger = Ledger(perf_counter_ns(), absorbing)
         self._start_ns = self._ledger.last_ns
         self._ended: list[Span] = []
         self._windows: list[Window] = []
@@ -174,10 +177,10 @@ class Recorder:
                 self._unread.append((self._ledger.leave, (), (now,)))
         return now
 
-    def move(self, phase: str, duration_ns: int) -> None:
-        """Charge the last `duration_ns` to `phase` instead of the innermost one."""
+    def move(self, phase: str, start: Any, end: Any) -> None:
+        """Charge the time between two moments, as `now()` gave them, to `phase` instead of the innermost one."""
         if self.is_main_thread():
-            self._put(self._ledger.move, (phase, duration_ns), self.now())
+            self._put(self._ledger.move, (phase,), start, end, self.now())
 
     # -------------------------------------------------------------------------------------------------------- spans
 

@@ -1,0 +1,76 @@
+"""Where Lightning names what it does: its profiler is told of every start and stop, whatever the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch.profilers import Profiler
+
+from lightning_parallel import recorder
+from lightning_parallel.recorder import OTHER, OpenSpan
+
+__all__ = ["ABSORBING", "PHASES", "lightning_phases"]
+
+PHASES = (
+    "data_wait",
+    "forward",
+    "backward",
+    "communication_exposed",
+    "pipeline_wait",
+    "optimizer",
+    "checkpoint",
+    "validation",
+    OTHER,
+)
+"""Every nanosecond of a step belongs to one of these."""
+
+ABSORBING = ("checkpoint", "validation")
+"""Phases that keep the time of what runs in them: the forward of a validation step is validation."""
+
+_ACTIONS = {
+    "train_dataloader_next": "data_wait",
+    "batch_to_device": "data_wait",
+    "training_step": "forward",
+    "backward": "backward",
+    "optimizer_step": "optimizer",
+    "optimizer_zero_grad": "optimizer",
+    "save_checkpoint": "checkpoint",
+}
+_OWNERS = ("[Strategy]", "[LightningModule]", "[_TrainingEpochLoop]")
+
+
+def phase_of(action: str) -> str | None:
+    """The phase of an action as Lightning names it: `[Strategy]DDPStrategy.backward` is `backward`."""
+    if action.startswith(_OWNERS):
+        return _ACTIONS.get(action.rpartition(".")[2])
+    return _ACTIONS.get(action)
+
+
+@contextmanager
+def lightning_phases(profiler: Profiler) -> Iterator[None]:
+    """Inside the block, record as phases what Lightning reports to `profiler`, which still does its own work."""
+    phases: dict[str, str | None] = {}
+    opened: list[tuple[str, OpenSpan]] = []
+    start, stop = profiler.start, profiler.stop
+
+    def start_phase(action_name: str) -> None:
+        start(action_name)
+        if action_name not in phases:
+            phases[action_name] = phase_of(action_name)
+        phase = phases[action_name]
+        if phase is not None:
+            span = recorder.span(phase, phase)
+            span.__enter__()
+            opened.append((action_name, span))
+
+    def stop_phase(action_name: str) -> None:
+        if opened and opened[-1][0] == action_name:
+            opened.pop()[1].__exit__(None, None, None)
+        stop(action_name)
+
+    profiler.start, profiler.stop = start_phase, stop_phase  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del profiler.start, profiler.stop  # those of the class are back
