@@ -8,6 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
 LAYERS = {
     "mesh": 0,
+    "fingerprint": 0,
     "recorder": 0,
     "weight_gradients": 0,
     "comm": 1,

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.fingerprint import fingerprint
 from lightning_parallel.pipeline.schedule import SCHEDULES
-from lightning_parallel.strategies.replicas import fingerprint
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
@@ -180,7 +180,8 @@ def check_pipeline_module(module: LightningModule) -> None:
             " `configure_model` or `__init__`"
         )
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
-        if "dataloader_iter" in inspect.signature(getattr(module, name)).parameters:
+        method = getattr(module, name)
+        if callable(method) and "dataloader_iter" in inspect.signature(method).parameters:
             raise ValueError(f"`{kind}.{name}` takes a `dataloader_iter`; a pipeline needs the batch, to split it")
 
 

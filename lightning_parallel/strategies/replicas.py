@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.fingerprint import fingerprints
 
-__all__ = ["fingerprint", "materialize", "share_buffers", "share_random_state", "start_equal", "synchronize_batch_norm"]
+__all__ = ["materialize", "share_buffers", "share_random_state", "start_equal", "synchronize_batch_norm"]
 
 
 def share_random_state(group: Group) -> None:
@@ -43,7 +44,7 @@ def start_equal(module: nn.Module, group: Group) -> None:
         [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
         group,
     )
-    prints = comm.all_gather_object([fingerprint(tensor) for tensor in tensors.values()], group)
+    prints = comm.all_gather_object(fingerprints(tensors.values()), group)
     for tensor, *values in zip(tensors.values(), *prints):
         if len(set(values)) > 1:
             _broadcast(tensor, group)
@@ -52,20 +53,6 @@ def start_equal(module: nn.Module, group: Group) -> None:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-_MIXER = 0x5851F42D4C957F2D  # odd, with bits all over; products wrap around
-
-
-def fingerprint(tensor: Tensor) -> int:
-    """A 64-bit hash of the bytes: a sum of the elements, taken as integers, each weighted by its place."""
-    flat = tensor.detach().contiguous().view(-1)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
-    if integers is None:  # complex128
-        flat, integers = torch.view_as_real(flat).reshape(-1), torch.int64
-    values = flat.view(integers).to(torch.int64)
-    places = torch.arange(1, 2 * len(values), 2, device=values.device)  # odd: no bit of an element is lost
-    return int((values * places).mul_(_MIXER).sum())
 
 
 @torch.no_grad()

@@ -1,0 +1,37 @@
+"""Hashes of tensors."""
+
+import pytest
+import torch
+
+from lightning_parallel.fingerprint import fingerprint, fingerprints
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex128]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_counts(dtype):
+    tensor = (torch.randn(5, 3) * 9).to(dtype)
+    expected = fingerprint(tensor)
+    raw = tensor.view(torch.uint8).view(-1)
+    bits = range(8) if dtype != torch.bool else [0]
+    for byte in range(len(raw)):
+        for bit in bits:
+            raw[byte] ^= 1 << bit
+            assert fingerprint(tensor) != expected
+            raw[byte] ^= 1 << bit
+    assert fingerprint(tensor) == expected
+
+
+def test_places_count_and_strides_do_not():
+    tensor = torch.arange(6.0).view(2, 3)
+    assert fingerprint(tensor) == fingerprint(tensor.T.contiguous().T)
+    assert fingerprint(tensor) != fingerprint(tensor.flip(0))
+
+
+def test_tensors_are_left_alone_and_longer_ones_hash_in_pieces(monkeypatch):
+    tensors = [torch.arange(100), torch.zeros(0), torch.tensor(3.5), torch.randn(70)]
+    copies = [tensor.clone() for tensor in tensors]
+    whole = fingerprints(tensors)
+    monkeypatch.setattr("lightning_parallel.fingerprint._CHUNK", 32)
+    assert fingerprints(tensors) == whole
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies))
