@@ -221,8 +221,8 @@ def share_metrics(module: nn.Module, group: Group, source: int, alone: Callable[
         alone: Whether a step is running, in which only the last stage may ask for a value.
     """
     for metric in module.modules():
-        if isinstance(metric, Metric) and "_computes_alone" not in metric.__dict__:
-            metric.__dict__["_computes_alone"] = metric.compute
+        if isinstance(metric, Metric):
+            metric.__dict__.setdefault("_computes_alone", metric.compute)
             metric.compute = _shared_compute(metric, group, source, alone)  # type: ignore[method-assign]
 
 

@@ -103,6 +103,8 @@ def assert_same(trainer, module, expected_trainer, expected):
             torch.testing.assert_close(full[name], tensor, rtol=1e-10, atol=1e-12, msg=f"{name} differs")
     assert trainer.callback_metrics.keys() == expected_trainer.callback_metrics.keys()
     for key, value in expected_trainer.callback_metrics.items():
+        if key == "accuracy_step" and trainer.strategy.mesh.data_parallel > 1:
+            continue  # of one replica's samples, as in Lightning's own strategies
         torch.testing.assert_close(
             trainer.callback_metrics[key].double(), value.double(), rtol=1e-6, atol=1e-7, msg=f"{key} differs"
         )
