@@ -140,11 +140,11 @@ def test_calls_of_a_group_are_numbered_and_compared_by_digest():
     assert issue("broadcast", "all_reduce")[0].digest != same.digest
 
 
-def test_messages_to_different_peers_are_numbered_apart():
+def test_messages_to_different_peers_and_of_different_tags_are_numbered_apart():
     recorder = Recorder()
-    for op, peer in (("send", 1), ("recv", 1), ("send", 1), ("send", 2)):
-        Flight(recorder, op, "pipeline_parallel", (0, 1, 2), 4, "float32", peer).land()
-    assert [span.sequence for span in recorder.spans] == [0, 0, 1, 0]
+    for op, peer, tag in (("send", 1, 0), ("recv", 1, 0), ("send", 1, 0), ("send", 2, 0), ("send", 1, 7)):
+        Flight(recorder, op, "pipeline_parallel", (0, 1, 2), 4, "float32", peer, tag).land()
+    assert [(span.sequence, span.tag) for span in recorder.spans] == [(0, 0), (0, 0), (1, 0), (0, 0), (0, 7)]
     assert recorder.calls_of("pipeline_parallel", (0, 1, 2)).count == 0
 
 

@@ -161,15 +161,17 @@ def all_to_all(
 
 def isend(tensor: Tensor, group: Group, to: int, tag: int = 0) -> Pending:
     """Start sending a contiguous `tensor` to the rank at position `to`."""
-    return Pending("send", group, _size_bytes(tensor), tensor.dtype, tensor, peer=group.ranks[to]).launch(
-        lambda: dist.isend(tensor, group.ranks[to], group=group.process_group, tag=tag)
+    peer = group.ranks[to]
+    return Pending("send", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag).launch(
+        lambda: dist.isend(tensor, peer, group=group.process_group, tag=tag)
     )
 
 
 def irecv(tensor: Tensor, group: Group, source: int, tag: int = 0) -> Pending:
     """Start receiving into a contiguous `tensor` from the rank at position `source`."""
-    return Pending("recv", group, _size_bytes(tensor), tensor.dtype, tensor, peer=group.ranks[source]).launch(
-        lambda: dist.irecv(tensor, group.ranks[source], group=group.process_group, tag=tag)
+    peer = group.ranks[source]
+    return Pending("recv", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag).launch(
+        lambda: dist.irecv(tensor, peer, group=group.process_group, tag=tag)
     )
 
 

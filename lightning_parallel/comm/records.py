@@ -107,14 +107,22 @@ class Pending:
         "_peer",
         "_result",
         "_start_ns",
+        "_tag",
         "_work",
     )
 
     def __init__(
-        self, op: str, group: Group, num_bytes: int, dtype: torch.dtype, result: Any, peer: int | None = None
+        self,
+        op: str,
+        group: Group,
+        num_bytes: int,
+        dtype: torch.dtype,
+        result: Any,
+        peer: int | None = None,
+        tag: int | None = None,
     ) -> None:
         self._op, self._group, self._bytes, self._dtype, self._result = op, group, num_bytes, dtype, result
-        self._peer = peer
+        self._peer, self._tag = peer, tag
         self._complete_ns: int | None = None
         self._work: Any = None
         self._start_ns = time.perf_counter_ns()
@@ -123,7 +131,7 @@ class Pending:
     def launch(self, call: Callable[[], Any]) -> Pending:
         if _rehearsing:
             return self
-        flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer)
+        flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer, self._tag)
         try:
             with flight:
                 self._work = call()
@@ -209,13 +217,18 @@ _UNSEEN = _Unseen()
 
 
 def _begin(
-    op: str, group: Group, num_bytes: int | None, dtype: torch.dtype | None, peer: int | None = None
+    op: str,
+    group: Group,
+    num_bytes: int | None,
+    dtype: torch.dtype | None,
+    peer: int | None = None,
+    tag: int | None = None,
 ) -> Flight | _Unseen:
     active = recorder.active()
     if active is None or group.axis == PROFILING:
         return _UNSEEN
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    return Flight(active, op, group.axis, group.ranks, num_bytes, name, peer)
+    return Flight(active, op, group.axis, group.ranks, num_bytes, name, peer, tag)
 
 
 @contextmanager

@@ -76,7 +76,20 @@ class Flight:
         complete: When it was over, where something tells: nanoseconds, or a mark of the device clock.
     """
 
-    __slots__ = ("_held", "_recorder", "axis", "bytes", "complete", "dtype", "op", "peer", "ranks", "sequence", "start")
+    __slots__ = (
+        "_held",
+        "_recorder",
+        "axis",
+        "bytes",
+        "complete",
+        "dtype",
+        "op",
+        "peer",
+        "ranks",
+        "sequence",
+        "start",
+        "tag",
+    )
 
     def __init__(
         self,
@@ -87,10 +100,12 @@ class Flight:
         num_bytes: int | None,
         dtype: str | None,
         peer: int | None,
+        tag: int | None = None,
     ) -> None:
         self._recorder, self._held = recorder, list[Any]()
         self.op, self.axis, self.ranks, self.bytes, self.dtype, self.peer = op, axis, ranks, num_bytes, dtype, peer
-        self.sequence = recorder.calls_of(axis, ranks, op, peer).add(op, num_bytes, dtype)
+        self.tag = tag
+        self.sequence = recorder.calls_of(axis, ranks, op, peer, tag).add(op, num_bytes, dtype)
         self.complete: Any = None
         self.start: Any = recorder.now()
         recorder.in_flight[id(self)] = self
@@ -113,7 +128,7 @@ class Flight:
         recorder = self._recorder
         recorder.in_flight.pop(id(self), None)
         end = self._held[-1] if self._held else recorder.now()
-        group = (self.ranks, self.peer, self.dtype, get_ident(), self.sequence)
+        group = (self.ranks, self.peer, self.dtype, get_ident(), self.sequence, self.tag)
         facts = ("communication", self.op, recorder.step, None, None, self.axis, self.op, self.bytes, *group)
         recorder.add(facts, self.start, end, self.complete, *self._held)
 
@@ -130,7 +145,7 @@ class Recorder:
         step: Number of the open window.
         now: Reads the clock: nanoseconds, or a mark of the device clock.
         in_flight: Communications that have begun and not ended.
-        calls: What was issued in each group, by axis and ranks; messages by axis, ranks, operation and peer.
+        calls: What was issued in each group, by axis and ranks; messages by axis, ranks, operation, peer and tag.
     """
 
     def __init__(
@@ -199,9 +214,11 @@ class Recorder:
         else:
             self._unread.append((self._keep, (facts,), (start, end, complete, *held)))
 
-    def calls_of(self, axis: str, ranks: tuple[int, ...], op: str = "", peer: int | None = None) -> Calls:
-        """What was issued in a group; messages count apart, by peer and direction."""
-        key = (axis, ranks) if peer is None else (axis, ranks, op, peer)
+    def calls_of(
+        self, axis: str, ranks: tuple[int, ...], op: str = "", peer: int | None = None, tag: int | None = None
+    ) -> Calls:
+        """What was issued in a group; messages count apart, by peer, direction and tag."""
+        key = (axis, ranks) if peer is None else (axis, ranks, op, peer, tag)
         if key not in self.calls:
             self.calls[key] = Calls()
         return self.calls[key]
@@ -212,12 +229,13 @@ class Recorder:
         return [span for span in list(self.spans) if span.step > first]
 
     def _keep(self, facts: Facts, start_ns: int, end_ns: int, complete_ns: int | None, *held_ns: int) -> None:
-        category, name, step, stage, microbatch, axis, op, num_bytes, ranks, peer, dtype, thread, sequence = facts
+        category, name, step, stage, microbatch, axis, op, num_bytes, ranks, peer, dtype, thread, sequence, tag = facts
         blocked_ns = sum(held_ns[1::2]) - sum(held_ns[::2]) if held_ns else 0
         in_flight = None if complete_ns is None else complete_ns - start_ns
         where = (stage, microbatch, axis, op, num_bytes)
         span = Span(
-            category, name, start_ns, end_ns, step, *where, blocked_ns, ranks, peer, dtype, thread, in_flight, sequence
+            *(category, name, start_ns, end_ns, step, *where, blocked_ns),
+            *(ranks, peer, dtype, thread, in_flight, sequence, tag),
         )
         self.spans.append(span)
         self._ended.append(span)
@@ -325,7 +343,7 @@ class _Recording(OpenSpan):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = self._recorder.now() if self._phase is None else self._recorder.leave()
-        facts = (*self._facts, None, None, None, (), None, None, get_ident(), None)
+        facts = (*self._facts, None, None, None, (), None, None, get_ident(), None, None)
         self._recorder.add(facts, self._start, end)
 
 

@@ -25,7 +25,8 @@ class Span(NamedTuple):
         dtype: Element type of the payload.
         thread: Identifier of the thread that reported it.
         in_flight: Time from the start to the completion, where the calling thread saw the end later than that.
-        sequence: How many calls this rank had made in that group (with that peer and operation) before this one.
+        sequence: How many calls this rank had made in that group (with that peer, operation and tag) before this one.
+        tag: Of a point-to-point message; messages of one tag arrive in the order in which they were sent.
     """
 
     category: str
@@ -45,6 +46,7 @@ class Span(NamedTuple):
     thread: int = 0
     in_flight: int | None = None
     sequence: int | None = None
+    tag: int | None = None
 
     @property
     def complete_ns(self) -> int:
