@@ -12,6 +12,7 @@ from lightning_parallel.compression import (
 )
 from lightning_parallel.strategies import (
     CompressedDDPStrategy,
+    CompressedDeepSpeedStrategy,
     CompressedFSDPStrategy,
     HybridParallelStrategy,
     PipelineParallelStrategy,
@@ -24,6 +25,7 @@ __all__ = [
     "BlockTopK",
     "Cast",
     "CompressedDDPStrategy",
+    "CompressedDeepSpeedStrategy",
     "CompressedFSDPStrategy",
     "HybridParallelStrategy",
     "PipelineParallelStrategy",

@@ -2,7 +2,8 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_parallel.strategies.compressed import NAMED, CompressedDDPStrategy
+from lightning_parallel.strategies.compressed import BUILD, CompressedDDPStrategy, with_compressor
+from lightning_parallel.strategies.compressed_deepspeed import CompressedDeepSpeedStrategy
 from lightning_parallel.strategies.compressed_fsdp import CompressedFSDPStrategy
 from lightning_parallel.strategies.hybrid import HybridParallelStrategy
 from lightning_parallel.strategies.pipeline import PipelineParallelStrategy
@@ -10,6 +11,7 @@ from lightning_parallel.strategies.tensor import TensorParallelStrategy
 
 __all__ = [
     "CompressedDDPStrategy",
+    "CompressedDeepSpeedStrategy",
     "CompressedFSDPStrategy",
     "HybridParallelStrategy",
     "PipelineParallelStrategy",
@@ -24,6 +26,11 @@ for _name, _strategy, _description in (
     if _name not in StrategyRegistry:
         StrategyRegistry.register(_name, _strategy, description=_description)
 
-for _name, _build in NAMED.items():
-    if _name not in StrategyRegistry:
-        StrategyRegistry.register(_name, _build, description="DDP with compressed gradients")
+for _family, _compressed, _description in (
+    ("ddp", CompressedDDPStrategy, "DDP with compressed gradients"),
+    ("deepspeed", CompressedDeepSpeedStrategy, "DeepSpeed ZeRO 1 with compressed gradients"),
+):
+    for _ending, _build in BUILD.items():
+        if f"{_family}_{_ending}" not in StrategyRegistry:
+            _make = with_compressor(_compressed, _build)
+            StrategyRegistry.register(f"{_family}_{_ending}", _make, description=_description)

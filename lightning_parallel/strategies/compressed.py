@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Optional
 
 from lightning.fabric.utilities.types import _PATH
@@ -28,7 +29,7 @@ from lightning_parallel.compression import (
     compression_hook,
 )
 
-__all__ = ["NAMED", "CompressedDDPStrategy", "SavesCompression"]
+__all__ = ["BUILD", "CompressedDDPStrategy", "SavesCompression", "with_compressor"]
 
 KEY = "compression"  # of the state in a Lightning checkpoint
 
@@ -43,7 +44,7 @@ class SavesCompression(Strategy):
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Optional[Any] = None
     ) -> None:
         if "optimizer_states" in checkpoint:  # absent where only weights are saved
-            checkpoint[KEY] = self.compression.gather_state()
+            checkpoint[KEY] = self._gather_compression()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
@@ -51,8 +52,16 @@ class SavesCompression(Strategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         if KEY in checkpoint and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self.compression.load_state_dict(checkpoint[KEY])
+            self._load_compression(checkpoint[KEY])
         return checkpoint
+
+    def _gather_compression(self) -> dict[str, Any]:
+        """The state of all ranks, on the first; every rank must call it."""
+        return self.compression.gather_state()
+
+    def _load_compression(self, state: dict[str, Any]) -> None:
+        """Continue from `_gather_compression()`."""
+        self.compression.load_state_dict(state)
 
     def _skip_step(self) -> None:
         """Leave no gradient behind: optimizers pass over parameters without one."""
@@ -119,21 +128,21 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         super().teardown()
 
 
-def _named(make: Callable[..., Reducer], *arguments: Any) -> Callable[[], CompressedDDPStrategy]:
-    """Builds a strategy with a compressor of its own, as compressors remember."""
-    return lambda: CompressedDDPStrategy(make(*arguments))
-
-
-NAMED: dict[str, Callable[[], CompressedDDPStrategy]] = {
-    "ddp_auto": _named(Auto),
-    "ddp_bf16": _named(Cast, "bf16"),
-    "ddp_blocktopk": _named(BlockTopK),
-    "ddp_fp16": _named(Cast, "fp16"),
-    "ddp_int4": _named(Quantize, 4),
-    "ddp_int8": _named(Quantize, 8),
-    "ddp_powersgd": _named(PowerSGD),
-    "ddp_randomk": _named(RandomK),
-    "ddp_sign": _named(Sign),
-    "ddp_topk": _named(TopK),
+BUILD: dict[str, Callable[[], Reducer]] = {
+    "auto": Auto,
+    "bf16": partial(Cast, "bf16"),
+    "blocktopk": BlockTopK,
+    "fp16": partial(Cast, "fp16"),
+    "int4": partial(Quantize, 4),
+    "int8": partial(Quantize, 8),
+    "powersgd": PowerSGD,
+    "randomk": RandomK,
+    "sign": Sign,
+    "topk": TopK,
 }
-"""DDP with a compressor as it comes, by the name of the strategy."""
+"""Compressors as they come, by the ending of a strategy's name."""
+
+
+def with_compressor(strategy: Callable[[Reducer], Strategy], build: Callable[[], Reducer]) -> Callable[[], Strategy]:
+    """Builds a strategy with a compressor of its own, as compressors remember."""
+    return lambda: strategy(build())

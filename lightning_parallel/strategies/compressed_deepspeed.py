@@ -1,0 +1,169 @@
+"""Gradient compression under Lightning's `DeepSpeedStrategy`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal, Optional
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.imports import RequirementCache
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_parallel.compression import Reducer
+from lightning_parallel.compression.hooks_deepspeed import DeepSpeedState, compress_deepspeed
+from lightning_parallel.strategies.compressed import SavesCompression
+
+__all__ = ["CompressedDeepSpeedStrategy"]
+
+_SUPPORTED = RequirementCache("deepspeed>=0.19,<0.20")
+
+
+class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
+    """Lightning's `DeepSpeedStrategy` with compressed gradients, on CPU too.
+
+    A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's memory is part
+    of the checkpoint. ZeRO 0 and 1 communicate once per optimizer step. ZeRO 2 does so after every batch and is
+    therefore compressed only without accumulation. ZeRO 3 has no whole gradients: there only what DeepSpeed does itself
+    is left.
+
+    Args:
+        compression: Computes the mean of the gradients; None leaves that to DeepSpeed.
+        stage: Of ZeRO, unless `config` says so. 0: none; 1: optimizer state is divided; 2: gradients too; 3: parameters
+            too.
+        communication_data_type: DeepSpeed's own compression: the dtype in which gradients are sent.
+        quantized_gradients: DeepSpeed's own compression under ZeRO 3 on CUDA: gradients are sent in 4 bits
+            (ZeRO++, arXiv:2306.10209).
+        kwargs: Everything else that `DeepSpeedStrategy` takes.
+
+    Raises:
+        ModuleNotFoundError: If DeepSpeed 0.19 is not installed.
+        ValueError: If `compression` and the rest cannot be combined.
+    """
+
+    compression: Optional[Reducer]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        compression: Optional[Reducer] = None,
+        stage: int = 1,
+        communication_data_type: Optional[Literal["fp32", "bf16", "fp16"]] = None,
+        quantized_gradients: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if not _SUPPORTED:
+            raise ModuleNotFoundError(f"{_SUPPORTED}. Install it with `pip install 'lightning-parallel[deepspeed]'`.")
+        if not CUDAAccelerator.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed takes MPS where it finds it
+        super().__init__(stage=stage, **kwargs)
+        self.compression = compression
+        self._state: DeepSpeedState | None = None
+        assert self.config is not None
+        if communication_data_type is not None:
+            self.config["communication_data_type"] = communication_data_type
+        if quantized_gradients:
+            self.config.setdefault("zero_optimization", {})["zero_quantized_gradients"] = True
+        self._check()
+
+    def _check(self) -> None:
+        assert self.config is not None
+        zero = self.config.get("zero_optimization", {})
+        stage, own = zero.get("stage", 0), self.config.get("communication_data_type")
+        if self.compression is not None and stage == 3:
+            raise ValueError(
+                "expected ZeRO 0, 1 or 2 with `compression`, found stage 3: no rank has the mean of a whole gradient, "
+                "as low-rank methods, top-k and error feedback need. Use stage=2, or compression=None with "
+                "`communication_data_type` or `quantized_gradients`, which are DeepSpeed's own."
+            )
+        if self.compression is not None and own is not None:
+            raise ValueError(
+                f"expected `compression` or DeepSpeed's own `communication_data_type`, found both ({own}): the "
+                f"compressor says what is sent. Use `... | Cast('{own}')` or leave one of them out."
+            )
+        if zero.get("zero_quantized_gradients") and stage != 3:
+            raise ValueError(
+                f"DeepSpeed sends gradients in 4 bits under ZeRO 3 only, found stage {stage}. "
+                "Use `compression=Quantize(4)` there."
+            )
+
+    # ------------------------------------------------------------------------------------------------ on CPU
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        # DeepSpeed reads the local rank from the device's index, which Lightning's CPU devices lack.
+        device = super().root_device
+        return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
+
+    @override
+    def setup_environment(self) -> None:
+        if not isinstance(self.accelerator, CPUAccelerator):
+            super().setup_environment()
+            return
+        from deepspeed import ops
+        from deepspeed.accelerator import get_accelerator
+
+        found = get_accelerator().device_name()
+        if found != "cpu":
+            raise RuntimeError(
+                f"expected DeepSpeed to compute on the CPU, found that it has chosen {found!r}. "
+                "Set DS_ACCELERATOR=cpu in the environment of all processes."
+            )
+        assert self.config is not None
+        if self.config.get("zero_optimization", {}).get("zero_quantized_gradients"):
+            raise RuntimeError("DeepSpeed has 4-bit gradients on CUDA only; leave out `quantized_gradients`.")
+        # Used in inference alone, but compiled when training starts, and a machine without a compiler cannot.
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        super(DeepSpeedStrategy, self).setup_environment()  # Lightning refuses to run DeepSpeed off CUDA
+
+    @override
+    def setup_distributed(self) -> None:
+        if self.root_device.type != "cpu":
+            super().setup_distributed()
+            return
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    @override
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        super()._initialize_deepspeed_train(model)
+        if self.compression is not None:
+            self._state = compress_deepspeed(self.deepspeed_engine, self.compression)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._state is None or not self.deepspeed_engine.is_gradient_accumulation_boundary():
+            return
+        if not self._state.finish():
+            rank_zero_warn("A gradient was not finite on some rank: this step changes nothing.")
+
+    @override
+    def teardown(self) -> None:
+        self._state = None
+        super().teardown()
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Optional[Any] = None
+    ) -> None:
+        if self.compression is None:
+            DeepSpeedStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        if self.compression is None:
+            return DeepSpeedStrategy.load_checkpoint(self, checkpoint_path, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
