@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,13 +15,13 @@ __all__ = ["Fidelity"]
 
 
 class Fidelity:
-    """Sums over the buckets of one step.
+    """Sums over the elements of each parameter, in one step.
 
     The true mean is that of this step's gradients; what error feedback adds from earlier steps counts as error.
     """
 
     def __init__(self) -> None:
-        self._dot = self._ours = self._true = self._error = 0.0
+        self._sums: dict[str, Tensor] = {}  # error^2, true^2, ours^2, ours * true
 
     @staticmethod
     def true_means(named_gradients: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
@@ -35,16 +35,19 @@ class Fidelity:
     def add(self, ours: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> None:
         """Count one bucket's approximate and true means."""
         for name, mean in true.items():
-            approximation = ours[name].detach().to(mean.dtype)
-            self._dot += float((approximation * mean).sum())
-            self._ours += float(approximation.square().sum())
-            self._true += float(mean.square().sum())
-            self._error += float((approximation - mean).square().sum())
+            mine = ours[name].detach().to(mean.dtype)
+            sums = [(mine - mean).square().sum(), mean.square().sum(), mine.square().sum(), (mine * mean).sum()]
+            self._sums[name] = torch.stack(sums).double()
 
-    def report(self) -> dict[str, float]:
-        """`relative_error` |ours - true| / |true| and `cosine` of the angle between them."""
-        tiny = torch.finfo(torch.float64).tiny
-        return {
-            "relative_error": (self._error / max(self._true, tiny)) ** 0.5,
-            "cosine": self._dot / max((self._ours * self._true) ** 0.5, tiny),
-        }
+    def report(self, names: Iterable[str] | None = None) -> dict[str, float]:
+        """`relative_error` |ours - true| / |true| and `cosine` of the angle between them; of all parameters, or some.
+
+        Empty where the true mean is zero: nothing can be told.
+        """
+        chosen = self._sums.keys() if names is None else self._sums.keys() & set(names)
+        if not chosen:
+            return {}
+        error, true, ours, dot = torch.stack([self._sums[name] for name in sorted(chosen)]).sum(0).tolist()
+        if true == 0:
+            return {}
+        return {"relative_error": (error / true) ** 0.5, "cosine": dot / (ours * true) ** 0.5 if ours else 0.0}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from lightning_parallel.compression.fidelity import Fidelity
 from lightning_parallel.compression.memory import Memory
 from lightning_parallel.compression.state import gather_state, local_state, values_for
 
-__all__ = ["GroupLike", "Method", "Reducer", "Step"]
+__all__ = ["GroupLike", "Method", "Part", "Reducer", "Step"]
 
 GroupLike = Union[Group, dist.ProcessGroup, None]
 _LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
@@ -36,6 +37,30 @@ class Method(abc.ABC):
         """The payloads of one gradient of `shape`, of 4-byte elements, in step number `step`."""
 
 
+class Part(NamedTuple):
+    """What one step has done with gradients of one shape."""
+
+    method: Method
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    world_size: int
+    step: int
+
+    @property
+    def dense_bytes(self) -> int:
+        """What one rank sends for their mean by a bandwidth-optimal all-reduce."""
+        payload_bytes = len(self.names) * math.prod(self.shape) * self.dtype.itemsize
+        return sent_bytes([Traffic("all_reduce", payload_bytes)], self.world_size)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one rank has sent, for gradients of 4-byte elements."""
+        return sent_bytes(
+            self.method.traffic(self.shape, self.world_size, self.step) * len(self.names), self.world_size
+        )
+
+
 class Reducer(abc.ABC):
     """Replaces gradients by their (approximate) mean over a group, in place.
 
@@ -43,8 +68,9 @@ class Reducer(abc.ABC):
         scale: What the gradients are multiplied by (the loss scale); memory is kept unscaled. Set it before a step.
         step: Steps committed so far. A skipped step does not count.
         seconds: Where the time of the last step went.
+        parts: What the last step has done.
         sample_every: Compare with the true mean in every so many steps (at the price of taking it); 0 for never.
-        fidelity: `relative_error` and `cosine` of the last comparison; empty before it.
+        compared: The last comparison; None before it.
     """
 
     linear: bool
@@ -55,8 +81,9 @@ class Reducer(abc.ABC):
         self.scale = 1.0
         self.step = 0
         self.seconds = Seconds()
+        self.parts: list[Part] = []
         self.sample_every = 0
-        self.fidelity: dict[str, float] = {}
+        self.compared: Optional[Fidelity] = None
         self.memory = Memory()
         self._group_size = 1
         self._agreed: set[tuple[Any, ...]] = set()
@@ -139,10 +166,20 @@ class Reducer(abc.ABC):
         self.step, self._group_size = int(state["step"]), group.size
 
     @property
+    def fidelity(self) -> dict[str, float]:
+        """`relative_error` and `cosine` of the last comparison with the true mean; empty before it."""
+        return {} if self.compared is None else self.compared.report()
+
+    @property
+    def residual_norms(self) -> dict[str, float]:
+        """Euclidean norm of this rank's residual by parameter name."""
+        norms = {name: tensor.norm().double() for slot, name, tensor in self.memory.items() if slot == "residual"}
+        return dict(zip(norms, torch.stack(list(norms.values())).tolist())) if norms else {}
+
+    @property
     def residual_norm(self) -> float:
         """Euclidean norm of this rank's residuals."""
-        norms = [tensor.norm().double().cpu() for slot, _, tensor in self.memory.items() if slot == "residual"]
-        return float(torch.stack(norms).norm()) if norms else 0.0
+        return math.hypot(*self.residual_norms.values())
 
 
 class Step:
@@ -158,6 +195,7 @@ class Step:
         self._suspects: list[Tensor] = []
         self._open = True
         self._seconds = Seconds()
+        self._parts: list[Part] = []
         sampled = reducer.sample_every > 0 and reducer.step % reducer.sample_every == 0
         self._fidelity = Fidelity() if sampled else None
         self.memory.rollback()
@@ -177,6 +215,10 @@ class Step:
         true = Fidelity.true_means(named_gradients, self.group) if self._fidelity else {}
         blocks = self._blocks(named_gradients)
         run([method.exchange(block, self) for method, block in blocks], self.group, self._seconds)
+        self._parts += [
+            Part(method, block.names, block.shape, block.gradients[0].dtype, self.group.size, self.number)
+            for method, block in blocks
+        ]
         if self._fidelity:
             self._fidelity.add(named_gradients, true)
 
@@ -198,9 +240,8 @@ class Step:
         self.memory.commit()
         self.reducer.step += 1
         self.reducer._group_size = self.group.size
-        self.reducer.seconds = self._seconds
-        if self._fidelity:
-            self.reducer.fidelity = self._fidelity.report()
+        self.reducer.seconds, self.reducer.parts = self._seconds, self._parts
+        self.reducer.compared = self._fidelity or self.reducer.compared
         return True
 
     def rollback(self) -> None:

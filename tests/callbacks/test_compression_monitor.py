@@ -1,0 +1,215 @@
+"""What compression saves, costs and loses: against what was sent, and against what can be computed by hand."""
+
+import contextlib
+import csv
+import io
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+from lightning_parallel import (
+    Cast,
+    CompressedDDPStrategy,
+    CompressedFSDPStrategy,
+    HybridParallelStrategy,
+    Policy,
+    PowerSGD,
+    TensorParallelStrategy,
+    TopK,
+    comm,
+)
+from lightning_parallel.callbacks.compression_monitor import CompressionAccumulator, CompressionMonitor
+from lightning_parallel.comm import Group
+from lightning_parallel.compression import Dense
+from tests.harness import distributed
+from tests.strategies.models import Net, loader, trainer_for
+
+KEYS = {"dense_bytes", "sent_bytes", "ratio", "encode", "wire", "decode"}
+LOSSES = {"relative_error", "cosine"}
+
+
+def gradients(group, *shapes, step=0):
+    generator = torch.Generator().manual_seed(10 * step + group.rank)
+    return {f"p{index}": torch.randn(shape, generator=generator) for index, shape in enumerate(shapes)}
+
+
+def watched(reducer, group, *shapes, steps=1, **kwargs):
+    account = CompressionAccumulator(reducer, **kwargs)
+    for step in range(steps):
+        assert reducer.reduce_(gradients(group, *shapes, step=step), group)
+        account.look()
+        account.look()  # a second look sees nothing new
+    return account.summarize(comm.all_gather_object(account.share(), group))
+
+
+@distributed(world_size=4)
+def test_plain_means_lose_nothing_and_save_nothing(group):
+    reducer = Dense()
+    reducer.sample_every = 1
+    report = watched(reducer, group, (8, 8), (3,), steps=2)
+    assert report["steps"] == 2
+    assert report["ratio"] == 1
+    assert report["dense_bytes"] == report["sent_bytes"] == pytest.approx(2 * 3 / 4 * 4 * 67, abs=1)
+    assert report["relative_error"] < 1e-6
+    assert report["cosine"] == pytest.approx(1)
+    assert "residual_norm" not in report, "nothing is kept, so nothing is reported"
+
+
+@distributed(world_size=4)
+def test_ratio_of_low_rank_factors(group):
+    report = watched(PowerSGD(2, min_numel=0), group, (40, 24))
+    assert report["ratio"] == pytest.approx(40 * 24 / (2 * (40 + 24)))
+
+
+@distributed(world_size=4)
+def test_sent_bytes_are_those_counted_at_the_wire(group):
+    reducer = TopK(0.1, min_numel=0)
+    reducer.reduce_(gradients(group, (40, 24)), group)
+    with comm.record() as records:
+        report = watched(reducer, group, (40, 24))
+    moved = sum(record.bytes * 3 // 4 for record in records if record.op == "all_gather")
+    assert report["sent_bytes"] == moved
+
+
+@distributed(world_size=2)
+def test_losses_of_each_compressor(group):
+    reducer = Policy({"p0": TopK(0.1, min_numel=0), "p1": Cast("bf16", min_numel=0), "*": None})
+    reducer.sample_every = 1
+    before = gradients(group, (16, 16), (16, 16), (4, 4))
+    true = {name: comm.all_reduce(value, group) / 2 for name, value in before.items()}
+    account = CompressionAccumulator(reducer)
+    reducer.reduce_(before, group)
+    account.look()
+    report = account.summarize([account.share()])
+    rows = {row["compressor"]: row for row in report["compressors"]}
+    for label, name in (("TopK(ratio=0.1)", "p0"), ("Cast('bfloat16')", "p1")):
+        error = (before[name] - true[name]).norm() / true[name].norm()
+        assert rows[label]["relative_error"] == pytest.approx(error.item(), rel=1e-5)
+        assert rows[label]["cosine"] == pytest.approx(
+            torch.cosine_similarity(before[name].flatten(), true[name].flatten(), 0).item()
+        )
+        assert rows[label]["parameters"] == 1
+    assert rows["Cast('bfloat16')"]["ratio"] == 2
+    assert rows["Dense()"]["relative_error"] < 1e-6
+    assert report["residual_norm"] == rows["TopK(ratio=0.1)"]["residual_norm"] == pytest.approx(reducer.residual_norm)
+    assert "residual_norm" not in rows["Cast('bfloat16')"]
+    assert report["sent_bytes"] == sum(row["sent_bytes"] for row in rows.values())
+
+
+@distributed(world_size=2)
+def test_comparison_every_so_many_steps(group):
+    reducer = TopK(0.1, min_numel=0)
+    reducer.sample_every = 2
+    with comm.record() as records:
+        watched(reducer, group, (16, 16), steps=4)
+    assert sum(record.op == "all_reduce" for record in records) == 2
+
+
+@distributed(world_size=2)
+def test_steps_to_warm_up_and_steps_that_do_not_count(group):
+    reducer = PowerSGD(1, min_numel=0)
+    account = CompressionAccumulator(reducer, warmup_steps=1)
+    for step, value in enumerate([1.0, math.inf, 1.0, 1.0]):
+        reducer.reduce_({"p": torch.full((8, 8), value) + step}, group)
+        account.look()
+    assert account.share()["steps"] == 2, "of four, one warms up and one was not finite"
+
+
+def test_one_replica_sends_nothing():
+    report = watched(PowerSGD(1, min_numel=0), Group.alone("data_parallel"), (8, 8))
+    assert report["dense_bytes"] == report["sent_bytes"] == 0
+    assert "ratio" not in report
+
+
+# ---------------------------------------------------------------------------------------------- through the Trainer
+
+
+class Wide(Net):
+    """Layers that all layouts can divide."""
+
+    def __init__(self):
+        super().__init__(hidden=16)
+        self.net = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 5))
+
+
+PLAN = {"net.0": "column", "net.2": "row"}
+STRATEGIES = {
+    "ddp": (2, lambda compression: CompressedDDPStrategy(compression)),
+    "fsdp": (2, lambda compression: CompressedFSDPStrategy(compression)),
+    "tensor": (4, lambda compression: TensorParallelStrategy(2, plan=PLAN, compression=compression)),
+    "hybrid": (
+        4,
+        lambda compression: HybridParallelStrategy(
+            tensor_parallel_size=2, data_parallel_size=2, plan=PLAN, compression=compression
+        ),
+    ),
+}
+
+
+def check(name, group):
+    monitor = CompressionMonitor(every_n_steps=2, show_table=False)
+    ranks, make = STRATEGIES[name]
+    trainer = trainer_for(make(PowerSGD(1, min_numel=16)), ranks, callbacks=[monitor])
+    trainer.fit(Wide().double(), loader(2, group.rank * 2 // ranks))
+    report = monitor.report()
+    assert report["steps"] == 7, "eight, of which one warms up"
+    assert KEYS | LOSSES | {"residual_norm", "version", "world_size", "mesh"} <= report.keys()
+    assert report["ratio"] > 1.5
+    assert report["residual_norm"] > 0
+    assert 0 < report["relative_error"] < 3
+    assert 0.1 < report["cosine"] <= 1
+    assert min(report["encode"], report["wire"], report["decode"]) > 0
+    assert {row["compressor"] for row in report["compressors"]} == {"PowerSGD(rank=1)", "Dense()"}
+    assert [report] * group.size == comm.all_gather_object(report, group)
+
+
+@pytest.mark.parametrize("name", [name for name, (ranks, _) in STRATEGIES.items() if ranks == 2])
+@distributed(world_size=2)
+def test_replicas(name, group):
+    check(name, group)
+
+
+@pytest.mark.parametrize("name", [name for name, (ranks, _) in STRATEGIES.items() if ranks == 4])
+@distributed(world_size=4)
+def test_replicas_of_shards(name, group):
+    check(name, group)
+
+
+@distributed(world_size=2)
+def test_table_and_logger(group):
+    folder = comm.all_gather_object(tempfile.mkdtemp(), group)[0]
+    monitor = CompressionMonitor(every_n_steps=4, warmup_steps=0, dirpath=folder)
+    trainer = trainer_for(
+        CompressedDDPStrategy(PowerSGD(1, min_numel=16)),
+        group.size,
+        callbacks=[monitor],
+        logger=CSVLogger(folder),
+        log_every_n_steps=1,
+    )
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        trainer.fit(Net().double(), loader(group.size, group.rank))
+    assert ("PowerSGD(rank=1)" in shown.getvalue()) == (group.rank == 0)
+    if group.rank == 0:
+        written = Path(folder).glob("CompressionMonitor.*")
+        assert sorted(path.suffix for path in written) == [".csv", ".json"]
+        logged = list(csv.DictReader((Path(trainer.logger.log_dir) / "metrics.csv").open()))
+        assert sum(row["compression/ratio"] != "" for row in logged) == 8
+        assert sum(row["compression/cosine"] != "" for row in logged) == 2
+
+
+def test_strategy_without_compression_is_refused():
+    trainer = trainer_for(SingleDeviceStrategy("cpu"), callbacks=[CompressionMonitor()])
+    with pytest.raises(ValueError, match="expected a strategy with `compression`"):
+        trainer.fit(Net().double(), loader())
+
+
+def test_steps_must_be_plausible():
+    with pytest.raises(ValueError, match="every_n_steps"):
+        CompressionMonitor(every_n_steps=-1)
