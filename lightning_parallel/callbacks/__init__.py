@@ -1,7 +1,8 @@
 """Lightning callbacks that measure a run: where the time goes, what is communicated, what is held, what differs."""
 
 from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
+from lightning_parallel.callbacks.communication import CommunicationProfiler
 from lightning_parallel.callbacks.compression_monitor import CompressionMonitor
 from lightning_parallel.callbacks.step_breakdown import StepBreakdown
 
-__all__ = ["Accumulator", "CompressionMonitor", "MeasuringCallback", "StepBreakdown"]
+__all__ = ["Accumulator", "CommunicationProfiler", "CompressionMonitor", "MeasuringCallback", "StepBreakdown"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -17,7 +19,7 @@ from lightning_parallel import comm, recorder
 from lightning_parallel.callbacks.phases import ABSORBING, lightning_phases
 from lightning_parallel.comm import PROFILING, Group, Worker
 from lightning_parallel.mesh import DATA, TENSOR, Mesh
-from lightning_parallel.recorder import Recorder, Window
+from lightning_parallel.recorder import Calls, Recorder, Window
 from lightning_parallel.recorder.cuda import CudaClock
 
 __all__ = ["Member", "Session", "mesh_of"]
@@ -51,6 +53,8 @@ class Session:
         rank: Global rank of this process.
         group: All ranks, for the callbacks' exchange alone. A process of its own on `gloo`, also beside NCCL.
         recorder: What is recorded; None before training begins.
+        calls: What was issued in each group, see `Recorder.calls`.
+        one_clock: Whether `perf_counter_ns` is the same clock on all ranks: they run on one host.
         steps: Steps counted, without those that warm up.
         latest: What the ranks shared last: by rank, then by member; empty before the first exchange, or if it fails.
         failure: Why the exchange between the ranks has ended early, if it has.
@@ -69,6 +73,8 @@ class Session:
         self.failure: str | None = None
         self.device: torch.device = trainer.strategy.root_device
         self.group = self._create_group(trainer)
+        self.calls: dict[tuple[Any, ...], Calls] = {}
+        self.one_clock = len(set(comm.all_gather_object(_clock(), self.group))) == 1
         self._worker: Worker | None = None
         self._pending: Callable[[], Any] | None = None
         self._settled = True
@@ -104,7 +110,8 @@ class Session:
     def begin(self, trainer: Trainer) -> None:
         """Begin to record."""
         clock = CudaClock(self.device) if self.device.type == "cuda" else None
-        self.recorder = self._context.enter_context(recorder.activate(Recorder(clock=clock, absorbing=ABSORBING)))
+        self.recorder = Recorder(clock=clock, absorbing=ABSORBING, calls=self.calls)
+        self._context.enter_context(recorder.activate(self.recorder))
         self._context.enter_context(lightning_phases(trainer.profiler))
 
     def end_step(self) -> None:
@@ -187,6 +194,14 @@ class Session:
 
 
 _sessions: WeakKeyDictionary[Trainer, Session] = WeakKeyDictionary()
+
+
+def _clock() -> str:
+    """Which clock `perf_counter_ns` reads: that of one boot of one host, in one time namespace."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+    if not (boot.exists() and namespace.is_symlink()):
+        return platform.node()
+    return f"{boot.read_text()} {namespace.readlink()}"
 
 
 def mesh_of(trainer: Trainer) -> Mesh:

@@ -121,12 +121,11 @@ class StepBreakdown(MeasuringCallback):
 def hidden_ns(spans: Iterable[Span]) -> int:
     """How long collectives were in flight, less how long they kept the main thread waiting.
 
-    Messages between pipeline stages are left out: what hides them is the schedule, see `PipelineTimeline`.
+    A collective that was over before it was waited for counts only if something told when. Messages between pipeline
+    stages are left out: what hides them is the schedule, see `PipelineTimeline`.
     """
     flights = [
-        span
-        for span in spans
-        if span.category == "communication" and span.peer is None and span.axis != "pipeline_parallel"
+        span for span in spans if span.in_flight is not None and span.peer is None and span.axis != "pipeline_parallel"
     ]
     in_flight = union_ns((span.start_ns, span.complete_ns) for span in flights)
     return max(0, in_flight - sum(span.blocked_ns for span in flights))

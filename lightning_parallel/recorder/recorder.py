@@ -59,7 +59,7 @@ class Calls:
 
     def add(self, op: str, num_bytes: int | None, dtype: str | None) -> int:
         """Count a call; returns its number in the group, from 0."""
-        call = (op, num_bytes, dtype)
+        call = (op, None if op == "all_to_all" else num_bytes, dtype)  # there ranks may send as much as they like
         kind = self._kinds.get(call)
         if kind is None:
             kind = self._kinds[call] = zlib.crc32(repr(call).encode())
@@ -140,6 +140,7 @@ class Recorder:
         capacity: Spans kept; older ones are dropped.
         clock: Tells the time of the device; None where the host computes.
         absorbing: Phases that keep the time of all phases within them, such as validation.
+        calls: Where to count calls; those counted before go on.
 
     Attributes:
         step: Number of the open window.
@@ -149,7 +150,11 @@ class Recorder:
     """
 
     def __init__(
-        self, capacity: int = 100_000, clock: DeviceClock | None = None, absorbing: Collection[str] = ()
+        self,
+        capacity: int = 100_000,
+        clock: DeviceClock | None = None,
+        absorbing: Collection[str] = (),
+        calls: dict[tuple[Any, ...], Calls] | None = None,
     ) -> None:
         self.spans: deque[Span] = deque(maxlen=capacity)
         self.step = 0
@@ -157,7 +162,7 @@ class Recorder:
         self.clock = clock
         self.now: Callable[[], Any] = perf_counter_ns if clock is None else clock.mark
         self.in_flight: dict[int, Flight] = {}
-        self.calls: dict[tuple[Any, ...], Calls] = {}
+        self.calls: dict[tuple[Any, ...], Calls] = {} if calls is None else calls
         self._ledger = Ledger(perf_counter_ns(), absorbing)
         self._start_ns = self._ledger.last_ns
         self._ended: list[Span] = []
