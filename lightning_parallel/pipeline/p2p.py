@@ -4,7 +4,7 @@ One channel for each (sender, receiver, direction), with its own tag. The schedu
 made, and that is the order in which they are used, so both ends know what comes next:
 
     header      stage, microbatch, bytes of a new description (0: as last time)      always
-    tensors     as described last time                                              receives posted ahead
+    tensors     as described last time; in the header's message if they are small    receives posted ahead
     description, tensors    only after a header that announces one
 
 Where the description has changed, the tensors that the receiver already waits for carry nothing. Gradients need no
@@ -13,10 +13,12 @@ header: they look like the activations that they belong to.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from lightning_parallel.pipeline.validate import channels
 __all__ = ["Agreements", "Boundary", "Links", "Message", "TensorSpec"]
 
 _TAGS = {Kind.F: 1, Kind.I: 2}
+_HEADER_BYTES = 24
+_SMALL_BYTES = 1 << 16  # up to here a message costs more than a copy
 _Key = tuple[int, int]
 
 
@@ -44,6 +48,11 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on the wire."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:
         """A new buffer; usable in training even if made while Lightning validates in inference mode."""
@@ -64,6 +73,12 @@ class Boundary:
     index: int
     positions: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def packed_bytes(self) -> int:
+        """Bytes that travel in the message of the header: all or none."""
+        num_bytes = sum(spec.num_bytes for spec in self.tensors)
+        return num_bytes if num_bytes <= _SMALL_BYTES else 0
 
 
 @dataclass(frozen=True)
@@ -124,10 +139,11 @@ class Links:
             return
         boundary, last = message.boundary, self.agreements.sent.get(stage)
         description = b"" if boundary == last else pickle.dumps(boundary)
-        header = torch.tensor([stage, microbatch, len(description)], device=self.device)
-        wire = [header]
+        wire = [torch.tensor([stage, microbatch, len(description)], device=self.device).view(torch.uint8)]
         if last is not None:
             wire += message.tensors if boundary == last else [spec.empty(self.device) for spec in last.tensors]
+            if last.packed_bytes:
+                wire = [torch.cat([_as_bytes(tensor) for tensor in wire])]
         if boundary != last:
             self.agreements.sent[stage] = boundary
             wire.append(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self.device))
@@ -210,6 +226,10 @@ class Links:
             pending.wait()
 
 
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 @dataclass
 class _Posted:
     """A buffer being filled; nothing is under way for an empty one."""
@@ -233,14 +253,16 @@ class _Activations:
 
     def post(self) -> None:
         if self.header is None and self.coming:
-            self.header = self._begin(torch.empty(3, dtype=torch.int64, device=self.links.device))
             known = self.links.agreements.received.get(self.coming[0][0] + 1)
-            self.expected = [] if known is None else self._begin_all(known)
+            packed_bytes = 0 if known is None else known.packed_bytes
+            self.header = self._begin(self._bytes(_HEADER_BYTES + packed_bytes))
+            self.expected = [] if known is None or packed_bytes else self._begin_all(known)
 
     def take(self, action: Action) -> Message:
         self.post()
         assert self.header is not None
-        stage, microbatch, num_bytes = self._finish(self.header, action).tolist()
+        packet = self._finish(self.header, action)
+        stage, microbatch, num_bytes = packet[:_HEADER_BYTES].view(torch.int64).tolist()
         if (stage, microbatch) != (action.stage - 1, action.microbatch):
             ranks = self.links.group.ranks
             raise RuntimeError(
@@ -248,17 +270,31 @@ class _Activations:
                 f"{Action(Kind.F, action.stage - 1, action.microbatch)} from rank {ranks[self.sender]}, got that of "
                 f"{Action(Kind.F, stage, microbatch)}: the ranks run different schedules"
             )
-        tensors = [self._finish(posted, action) for posted in self.expected]
         received = self.links.agreements.received
         if num_bytes:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.links.device)
-            description = self._finish(self._begin(buffer), action)
+            for posted in self.expected:
+                self._finish(posted, action)
+            description = self._finish(self._begin(self._bytes(num_bytes)), action)
             received[action.stage] = pickle.loads(description.cpu().numpy().tobytes())
-            tensors = [self._finish(posted, action) for posted in self._begin_all(received[action.stage])]
+            self.expected = self._begin_all(received[action.stage])
+        tensors = [self._finish(posted, action) for posted in self.expected]
+        if not self.expected:
+            tensors = self._unpacked(packet, received[action.stage])
         self.coming.popleft()
         self.header = None
         self.post()
         return Message(received[action.stage], tuple(tensors))
+
+    def _unpacked(self, packet: Tensor, boundary: Boundary) -> list[Tensor]:
+        tensors, at = [], _HEADER_BYTES
+        for spec in boundary.tensors:
+            tensors.append(spec.empty(self.links.device))
+            _as_bytes(tensors[-1]).copy_(packet[at : at + spec.num_bytes])
+            at += spec.num_bytes
+        return tensors
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self.links.device)
 
     def _begin(self, tensor: Tensor) -> _Posted:
         return _Posted.begin(tensor, self.links.group, self.sender, _TAGS[Kind.F])

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-__all__ = ["mixed", "seed_torch", "seeded"]
+__all__ = ["mixed", "random_state_kept", "seed_all", "seed_torch", "seeded"]
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -30,14 +30,18 @@ def seed_torch(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw random numbers from `seed` inside the block, so that all stages draw alike before their layers."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+def seed_all(seed: int) -> None:
+    """Seed every global generator."""
     seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Put the global generators back to where they were. Costs as much as ten seeds do: not for every action."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     try:
         yield
     finally:
@@ -46,3 +50,11 @@ def seeded(seed: int) -> Iterator[None]:
         np.random.set_state(states[2])
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw random numbers from `seed` inside the block."""
+    with random_state_kept():
+        seed_all(seed)
+        yield

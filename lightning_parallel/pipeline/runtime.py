@@ -27,7 +27,7 @@ from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing
 from lightning_parallel.pipeline.observe import Step
 from lightning_parallel.pipeline.p2p import Agreements, Boundary, Links, Message, TensorSpec
-from lightning_parallel.pipeline.randomness import mixed, seed_torch, seeded
+from lightning_parallel.pipeline.randomness import mixed, random_state_kept, seed_all, seed_torch, seeded
 from lightning_parallel.pipeline.simulate import Timeline
 from lightning_parallel.pipeline.stage import (
     REENTRANT,
@@ -129,12 +129,13 @@ class Run:
         }
         timeline = Timeline(self.schedule)
         self.links.post()
-        for action in self.schedule.rows[self.group.rank]:
-            self.ready_s = time.perf_counter()
-            phase = "forward" if action.kind is Kind.F else "backward"
-            with recorder.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
-                handle[action.kind](action)
-            timeline.record(self.group.rank, action, self.ready_s, time.perf_counter())
+        with random_state_kept():
+            for action in self.schedule.rows[self.group.rank]:
+                self.ready_s = time.perf_counter()
+                phase = "forward" if action.kind is Kind.F else "backward"
+                with recorder.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
+                    handle[action.kind](action)
+                timeline.record(self.group.rank, action, self.ready_s, time.perf_counter())
         self.links.finish()
         outputs = [self.outputs[i] for i in sorted(self.outputs)]
         losses = [self.losses[i] * self.weights[i] for i in sorted(self.losses)]
@@ -157,7 +158,8 @@ class Run:
             self.cut.show,
         )
         is_last = stage == self.cut.num_stages - 1
-        with seeded(self.seed + microbatch), self.cut.visited(visit):
+        seed_all(self.seed + microbatch)
+        with self.cut.visited(visit):
             try:
                 result = self.step(self.microbatches[microbatch])
             except Leave as leave:
@@ -277,15 +279,15 @@ class Run:
         _, stage, microbatch = action
         if flight.loss is not None:
             roots: list[Any] = [flight.loss]
-            gradients = [torch.full_like(flight.loss, self.weights[microbatch]) * self.scale]
+            gradients = [torch.full_like(flight.loss, self.weights[microbatch]).mul_(self.scale)]
         else:
             roots, gradients = flight.roots, self.links.receive_gradients(action)
         self._begin()
         if roots:
             torch.autograd.backward(roots, gradients)
-        flight.roots, flight.loss = [], None
         if stage > 0:
             self.links.send_gradients(stage, microbatch, self._captured(flight))
+        flight.roots, flight.loss = [], None  # frees the graph, for which nobody waits
 
     def _captured(self, flight: _Flight) -> list[Tensor]:
         """The gradients of what was received, for those tensors that need one; zero where it was not used."""

@@ -110,17 +110,38 @@ def test_stages_on_one_rank_hand_over_without_a_message(group):
     assert not records
 
 
-@distributed(world_size=2)
-def test_a_schedule_out_of_step_is_named(group):
-    schedule = build_schedule("gpipe", 2, 2)
-    links = Links(group, schedule, CPU, Agreements())
+def test_a_schedule_out_of_step_is_named():
+    """The workers are not used again: they leave messages behind that nobody takes."""
+    with pytest.raises(RankError) as error:
+        run(_out_of_step, 2)
+    assert "rank 1 runs 1F0 and expected the output of 0F0 from rank 0, got that of 0F1" in str(error.value)
+
+
+def _out_of_step(group):
+    links = Links(group, build_schedule("gpipe", 2, 2), CPU, Agreements())
     if group.rank == 0:
         links.send_activations(0, 1, message(torch.ones(3)))
     else:
-        with pytest.raises(
-            RuntimeError, match="rank 1 runs 1F0 and expected the output of 0F0 from rank 0, got .* 0F1"
-        ):
-            links.receive_activations(Action(Kind.F, 1, 0))
+        links.receive_activations(Action(Kind.F, 1, 0))
+
+
+@distributed(world_size=2)
+def test_small_tensors_travel_with_their_header_and_share_nothing(group):
+    """Once both know what comes: one message, however many tensors."""
+    small, large = torch.randn(5, requires_grad=True), torch.randn(1 << 15)
+    schedule, agreements = build_schedule("gpipe", 2, 3), Agreements()
+    for tensors, expected in (((small, torch.tensor([True]), torch.tensor(2)), 1), ((small, large), 3)):
+        exchange(group, schedule, [message(*tensors)] * 3, agreements)
+        with comm.record() as records:
+            arrived = exchange(group, schedule, [message(*tensors)] * 3, agreements)
+        forward = "recv" if group.rank else "send"
+        assert sum(record.op == forward for record in records) == 3 * expected
+        if group.rank == 1:
+            for got in arrived:
+                versions = [other._version for other in got.tensors[1:]]
+                got.tensors[0].add_(1)
+                assert all(torch.equal(a, b) for a, b in zip(got.tensors[1:], tensors[1:]))
+                assert versions == [other._version for other in got.tensors[1:]]
 
 
 def test_a_lost_rank_is_named_with_what_it_owes():
