@@ -15,7 +15,14 @@ from lightning_parallel.comm.collectives import (
     reduce_scatter,
 )
 from lightning_parallel.comm.groups import Group, MeshGroups
-from lightning_parallel.comm.objects import agree, all_gather_object, barrier, broadcast_object, raise_together
+from lightning_parallel.comm.objects import (
+    agree,
+    all_gather_object,
+    barrier,
+    broadcast_from,
+    broadcast_object,
+    raise_together,
+)
 from lightning_parallel.comm.records import PROFILING, CommRecord, Pending, observe, record, rehearsal
 from lightning_parallel.comm.worker import Worker
 
@@ -34,6 +41,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast_",
+    "broadcast_from",
     "broadcast_object",
     "irecv",
     "isend",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from lightning_parallel.comm.groups import Group
 from lightning_parallel.comm.records import explain, recorded
 
-__all__ = ["agree", "all_gather_object", "barrier", "broadcast_object", "raise_together"]
+__all__ = ["agree", "all_gather_object", "barrier", "broadcast_from", "broadcast_object", "raise_together"]
 
 T = TypeVar("T")
 
@@ -38,6 +40,27 @@ def broadcast_object(value: T, group: Group, source: int = 0) -> T:
     except RuntimeError as error:
         explain(error, "broadcast_object", group)
     return values[0]
+
+
+def broadcast_from(make: Callable[[], T], group: Group, source: int = 0) -> T:
+    """What `make` returns on the rank at position `source`, where alone it is called.
+
+    Raises:
+        Exception: On every rank, if it raises, or returns what cannot be pickled.
+    """
+    value, failure, message = None, None, (b"", "")
+    if group.rank == source:
+        try:
+            value = make()
+            message = (b"" if group.size == 1 else pickle.dumps(value), "")
+        except Exception as error:
+            failure, message = error, (b"", f"{type(error).__name__}: {error}")
+    data, what = broadcast_object(message, group, source)
+    if failure is not None:
+        raise failure
+    if what:
+        raise RuntimeError(f"rank {group.ranks[source]} failed with {what}")
+    return cast(T, value) if group.rank == source else pickle.loads(data)
 
 
 def barrier(group: Group) -> None:

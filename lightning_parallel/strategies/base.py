@@ -5,6 +5,7 @@ Subclasses say how the module is cut (`parallelize`) and how a step runs. `notes
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -182,6 +183,8 @@ class MeshStrategy(MeshCollectives):
         mesh = self.mesh
         if self.mesh.data_parallel > 1:
             reset_seed()  # replicas of one process would go on with its random numbers
+        else:
+            warnings.filterwarnings("ignore", ".*recommended to use `self.log.*sync_dist=True")
         if self._groups is None:
             assert self.cluster_environment is not None
             connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)

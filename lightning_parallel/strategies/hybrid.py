@@ -25,7 +25,7 @@ from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.join import join_outputs
 from lightning_parallel.pipeline.microbatch import num_samples, split_batch
-from lightning_parallel.pipeline.runtime import StepResult
+from lightning_parallel.pipeline.runtime import StepResult, loss_of
 from lightning_parallel.strategies import checks
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.example import STEPS, first_batch
@@ -159,7 +159,14 @@ class HybridParallelStrategy(TensorParallelStrategy):
     def _example(self, trainer: Trainer) -> tuple[Callable[[Any], Any], Any] | None:
         batch = first_batch(trainer)
         assert trainer.state.fn is not None
-        return None if batch is None else (self._step(STEPS[trainer.state.fn], (0,), {}), batch)
+        step = self._step(STEPS[trainer.state.fn], (0,), {})
+
+        def with_loss(microbatch: Any) -> Any:
+            output = step(microbatch)
+            loss_of(output)
+            return output
+
+        return None if batch is None else (with_loss if trainer.training else step, batch)
 
     def _step(self, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
         """The module's own step, for one microbatch."""
@@ -257,15 +264,15 @@ class HybridParallelStrategy(TensorParallelStrategy):
     def _shared(self, name: str, result: StepResult, effects: StepEffects, microbatches: list[Any]) -> Any:
         """What the last stage found, on every rank of the pipeline."""
         assert self.engine is not None
-        group, source = self.engine.group, self.engine.last_rank
-        found: Any = None
-        if group.rank == source:
+
+        def found() -> tuple[Any, Any, Any]:
             samples = [_samples(microbatch) for microbatch in microbatches]
             output: Any = join_outputs(result.outputs, samples, result.weights)
             if name == "training_step":
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
-            found = (_to_cpu(output), *effects.joined(samples, result.weights))
-        output, calls, attributes = comm.broadcast_object(found, group, source)
+            return (_to_cpu(output), *effects.joined(samples, result.weights))
+
+        output, calls, attributes = comm.broadcast_from(found, self.engine.group, self.engine.last_rank)
         effects.repeat(calls, attributes, self.root_device)
         return _to_device(output, self.root_device)
 

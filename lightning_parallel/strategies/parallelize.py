@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
@@ -140,6 +141,8 @@ def _cut(
 ) -> PipelineEngine:
     ranks = groups.pipeline_parallel.size
     samples = None if example is None else _samples(how.split(example[1], 1))
+    if samples is not None and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+        samples //= 2  # batch normalisation needs two samples in each microbatch
     counts = _microbatch_counts(how.num_microbatches, ranks, samples)
     if example is not None:
         example = (example[0], how.split(example[1], counts[0])[0])

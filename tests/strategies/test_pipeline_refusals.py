@@ -1,0 +1,172 @@
+"""What cannot be run in stages: one clear error on every rank, and no hang; lost ranks are named."""
+
+import os
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy
+from tests.harness import RankError, distributed, run
+from tests.strategies.models import loader, trainer_for
+from tests.strategies.test_pipeline import Deep, fit
+
+
+class Manual(Deep):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(Deep):
+    def backward(self, loss):
+        loss.backward()
+
+
+class Skipping(Deep):
+    def forward(self, x):
+        x = first = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + first)
+
+
+class Untrunked(Deep):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity()])
+
+
+class LossOfNothing(Deep):
+    def training_step(self, batch, index):
+        self(batch[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (Manual, ValueError, "optimizes manually.*automatic_optimization = True.*TensorParallelStrategy"),
+        (OwnBackward, ValueError, "overrides `backward`"),
+        (Skipping, (ValueError, RuntimeError), "embed"),
+        (Untrunked, ValueError, "layers"),
+        (LossOfNothing, ValueError, "expected the step to return its loss"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@distributed(world_size=2)
+def test_modules(kind, error, message):
+    with pytest.raises(error, match=f"(?s){message}"):
+        fit(kind(), PipelineParallelStrategy(2), 2)
+
+
+@distributed(world_size=2)
+def test_a_module_compiled_as_a_whole():
+    module = Deep()
+    module.compile()
+    with pytest.raises(ValueError, match="compiled as a whole.*compile its layers"):
+        fit(module, PipelineParallelStrategy(2), 2)
+
+
+@distributed(world_size=4)
+def test_fewer_layers_than_stages():
+    with pytest.raises(ValueError, match=r"(?s)3.*4"):
+        fit(Deep(blocks=3), PipelineParallelStrategy(4), 4)
+
+
+@distributed(world_size=2)
+def test_a_balance_that_does_not_add_up():
+    with pytest.raises(ValueError, match=r"4 in all, got .3, 3."):
+        fit(Deep(), PipelineParallelStrategy(2, balance=[3, 3]), 2)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("sizes", [(3, 1), (2, 3), (8, "auto")])
+def test_sizes_that_do_not_multiply_to_the_world(sizes):
+    trainer = trainer_for(PipelineParallelStrategy(*sizes), 4)
+    with pytest.raises(ValueError, match=r"multiply to the number of processes.*4 processes"):
+        trainer.fit(Deep(), loader())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"schedule": "2f2b"}, {"num_microbatches": 0}, {"virtual_stages": -1}, {"num_microbatches": 2.5}],
+    ids=str,
+)
+def test_arguments_are_checked_at_once(arguments):
+    (name,) = arguments
+    with pytest.raises(ValueError, match=f"`{name}` must be"):
+        HybridParallelStrategy(pipeline_parallel_size=2, **arguments)
+
+
+@distributed(world_size=2)
+def test_a_batch_without_a_sample_dimension(group):
+    class Odd(Deep):
+        def training_step(self, batch, index):
+            return F.cross_entropy(self(batch["x"]), batch["y"])
+
+    x, y = torch.randn(8, 12, dtype=torch.float64), torch.randint(5, (6,))
+    trainer = trainer_for(PipelineParallelStrategy(2), 2)
+    with pytest.raises(ValueError, match=r"'?y'?.*6|8.*6"):
+        trainer.fit(Odd(), torch.utils.data.DataLoader([{"x": x, "y": y}], batch_size=None))
+
+
+@distributed(world_size=2)
+def test_batch_norm_is_warned_about():
+    class Normed(Deep):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)).double()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Normed(), PipelineParallelStrategy(2), 2, max_epochs=1)
+    assert any("batch normalisation" in str(warning.message) for warning in caught)
+
+
+class CannotBeJoined(Deep):
+    """What fails on the last stage only, after the schedule has run."""
+
+    def training_step(self, batch, index):
+        return {"loss": F.cross_entropy(self(batch[0]), batch[1]), "note": lambda: None}
+
+
+@distributed(world_size=2)
+def test_what_cannot_be_sent_to_the_other_stages_fails_on_all():
+    with pytest.raises(Exception, match="(?i)pickle|lambda"):
+        fit(CannotBeJoined(), PipelineParallelStrategy(2), 2)
+
+
+class Leaving(Deep):
+    """One rank does not come to the second step."""
+
+    def __init__(self, leaves):
+        super().__init__()
+        self.leaves = leaves
+
+    def training_step(self, batch, index):
+        if self.global_rank == 1 and index == 1:
+            if self.leaves:
+                os._exit(3)
+            time.sleep(8)
+        return super().training_step(batch, index)
+
+
+def _lose_a_rank(leaves):
+    strategy = PipelineParallelStrategy(3, num_microbatches=4, timeout=timedelta(seconds=2))
+    fit(Leaving(leaves), strategy, 3, num_sanity_val_steps=0)
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["dead", "late"])
+def test_a_rank_that_does_not_come_is_named_with_stage_and_action(leaves):
+    with pytest.raises(RankError) as failure:
+        run(_lose_a_rank, 3, deadline_s=60, leaves=leaves)
+    text = str(failure.value)
+    assert "rank 0, pipeline stage 0, waited at 0B0 for 1B0 of rank 1, which did not come" in text
+    assert "rank 2, pipeline stage 2, waited at 2F0 for 1F0 of rank 1, which did not come" in text
+    if leaves:
+        assert "rank 1: died" in text
+        assert "rank 1 is gone" in text
