@@ -21,12 +21,14 @@ A skipped step leaves non-finite gradients on every rank alike and makes `reduce
 from lightning_parallel.compression.auto import Auto
 from lightning_parallel.compression.compressor import Compressor, Dense
 from lightning_parallel.compression.hooks import HookState, compression_hook
-from lightning_parallel.compression.hooks_fsdp1 import FSDPState, compress_fsdp, fsdp_hook
+from lightning_parallel.compression.hooks_deepspeed import DeepSpeedState, compress_deepspeed
+from lightning_parallel.compression.hooks_fsdp1 import compress_fsdp, fsdp_hook
 from lightning_parallel.compression.policy import Policy
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Cast, Quantize, Sign
 from lightning_parallel.compression.reducer import Reducer, Step
 from lightning_parallel.compression.schedule import Schedule
+from lightning_parallel.compression.sharded import ShardedSteps
 from lightning_parallel.compression.sparsifiers import BlockTopK, RandomK, TopK
 
 __all__ = [
@@ -34,8 +36,8 @@ __all__ = [
     "BlockTopK",
     "Cast",
     "Compressor",
+    "DeepSpeedState",
     "Dense",
-    "FSDPState",
     "HookState",
     "Policy",
     "PowerSGD",
@@ -43,9 +45,11 @@ __all__ = [
     "RandomK",
     "Reducer",
     "Schedule",
+    "ShardedSteps",
     "Sign",
     "Step",
     "TopK",
+    "compress_deepspeed",
     "compress_fsdp",
     "compression_hook",
     "fsdp_hook",

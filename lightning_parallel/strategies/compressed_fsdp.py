@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -21,8 +23,9 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.compression import FSDPState, Reducer, compress_fsdp
+from lightning_parallel.compression import Reducer, ShardedSteps, compress_fsdp
 from lightning_parallel.strategies.compressed import SavesCompression
+from lightning_parallel.strategies.fsdp_precision import DeviceFSDPPrecision
 
 __all__ = ["CompressedFSDPStrategy"]
 
@@ -31,26 +34,38 @@ class CompressedFSDPStrategy(SavesCompression, FSDPStrategy):
     """Lightning's `FSDPStrategy` (FSDP1) with compressed gradients, on CPU too.
 
     A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's memory is part
-    of the checkpoint. While batches accumulate nothing is communicated.
+    of the checkpoint. While batches accumulate nothing is communicated. Gradients may be clipped by their norm.
+
+    With HYBRID_SHARD gradients are compressed between the replicas only: `device_mesh` says which ranks those are.
 
     Args:
         compression: Computes the mean of the gradients.
         kwargs: Everything that `FSDPStrategy` takes.
 
     Raises:
-        ValueError: If `sharding_strategy` shards and replicates: FSDP1 has no communication hook there.
+        ValueError: If `sharding_strategy` shards and replicates on CPU and there is no `device_mesh`.
     """
 
     def __init__(self, compression: Reducer, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if "HYBRID" in self.sharding_strategy.name:
-            raise ValueError(
-                f"expected a sharding strategy with one axis, found {self.sharding_strategy.name}: FSDP1 has no "
-                "communication hook there. Shard with `fully_shard` in `configure_model` under "
-                "`CompressedModelParallelStrategy`, or use FULL_SHARD."
-            )
         self.compression = compression
-        self._state: FSDPState | None = None
+        self._wrapped: Any = None
+        self._state: ShardedSteps | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        device, mesh = self.root_device.type, self.kwargs.pop("device_mesh", None)
+        if device == "cpu" and mesh is None and "HYBRID" in self.sharding_strategy.name:
+            raise ValueError(
+                f"expected `device_mesh=(replicas, shards)` beside `sharding_strategy={self.sharding_strategy.name!r}` "
+                "on CPU, where no number of devices says which ranks form a node; found none"
+            )
+        super().setup_environment()
+        if mesh is not None:  # for Lightning it would be one of CUDA devices
+            self.kwargs["device_mesh"] = init_device_mesh(device, mesh) if isinstance(mesh, tuple) else mesh
+        plugin = self.precision_plugin
+        if type(plugin) is FSDPPrecision:
+            self.precision_plugin = DeviceFSDPPrecision(plugin, device, lambda: self.model)
 
     @property
     def _arguments(self) -> dict[str, Any]:
@@ -76,22 +91,26 @@ class CompressedFSDPStrategy(SavesCompression, FSDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
+        if self._wrapped is None or self._wrapped.module is not model:
+            self._wrapped = self._wrap(model)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._state = self._compress(self._wrapped)
+        return self._wrapped
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
         ready = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         if self.root_device.type == "cpu" and not ready:
             model = FullyShardedDataParallel(model, **self._arguments)
             self.kwargs.pop("auto_wrap_policy", None)
-        wrapped = super()._setup_model(model)
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._state = self._compress(wrapped)
-        return wrapped
+        return super()._setup_model(model)
 
-    def _compress(self, wrapped: nn.Module) -> FSDPState:
+    def _compress(self, wrapped: nn.Module) -> ShardedSteps:
         if not isinstance(wrapped, FullyShardedDataParallel):
             raise ValueError(
                 "expected a module without FSDP, found layers of it wrapped but not the whole, which unites their "
-                "gradients in one step: leave the wrapping to the strategy (`auto_wrap_policy`), and fit a new module, "
-                "as FSDP1 does not unwrap one"
+                "gradients in one step: leave the wrapping to the strategy (`auto_wrap_policy`). A module that another "
+                "strategy has wrapped cannot be used again, as FSDP1 does not unwrap it."
             )
         return compress_fsdp(wrapped, self.compression, self._scaler)
 
@@ -142,3 +161,19 @@ class CompressedFSDPStrategy(SavesCompression, FSDPStrategy):
         synchronized = isinstance(self.model, FullyShardedDataParallel) and self.model._sync_gradients
         if self._state is not None and synchronized and not self._state.finish() and self._scaler is None:
             self._skip_step()
+
+    @override
+    def _gather_compression(self) -> dict[str, Any]:
+        assert self._state is not None
+        return self._state.gather_state()
+
+    @override
+    def _load_compression(self, state: dict[str, Any]) -> None:
+        assert self._state is not None
+        self._state.load_state_dict(state)
+
+    @override
+    def teardown(self) -> None:
+        if self._state is not None:
+            self._state.close()
+        super().teardown()
