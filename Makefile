@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: train test test-gpu lint format bench clean
 
 train: .venv/installed
-	cd examples/gpt && ../../$(BIN)/python main.py fit --config base.yaml --config tensor_parallel.yaml
+	cd examples/gpt && ../../$(BIN)/python main.py fit --config base.yaml --config hybrid.yaml
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q -m "not gpu"
