@@ -3,6 +3,14 @@
 from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.communication import CommunicationProfiler
 from lightning_parallel.callbacks.compression_monitor import CompressionMonitor
+from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
 from lightning_parallel.callbacks.step_breakdown import StepBreakdown
 
-__all__ = ["Accumulator", "CommunicationProfiler", "CompressionMonitor", "MeasuringCallback", "StepBreakdown"]
+__all__ = [
+    "Accumulator",
+    "CommunicationProfiler",
+    "CompressionMonitor",
+    "MeasuringCallback",
+    "ReplicaDriftMonitor",
+    "StepBreakdown",
+]

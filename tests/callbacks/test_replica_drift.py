@@ -1,0 +1,312 @@
+"""Flipped bits and other differences between ranks, named by parameter, ranks and step."""
+
+import os
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from lightning_parallel import (
+    CompressedDDPStrategy,
+    CompressedFSDPStrategy,
+    HybridParallelStrategy,
+    PowerSGD,
+    TensorParallelStrategy,
+    comm,
+)
+from lightning_parallel.callbacks.holdings import Held, Key
+from lightning_parallel.callbacks.replica_drift import (
+    DriftAccumulator,
+    ReplicaDriftMonitor,
+    disagreements,
+    shared_classes,
+)
+from lightning_parallel.compression import Dense
+from tests.harness import distributed
+from tests.strategies.models import Net, loader, trainer_for
+from tests.strategies.test_pipeline import Deep
+
+
+def flip(tensor, bit=30):
+    tensor.detach().view(-1).view(torch.uint8)[bit // 8] ^= 1 << (bit % 8)
+
+
+class Spoil(Callback):
+    """Calls `change(module, optimizer)` on some ranks after a step; placed before the monitor."""
+
+    def __init__(self, step, ranks, change):
+        self.step, self.ranks, self.change = step, ranks, change
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if trainer.global_step == self.step and trainer.global_rank in self.ranks:
+            self.change(module, trainer.optimizers[0])
+
+
+def fit(module, strategy, group, callbacks, replicas, **options):
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
+    trainer = trainer_for(strategy, group.size, callbacks=callbacks, **options)
+    trainer.fit(module, loader(replicas, group.rank // (group.size // replicas)))
+    return trainer
+
+
+def names(monitor):
+    return [(one["step"], one["name"], one["ranks"]) for one in monitor.report()["findings"]]
+
+
+# ------------------------------------------------------------------------------------------------- without processes
+
+
+def test_classes_are_what_the_same_ranks_hold():
+    a, b, c = (Key("parameter", name) for name in "abc")
+    assert shared_classes([[a, b], [a, b], [a, c]]) == {(0, 1, 2): [a], (0, 1): [b]}
+
+
+def test_the_majority_is_right_and_without_one_all_are_named():
+    a, b = Key("parameter", "a"), Key("parameter", "b")
+    (one,) = disagreements([{a: 1, b: 1}, {a: 2, b: 1}, {a: 1}])
+    assert (one.key.name, one.reference, one.different, one.ranks, one.is_certain) == ("a", 0, (1,), (1,), True)
+    (one,) = disagreements([{a: 2}, {a: 1}, {a: 1}])
+    assert (one.reference, one.different, one.ranks) == (1, (0,), (0,))
+    (one,) = disagreements([{}, {a: 1}, {a: 2}])
+    assert (one.reference, one.different, one.ranks, one.is_certain) == (1, (2,), (1, 2), False)
+
+
+@pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"action": "panic"}])
+def test_bad_arguments(arguments):
+    with pytest.raises(ValueError, match="expected"):
+        ReplicaDriftMonitor(**arguments)
+
+
+def test_one_process_has_nothing_to_compare():
+    monitor = ReplicaDriftMonitor(every_n_steps=1)
+    trainer_for(callbacks=[monitor]).fit(Net().double(), loader())
+    assert (monitor.report()["findings"], monitor.report()["checks"]) == ([], 0)
+
+
+# --------------------------------------------------------------------------------------------------- the accumulator
+
+
+@distributed(world_size=4)
+def test_values_are_compared_and_healed(group):
+    def held():
+        found = {
+            Key("parameter", "weight"): Held(weight),
+            Key("parameter", "piece", str(group.rank % 2)): Held(torch.full((3,), float(group.rank % 2))),
+            Key("option", "lr of group 0"): Held(options["lr"], options, "lr"),
+        }
+        return found | ({Key("parameter", "own"): Held(torch.randn(2) + group.rank)} if group.rank == 1 else {})
+
+    weight, options = torch.arange(6.0), {"lr": 0.1}
+    audit = DriftAccumulator(group, lambda value: comm.all_gather_object(value, group), "heal")
+    for step in range(3):
+        assert audit.check(step, held()) == []
+    assert audit.classes == {
+        (0, 1, 2, 3): [Key("option", "lr of group 0"), Key("parameter", "weight")],
+        (0, 2): [Key("parameter", "piece", "0")],
+        (1, 3): [Key("parameter", "piece", "1")],
+    }
+    if group.rank == 2:
+        weight[4] = 4.5
+    if group.rank in (1, 3):
+        options["lr"] = 0.2 if group.rank == 1 else 0.3
+    lr, drifted = audit.check(7, held())
+    assert (drifted["step"], drifted["name"], drifted["ranks"]) == (7, "weight", [2])
+    assert "differs from rank 0: 1 of 6 elements, by up to 0.5" in drifted["detail"]
+    assert (lr["name"], lr["ranks"]) == ("lr of group 0", [1, 3])
+    assert "0.2 instead of 0.1" in lr["detail"] or "0.3 instead of 0.1" in lr["detail"]
+    assert torch.equal(weight, torch.arange(6.0))
+    assert options["lr"] == 0.1
+    assert audit.check(8, held()) == []
+    assert len(audit.findings) == 2
+
+
+@distributed(world_size=2)
+def test_what_stays_different_is_told_once(group):
+    weight = torch.zeros(2, dtype=torch.bfloat16)
+    audit = DriftAccumulator(group, lambda value: comm.all_gather_object(value, group))
+    held = {Key("parameter", "w"): Held(weight)}
+    audit.check(0, held)
+    if group.rank == 1:
+        weight[1] = -0.0
+    (finding,) = audit.check(1, held)
+    assert finding["ranks"] == [0, 1]
+    assert "do not change the value" in finding["detail"]
+    assert "no majority" in finding["detail"]
+    assert audit.check(2, held) == []
+    assert len(audit.findings) == 1
+
+
+@distributed(world_size=2)
+def test_without_an_answer_nothing_is_decided(group):
+    audit = DriftAccumulator(group, lambda value: None)
+    assert audit.check(0, {Key("parameter", "w"): Held(torch.randn(2) + group.rank)}) == []
+    assert audit.checks == 0
+
+
+# ------------------------------------------------------------------------------------------------------- in training
+
+
+@distributed(world_size=2)
+def test_a_flipped_bit_under_ddp_is_named(group):
+    monitor = ReplicaDriftMonitor(every_n_steps=2, show_table=False)
+    spoil = Spoil(3, [1], lambda module, optimizer: flip(module.net[2].weight))
+    fit(Net().double(), DDPStrategy(), group, [spoil, monitor], 2)
+    report = monitor.report()
+    assert (4, "net.2.weight", [0, 1]) in names(monitor)
+    assert all(one["step"] == 4 for one in report["findings"] if one["name"] == "net.2.weight")
+    assert (report["compared"]["parameter"], report["compared"]["optimizer"]) == (8, 8)
+    assert report["compared"]["option"] >= 3
+    assert "buffer" not in report["compared"]
+    assert report["checks"] == 5
+
+
+class Tied(Deep):
+    """The head is the embedding, transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(12, 8, bias=False).double()
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embed.weight[:, :5]
+
+
+LAYOUTS = {
+    "ddp": (Net, DDPStrategy, 4),
+    "compressed": (Net, lambda: CompressedDDPStrategy(PowerSGD(2, min_numel=16)), 4),
+    "tensor": (Net, lambda: TensorParallelStrategy(tensor_parallel_size=4), 1),
+    "tensor x data": (Net, lambda: TensorParallelStrategy(tensor_parallel_size=2), 2),
+    "tied stages": (Tied, lambda: HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=2), 2),
+    "all": (Deep, lambda: HybridParallelStrategy(1, 2, 2, num_microbatches=2), 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@distributed(world_size=4)
+def test_clean_runs_are_clean(layout, group):
+    kind, strategy, replicas = LAYOUTS[layout]
+    monitor = ReplicaDriftMonitor(every_n_steps=1, action="raise", show_table=False)
+    trainer = fit(kind().double(), strategy(), group, [monitor], replicas)
+    report = monitor.report()
+    assert (report["findings"], report["checks"]) == ([], trainer.global_step + 1)
+    assert report["compared"]["parameter"] >= 3
+    assert report["compared"]["option"] >= 3
+
+
+CHANGES = {
+    "parameter": ("ddp", 2, lambda module, optimizer: flip(module.net[3].weight), "net.3.weight"),
+    "optimizer": (
+        "ddp",
+        1,
+        lambda module, optimizer: flip(optimizer.state[module.net[0].bias]["momentum_buffer"]),
+        "momentum_buffer of net.0.bias",
+    ),
+    "learning rate": ("ddp", 3, lambda module, optimizer: optimizer.param_groups[0].update(lr=0.2), "lr of group 0"),
+    "replicated over tensor": ("tensor", 3, lambda module, optimizer: flip(module.net[3].bias), "net.3.bias"),
+    "sharded": (
+        "tensor x data",
+        3,
+        lambda module, optimizer: flip(module.net[0].weight),
+        "net.0.weight",
+    ),
+    "tied over stages": ("tied stages", 3, lambda module, optimizer: flip(module.embed.weight), "embed.weight"),
+    "buffer": ("all", 1, lambda module, optimizer: flip(module.constant), "constant"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@distributed(world_size=4)
+def test_what_changes_on_one_rank_is_named(change, group):
+    layout, rank, action, name = CHANGES[change]
+    kind, strategy, replicas = LAYOUTS[layout]
+    module = kind().double()
+    module.register_buffer("constant", torch.arange(3.0), persistent=False)
+    monitor = ReplicaDriftMonitor(every_n_steps=1, show_table=False)
+    fit(module, strategy(), group, [Spoil(3, [rank], action), monitor], replicas)
+    first = names(monitor)[0]
+    assert first[:2] == (3, name)
+    assert rank in first[2]
+    if change != "sharded" and replicas != 1:
+        assert first[2] == [rank], "three of four are right"
+
+
+@distributed(world_size=4)
+def test_raise_stops_every_rank(group):
+    monitor = ReplicaDriftMonitor(every_n_steps=1, action="raise", show_table=False)
+    spoil = Spoil(2, [2], lambda module, optimizer: flip(module.net[0].weight))
+    with pytest.raises(RuntimeError, match=r"at step 2:\n  net.0.weight, ranks \[2\]: differs from rank 0: 1 of"):
+        fit(Net().double(), DDPStrategy(), group, [spoil, monitor], 4)
+
+
+@distributed(world_size=4)
+def test_heal_gives_the_run_that_was_not_disturbed(group):
+    expected, module = Net().double(), Net().double()
+    fit(expected, DDPStrategy(), group, [], 4)
+
+    def spoil(module, optimizer):
+        module.net[0].weight.detach()[1, 2] = float("nan")
+        optimizer.state[module.net[4].bias]["momentum_buffer"].add_(1.0)
+        optimizer.param_groups[0]["lr"] = 3.0
+
+    monitor = ReplicaDriftMonitor(every_n_steps=1, action="heal", show_table=False)
+    fit(module, DDPStrategy(), group, [Spoil(4, [3], spoil), monitor], 4)
+    assert [(step, ranks) for step, _, ranks in names(monitor)] == [(4, [3])] * 3
+    assert "now that of rank 0" in monitor.report()["findings"][0]["detail"]
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, expected.state_dict()[name]), name
+
+
+class Normalized(Net):
+    """Its replicas hold different running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@distributed(world_size=2)
+def test_statistics_of_each_rank_are_not_compared(broadcast, group):
+    monitor = ReplicaDriftMonitor(every_n_steps=1, action="raise", show_table=False)
+    fit(Normalized().double(), DDPStrategy(broadcast_buffers=broadcast), group, [monitor], 2, max_epochs=1)
+    compared = monitor.report()["compared"]
+    assert compared["parameter"] == 6
+    assert "buffer" not in compared
+
+
+class PlainFSDP(CompressedFSDPStrategy):
+    """Without compression, as `FSDPStrategy`, which does not run on CPU."""
+
+    def __init__(self, **kwargs):
+        super().__init__(Dense(), **kwargs)
+
+    def _compress(self, wrapped):
+        return None
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
+@distributed(world_size=4)
+def test_pieces_under_fsdp(sharding, group):
+    options = {"device_mesh": (2, 2)} if sharding == "HYBRID_SHARD" else {}
+    monitor = ReplicaDriftMonitor(every_n_steps=1, show_table=False)
+    spoil = Spoil(2, [3], lambda module, optimizer: flip(module.net[4].bias) if module.net[4].bias.numel() else None)
+    strategy = PlainFSDP(sharding_strategy=sharding, auto_wrap_policy={nn.Linear}, **options)
+    module = Net()
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="4")
+    trainer = trainer_for(strategy, 4, callbacks=[spoil, monitor], max_epochs=1)
+    trainer.fit(module, loader(4, group.rank, dtype=torch.float32))
+    report = monitor.report()
+    assert report["compared"]["option"] >= 3
+    if sharding == "FULL_SHARD":
+        assert "parameter" not in report["compared"]
+        assert report["findings"] == []
+    else:
+        assert report["compared"]["parameter"] == 8 * (2 if sharding == "HYBRID_SHARD" else 1)
+        step, name, ranks = names(monitor)[0]
+        assert (step, name) == (2, "net.4.bias")
+        assert ranks == ([3] if sharding == "NO_SHARD" else [1, 3])
