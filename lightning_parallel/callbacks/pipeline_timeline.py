@@ -1,0 +1,264 @@
+"""What the stages of a pipeline did and when, beside what the schedule promised."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from lightning.pytorch import LightningModule, Trainer
+from rich import box
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
+from lightning_parallel.mesh import PIPELINE, Mesh
+from lightning_parallel.pipeline.actions import Action, Kind, Schedule
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.simulate import Cost, Timeline, simulate
+from lightning_parallel.recorder import Span, Window
+
+__all__ = ["PipelineAccumulator", "PipelineTimeline", "stage_costs"]
+
+STEPS = 256
+"""Last steps whose times the ranks compare."""
+
+
+class StepTimes(NamedTuple):
+    """One step of one rank; the last three are nanoseconds that it computed, and was held up by messages."""
+
+    step: int
+    start_ns: int
+    end_ns: int
+    busy_ns: int
+    receive_ns: int
+    send_ns: int
+
+
+class PipelineAccumulator(Accumulator):
+    """The actions of this rank.
+
+    Args:
+        rank: Global rank of this process.
+        mesh: The mesh of all ranks.
+        schedule: What every step runs; a step on fewer microbatches is not counted. None without a pipeline.
+        one_clock: Whether the times of all ranks can be compared.
+    """
+
+    def __init__(self, rank: int, mesh: Mesh, schedule: Schedule | None, one_clock: bool = True) -> None:
+        self._rank, self._mesh, self._schedule, self._one_clock = rank, mesh, schedule, one_clock
+        row = schedule.rows[mesh.coordinate(rank).pipeline_parallel] if schedule is not None else ()
+        self._actions = {str(action): action for action in row}
+        self._count: Counter[tuple[int, Kind]] = Counter()
+        self._total_ns: Counter[tuple[int, Kind]] = Counter()
+        self._steps: deque[StepTimes] = deque(maxlen=STEPS)
+        self._last: list[tuple[Action, int, int]] = []
+
+    @override
+    def add(self, window: Window) -> None:
+        if not self._actions:
+            return
+        spans = [span for span in window.spans if span.category == "pipeline"]
+        training = spans[-len(self._actions) :]  # before them, validation has run through the pipeline
+        if {span.name for span in training} != self._actions.keys():
+            return
+        earlier = spans[: -len(self._actions)]
+        self._take(window, training, earlier[-1].end_ns if earlier else window.start_ns)
+
+    def _take(self, window: Window, training: Sequence[Span], since_ns: int) -> None:
+        self._last = [(self._actions[span.name], span.start_ns, span.end_ns) for span in training]
+        for (kind, stage, _), start_ns, end_ns in self._last:
+            self._count[stage, kind] += 1
+            self._total_ns[stage, kind] += end_ns - start_ns
+        busy = sum(end_ns - start_ns for _, start_ns, end_ns in self._last)
+        messages = [span for span in window.spans if span.peer is not None and span.end_ns > since_ns]
+        receive, send = (sum(span.blocked_ns for span in messages if span.op == op) for op in ("recv", "send"))
+        self._steps.append(StepTimes(window.step, self._last[0][1], self._last[-1][2], busy, receive, send))
+
+    @override
+    def share(self) -> dict[str, Any]:
+        costs = {key: self._total_ns[key] / count / 1e9 for key, count in self._count.items()}
+        last = [(str(action), start_ns, end_ns) for action, start_ns, end_ns in self._last]
+        return {"rank": self._rank, "costs": costs, "steps": list(self._steps), "last": last}
+
+    @override
+    def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        if self._schedule is None:
+            return {"missing": ["The strategy has no pipeline: there is no timeline of one."]}
+        by_rank = {rank["rank"]: rank for rank in shared}
+        pipelines = [ranks for ranks in self._mesh.peers(PIPELINE) if all(_ran(by_rank.get(rank)) for rank in ranks)]
+        if not pipelines:
+            return {"missing": ["No step ran the whole schedule, or the ranks could not exchange what they measured."]}
+        costs = stage_costs(self._schedule, [by_rank[rank]["costs"] for ranks in pipelines for rank in ranks])
+        planned = simulate(self._schedule, costs)
+        bubble = {
+            "ideal": simulate(self._schedule, _mean_cost(costs)).bubble_fraction,
+            "simulated": planned.bubble_fraction,
+        }
+        report: dict[str, Any] = {"schedule": self._schedule.name, "microbatches": self._schedule.num_microbatches}
+        if not self._one_clock:
+            sentence = "The ranks run on several hosts, whose clocks differ: the measured bubble is left out."
+            return {**report, "bubble": bubble, "missing": [sentence]}
+        matched = [_common_steps([by_rank[rank] for rank in ranks]) for ranks in pipelines]
+        bubble["measured"] = fmean(_bubble(step) for steps in matched for step in steps)
+        rows = [row for ranks, steps in zip(pipelines, matched) for row in self._rows(ranks, steps, by_rank)]
+        return {
+            **report,
+            "bubble": bubble,
+            "ranks": sorted(rows, key=lambda row: row["rank"]),
+            "stages": [_named(stage, cost) for stage, cost in enumerate(costs)],
+            "timeline": {
+                "step": matched[0][-1][0].step,
+                "planned": planned.to_dict(),
+                "measured": self._measured([by_rank[rank] for rank in pipelines[0]]).to_dict(),
+            },
+        }
+
+    def _rows(
+        self, ranks: Sequence[int], steps: Sequence[Sequence[StepTimes]], by_rank: Mapping[int, Any]
+    ) -> list[dict[str, Any]]:
+        """What each rank of one pipeline did, in seconds per step."""
+        assert self._schedule is not None
+        begins = [min(times.start_ns for times in step) for step in steps]
+        ends = [max(times.end_ns for times in step) for step in steps]
+        peaks = self._measured([by_rank[rank] for rank in ranks]).in_flight_peaks
+        rows = []
+        for position, rank in enumerate(ranks):
+            mine = [step[position] for step in steps]
+            busy = fmean(times.busy_ns for times in mine)
+            length = fmean(end - begin for begin, end in zip(begins, ends))
+            before = fmean(times.start_ns - begin for times, begin in zip(mine, begins))
+            after = fmean(end - times.end_ns for times, end in zip(mine, ends))
+            means = {
+                "busy": busy,
+                "wait": length - busy,
+                "wait_before": before,
+                "wait_between": length - busy - before - after,
+                "wait_after": after,
+                "receive_wait": fmean(times.receive_ns for times in mine),
+                "send": fmean(times.send_ns for times in mine),
+            }
+            rows.append(
+                {
+                    "rank": rank,
+                    "coordinate": self._mesh.coordinate(rank)._asdict(),
+                    "stage": position,
+                    "stages": list(self._schedule.stages_of(position)),
+                    **{key: value / 1e9 for key, value in means.items()},
+                    "in_flight_peak": peaks[position],
+                }
+            )
+        return rows
+
+    def _measured(self, pipeline: Sequence[dict[str, Any]]) -> Timeline:
+        """The last step of one pipeline, from its first action."""
+        assert self._schedule is not None
+        timeline = Timeline(self._schedule)
+        begin_ns = min(start_ns for rank in pipeline for _, start_ns, _ in rank["last"])
+        for position, rank in enumerate(pipeline):
+            for name, start_ns, end_ns in rank["last"]:
+                timeline.record(position, Action.parse(name), (start_ns - begin_ns) / 1e9, (end_ns - begin_ns) / 1e9)
+        return timeline
+
+
+class PipelineTimeline(MeasuringCallback):
+    """Compares what the pipeline did with what its schedule promised.
+
+    `report()` has, besides the common keys:
+
+        schedule, microbatches
+        bubble: {measured, ideal, simulated}
+        ranks: [{rank, coordinate, stage, stages, busy, wait, wait_before, wait_between, wait_after, receive_wait, send,
+                 in_flight_peak}]
+        stages: [{stage, forward, backward} or {stage, forward, input_gradient, weight_gradient}]
+        timeline: {step, planned, measured}
+        missing: [sentence]
+
+    The bubble is the share of the time, from the first action of a step to the last, in which the ranks computed
+    nothing. `ideal`: that of the schedule, had all stages the same times. `simulated`: with each stage's mean times and
+    instant messages; beyond `ideal` it is imbalance. `measured`: beyond `simulated` it is messages and jitter.
+
+    Ranks, in seconds per step, mean over the last 256 steps: `wait` is divided into the time before the rank's first
+    action, between its actions, and after its last. `receive_wait` and `send` are how long receiving and sending held
+    the rank up. `in_flight_peak`: the most microbatches between forward and backward, over the rank's stages. `stage`
+    is the position in the pipeline, `stages` what is there. Stages: seconds per microbatch.
+
+    `planned` and `measured` are `Timeline.to_dict()` of the same schedule: the simulated step, and the last step of the
+    first replica. Without a pipeline there is only `missing`.
+
+    Logged: nothing; what one rank sees tells little.
+    """
+
+    @override
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
+        assert self.session is not None
+        engine = getattr(trainer.strategy, "engine", None)
+        schedule = engine.schedule if isinstance(engine, PipelineEngine) else None
+        return PipelineAccumulator(self.session.rank, self.session.mesh, schedule, self.session.one_clock)
+
+    @override
+    def table(self, report: Mapping[str, Any]) -> Table | None:
+        if "ranks" not in report:
+            return None
+        bubble = ", ".join(f"{key} {report['bubble'][key]:.1%}" for key in ("ideal", "simulated", "measured"))
+        table = Table(
+            title=f"Pipeline {report['schedule']}, {report['microbatches']} microbatches; bubble: {bubble}",
+            box=box.SIMPLE_HEAD,
+        )
+        for header in ("rank", "stages", "busy ms", "wait ms", "before", "between", "after", "in flight"):
+            table.add_column(header, justify="right")
+        for row in report["ranks"]:
+            times = (row[key] for key in ("busy", "wait", "wait_before", "wait_between", "wait_after"))
+            stages = ", ".join(map(str, row["stages"]))
+            table.add_row(str(row["rank"]), stages, *(f"{t * 1e3:.2f}" for t in times), str(row["in_flight_peak"]))
+        return table
+
+
+def stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kind], float]]) -> list[Cost]:
+    """Mean seconds of every stage over the ranks that hold it, from seconds by (stage, kind).
+
+    A backward that is not divided counts as input gradient.
+    """
+    seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for costs in shared:
+        for key, value in costs.items():
+            seconds[key].append(value)
+    mean = {key: fmean(values) for key, values in seconds.items()}
+    return [
+        Cost(mean[stage, Kind.F], mean[stage, Kind.I], mean[stage, Kind.W])
+        if (stage, Kind.I) in mean
+        else Cost(mean[stage, Kind.F], mean[stage, Kind.B])
+        for stage in range(schedule.num_stages)
+    ]
+
+
+def _mean_cost(costs: Sequence[Cost]) -> Cost:
+    return Cost(
+        fmean(cost.forward_s for cost in costs),
+        fmean(cost.input_gradient_s for cost in costs),
+        fmean(cost.weight_gradient_s for cost in costs),
+    )
+
+
+def _named(stage: int, cost: Cost) -> dict[str, Any]:
+    named = {"stage": stage, "forward": cost.forward_s}
+    if cost.weight_gradient_s == 0:
+        return {**named, "backward": cost.input_gradient_s}
+    return {**named, "input_gradient": cost.input_gradient_s, "weight_gradient": cost.weight_gradient_s}
+
+
+def _ran(rank: Mapping[str, Any] | None) -> bool:
+    return rank is not None and bool(rank["steps"])
+
+
+def _common_steps(pipeline: Sequence[Mapping[str, Any]]) -> list[list[StepTimes]]:
+    """The steps that all ranks of a pipeline still have; for each, the times of every rank."""
+    rows = [{times.step: times for times in rank["steps"]} for rank in pipeline]
+    common = set.intersection(*(set(by_step) for by_step in rows))
+    return [[by_step[step] for by_step in rows] for step in sorted(common)]
+
+
+def _bubble(step: Sequence[StepTimes]) -> float:
+    length = max(times.end_ns for times in step) - min(times.start_ns for times in step)
+    return 1 - sum(times.busy_ns for times in step) / (len(step) * length)
