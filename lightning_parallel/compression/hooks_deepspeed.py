@@ -119,6 +119,8 @@ def compress_deepspeed(engine: Any, compressor: Reducer) -> DeepSpeedState:
         optimizer.check_overflow = state.check_overflow
     else:
         engine.buffered_allreduce_fallback = state.reduce_all
+        clip = engine.clip_fp32_gradients
+        engine.clip_fp32_gradients = lambda: clip() if state.finish() else None  # fails where no gradient is left
     return state
 
 

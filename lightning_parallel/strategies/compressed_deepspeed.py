@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.compression import Reducer
@@ -70,10 +71,22 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             self.config.setdefault("zero_optimization", {})["zero_quantized_gradients"] = True
         self._check()
 
+    @property
+    def _zero(self) -> dict[str, Any]:
+        assert self.config is not None
+        return self.config.get("zero_optimization", {})
+
+    @property
+    def _stage(self) -> int:
+        return self._zero.get("stage", 0)
+
+    @property
+    def _quantized(self) -> bool:
+        return self._zero.get("zero_quantized_gradients", False)
+
     def _check(self) -> None:
         assert self.config is not None
-        zero = self.config.get("zero_optimization", {})
-        stage, own = zero.get("stage", 0), self.config.get("communication_data_type")
+        stage, own = self._stage, self.config.get("communication_data_type")
         if self.compression is not None and stage == 3:
             raise ValueError(
                 "expected ZeRO 0, 1 or 2 with `compression`, found stage 3: no rank has the mean of a whole gradient, "
@@ -85,7 +98,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
                 f"expected `compression` or DeepSpeed's own `communication_data_type`, found both ({own}): the "
                 f"compressor says what is sent. Use `... | Cast('{own}')` or leave one of them out."
             )
-        if zero.get("zero_quantized_gradients") and stage != 3:
+        if self._quantized and stage != 3:
             raise ValueError(
                 f"DeepSpeed sends gradients in 4 bits under ZeRO 3 only, found stage {stage}. "
                 "Use `compression=Quantize(4)` there."
@@ -114,8 +127,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
                 f"expected DeepSpeed to compute on the CPU, found that it has chosen {found!r}. "
                 "Set DS_ACCELERATOR=cpu in the environment of all processes."
             )
-        assert self.config is not None
-        if self.config.get("zero_optimization", {}).get("zero_quantized_gradients"):
+        if self._quantized:
             raise RuntimeError("DeepSpeed has 4-bit gradients on CUDA only; leave out `quantized_gradients`.")
         # Used in inference alone, but compiled when training starts, and a machine without a compiler cannot.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -134,9 +146,28 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
 
     @override
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        assert self.config is not None
+        if self._stage == 0 and self.config.get("fp16", {}).get("enabled"):
+            raise ValueError(
+                "expected 16 bits of `float16` with ZeRO 1, 2 or 3, found stage 0: there DeepSpeed 0.19 divides "
+                "gradients by a loss scale that the loss was not multiplied by. Use stage=1 or precision='bf16-mixed'."
+            )
         super()._initialize_deepspeed_train(model)
         if self.compression is not None:
             self._state = compress_deepspeed(self.deepspeed_engine, self.compression)
+
+    @override
+    def _auto_select_batch_size(self) -> int:
+        # For DeepSpeed's log of samples per second. Lightning fails where the loader has no sampler of batches.
+        assert self.lightning_module is not None
+        source = self.lightning_module.trainer.fit_loop._data_source
+        sampler = getattr(source.dataloader(), "batch_sampler", None) if source.is_defined() else None
+        return getattr(sampler, "batch_size", None) or 1
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
+        # Lightning has divided the loss by the number of accumulated batches; DeepSpeed would do so again.
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -1,14 +1,24 @@
 """Compressed gradients under DeepSpeed, through the Trainer, on CPU."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_parallel import CompressedDeepSpeedStrategy
+from lightning_parallel import CompressedDDPStrategy, CompressedDeepSpeedStrategy, PowerSGD, Quantize, TopK, comm
 from lightning_parallel.compression import Dense
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
+from tests.strategies.test_compressed_ddp import COMPRESSORS, SMALL, Equal
 
 pytest.importorskip("deepspeed")
+
+MANY_BUCKETS = {"reduce_bucket_size": 100}  # elements; the largest parameters have more
 
 
 def fit(module, strategy, group, ckpt_path=None, **kwargs):
@@ -17,13 +27,236 @@ def fit(module, strategy, group, ckpt_path=None, **kwargs):
     return trainer
 
 
+def weights(trainer):
+    """The parameters, put together from all ranks under ZeRO 3."""
+    import deepspeed
+
+    module = trainer.lightning_module
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=trainer.strategy.zero_stage_3):
+        return {name: parameter.detach().float().clone() for name, parameter in module.named_parameters()}
+
+
+def one_process(module=None, **kwargs):
+    trainer = trainer_for(**kwargs)
+    trainer.fit(module or Net(), loader(dtype=torch.float32))
+    return {name: parameter.detach().clone() for name, parameter in trainer.lightning_module.named_parameters()}
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_runs_on_cpu_as_one_process(stage, group):
+    assert_close(weights(fit(Net(), CompressedDeepSpeedStrategy(stage=stage), group)), one_process())
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @distributed(world_size=2)
-def test_plain_means_equal_one_process(stage, group):
-    expected, module = Net(), Net()
-    trainer_for().fit(expected, loader(dtype=torch.float32))
+def test_plain_means_equal_one_process(stage, options, group):
+    if stage == 2 and "accumulate_grad_batches" in options:
+        pytest.skip("refused")
     strategy = CompressedDeepSpeedStrategy(Dense(), stage=stage)
-    fit(module, strategy, group)
-    for name, parameter in expected.named_parameters():
-        torch.testing.assert_close(module.get_parameter(name), parameter, rtol=1e-5, atol=1e-6)
+    assert_close(weights(fit(Net(), strategy, group, **options)), one_process(**options))
+    assert strategy.compression.step == 8 // options.get("accumulate_grad_batches", 1), "optimizer steps"
+
+
+@pytest.mark.parametrize("name", ["powersgd", "topk_int8"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 0},
+        *({"stage": stage, **own} for stage in (1, 2) for own in ({}, MANY_BUCKETS, {"overlap_comm": False})),
+    ],
+)
+@distributed(world_size=2)
+def test_compresses_as_under_ddp(options, name, group):
+    """Parameters that ZeRO gathers would be equal even if the means were not: so they are compared with DDP's."""
+    expected = Net()
+    fit(expected, CompressedDDPStrategy(COMPRESSORS[name]()), group)
+    watch = Equal(group)
+    strategy = CompressedDeepSpeedStrategy(COMPRESSORS[name](), **options)
+    found = weights(fit(Net(), strategy, group, callbacks=[watch]))
+    assert watch.steps == 8
+    assert_close(found, {name: p.detach() for name, p in expected.named_parameters()})
+    assert strategy.compression.residual_norm > 0
+
+
+PRECISIONS = {
+    "bf16": ("bf16-mixed", {}),
+    "bf16 summed in fp32": ("bf16-mixed", {"data_types": {"grad_accum_dtype": "fp32"}}),
+    "fp16": ("16-mixed", {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@distributed(world_size=2)
+def test_half_precision(stage, name, group):
+    if stage == 0 and name != "bf16":
+        pytest.skip("DeepSpeed does not have it")
+    precision, extra = PRECISIONS[name]
+    config = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True, **extra}
+    found = {}
+    for compressor in (None, Dense(), PowerSGD(2, **SMALL)):
+        strategy = CompressedDeepSpeedStrategy(compressor, config=dict(config))
+        found[compressor] = weights(fit(Net(), strategy, group, precision=precision))
+    before = {name: parameter.detach() for name, parameter in Net().named_parameters()}
+    deepspeed, dense, compressed = (
+        torch.cat([(named[name] - before[name]).flatten() for name in before]) for named in found.values()
+    )
+    assert (dense - deepspeed).norm() < 0.02 * deepspeed.norm()
+    assert (compressed - deepspeed).norm() < 0.5 * deepspeed.norm()
+    assert [compressor.step for compressor in found if compressor] == [8, 8]
+
+
+def train(module, strategy, group, batches, **kwargs):
+    trainer = trainer_for(strategy, group.size, max_epochs=1, use_distributed_sampler=False, **kwargs)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return trainer
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@distributed(world_size=2)
+def test_overflow_on_one_rank_leaves_no_trace(stage, precision, group):
+    batches = [[x, y] for x, y in loader(group.size, group.rank, dtype=torch.float32)]
+
+    def final(batches):
+        strategy = CompressedDeepSpeedStrategy(COMPRESSORS["powersgd"](), stage=stage, **MANY_BUCKETS)
+        trainer = train(Net(), strategy, group, batches, precision=precision, gradient_clip_val=1.0)
+        assert strategy.compression.step == 3
+        return weights(trainer)
+
+    expected = final([batches[0], *batches[2:]])
+    if group.rank == 1:
+        batches[1] = [batches[1][0] * torch.inf, batches[1][1]]
+    found = final(batches)
+    for name in found:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize(("name", "precision"), [("powersgd", "bf16-mixed"), ("sign", "32-true")])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@distributed(world_size=2)
+def test_resumes_bit_for_bit(stage, name, precision, group, tmp_path):
+    def strategy():
+        return CompressedDeepSpeedStrategy(COMPRESSORS[name](), stage=stage, **MANY_BUCKETS)
+
+    options = {"precision": precision}
+    expected = weights(fit(Net(), strategy(), group, **options))
+    fit(Net(), strategy(), group, max_epochs=1, **options).save_checkpoint(tmp_path / "first.ckpt")
+    comm.barrier(group)
+    trainer = fit(Net(), strategy(), group, ckpt_path=tmp_path / "first.ckpt", **options)
+    found = weights(trainer)
+    for tensor in found:
+        assert torch.equal(found[tensor], expected[tensor]), tensor
+    assert trainer.strategy.compression.step == 8
+
+
+class Awkward(LightningModule):
+    """Tied, frozen and unused parameters, in two groups."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(12, 12).requires_grad_(False)
+        self.unused, self.head = nn.Linear(12, 12), nn.Linear(12, 5)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self.head(self.second(self.first(self.frozen(x)).relu())), y)
+
+    def configure_optimizers(self):
+        biases = [p for p in self.parameters() if p.requires_grad and p.ndim == 1]
+        matrices = [p for p in self.parameters() if p.requires_grad and p.ndim > 1]
+        return torch.optim.SGD([{"params": matrices, "lr": 0.1}, {"params": biases, "lr": 0.2}], momentum=0.9)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@distributed(world_size=2)
+def test_awkward_parameters(stage, group):
+    strategy = CompressedDeepSpeedStrategy(Dense(), stage=stage)
+    assert_close(weights(fit(Awkward(), strategy, group)), one_process(Awkward()))
+    strategy = CompressedDeepSpeedStrategy(TopK(0.2, **SMALL), stage=stage)
+    expected = Awkward()
+    fit(expected, CompressedDDPStrategy(TopK(0.2, **SMALL), find_unused_parameters=True), group)
+    assert_close(
+        weights(fit(Awkward(), strategy, group)), {name: p.detach() for name, p in expected.named_parameters()}
+    )
+    assert not [name for name in strategy.compression.state_dict()["residual"] if "frozen" in name]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@distributed(world_size=2)
+def test_fit_validate_and_fit_again(stage, group):
+    module, strategy = Net(), CompressedDeepSpeedStrategy(TopK(0.1, **SMALL), stage=stage)
+    data = loader(group.size, group.rank, dtype=torch.float32)
+    trainer = trainer_for(strategy, group.size, max_epochs=1)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, data, data)
+        trainer.validate(module, data, verbose=False)
     assert strategy.compression.step == 8
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@distributed(world_size=2)
+def test_deepspeeds_own_communication_dtype(stage, group):
+    strategy = CompressedDeepSpeedStrategy(stage=stage, communication_data_type="bf16")
+    found = weights(fit(Net(), strategy, group))
+    assert strategy.deepspeed_engine.communication_data_type == torch.bfloat16
+    assert_close(found, one_process(), tolerance=1e-2)
+
+
+def test_what_cannot_be_combined_is_refused():
+    for options, message in (
+        ({"stage": 3}, "found stage 3"),
+        ({"config": {"zero_optimization": {"stage": 3}}}, "found stage 3"),
+        ({"communication_data_type": "bf16"}, "found both"),
+        ({"quantized_gradients": True, "stage": 2}, "under ZeRO 3 only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CompressedDeepSpeedStrategy(PowerSGD(4), **options)
+
+
+@distributed(world_size=2)
+def test_engines_that_cannot_be_compressed_are_refused(group):
+    for options, trainer, message in (
+        ({"stage": 2}, {"accumulate_grad_batches": 2}, "after every batch"),
+        ({"contiguous_gradients": False}, {}, "contiguous_gradients"),
+        ({"stage": 0}, {"precision": "16-mixed"}, "loss scale"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fit(Net(), CompressedDeepSpeedStrategy(Quantize(8), **options), group, **trainer)
+    with pytest.raises(RuntimeError, match="CUDA only"):
+        fit(Net(), CompressedDeepSpeedStrategy(stage=3, quantized_gradients=True), group)
+
+
+WITHOUT = """
+import sys
+sys.modules["deepspeed"] = None
+import importlib.metadata as metadata
+version = metadata.version
+def absent(name):
+    if name == "deepspeed":
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = absent
+from lightning_parallel import CompressedDeepSpeedStrategy, PowerSGD
+try:
+    CompressedDeepSpeedStrategy(PowerSGD(4))
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_without_deepspeed_it_says_what_to_install():
+    said = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60)
+    assert "pip install 'lightning-parallel[deepspeed]'" in said.stdout, said.stderr
