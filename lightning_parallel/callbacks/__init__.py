@@ -3,6 +3,8 @@
 from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.communication import CommunicationProfiler
 from lightning_parallel.callbacks.compression_monitor import CompressionMonitor
+from lightning_parallel.callbacks.hang import HangReporter
+from lightning_parallel.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
 from lightning_parallel.callbacks.step_breakdown import StepBreakdown
 
@@ -10,7 +12,9 @@ __all__ = [
     "Accumulator",
     "CommunicationProfiler",
     "CompressionMonitor",
+    "HangReporter",
     "MeasuringCallback",
+    "PipelineTimeline",
     "ReplicaDriftMonitor",
     "StepBreakdown",
 ]

@@ -115,6 +115,11 @@ class Flight:
         """The device clock in use."""
         return self._recorder.clock
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a thread is held up by it right now."""
+        return len(self._held) % 2 == 1
+
     def __enter__(self) -> None:
         """The calling thread is held up, between stages by the pipeline."""
         between_stages = self.peer is not None or self.axis == "pipeline_parallel"

@@ -1,0 +1,164 @@
+"""Training that no longer moves ends, with the name of the rank that did not come."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lightning_parallel.callbacks import HangReporter
+from lightning_parallel.callbacks.hang import EXIT_STATUS, Process, Watchdog
+from lightning_parallel.callbacks.hang_state import blame
+
+SCRIPT = Path(__file__).with_name("hang_script.py")
+
+
+def train(folder, way):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(SCRIPT), str(folder), way]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    return done, [int(pid) for pid in re.findall(r"pid (\d+)", done.stdout)]
+
+
+def is_running(pid):
+    """Neither gone nor a zombie that nobody has collected yet."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def check_end(done, pids, folder):
+    assert done.returncode == EXIT_STATUS, done.stderr
+    assert "the end" not in done.stdout
+    until = time.monotonic() + 10
+    while any(map(is_running, pids)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
+    (written,) = folder.glob("hang-*")
+    assert (written / "verdict.txt").read_text().strip() in done.stderr
+    stacks = (written / "rank0.txt").read_text()
+    assert "in training_step" in stacks
+    return written
+
+
+def test_a_stopped_process_is_named_and_killed(tmp_path):
+    done, pids = train(tmp_path, "stop")
+    written = check_end(done, pids, tmp_path)
+    assert "rank 1 does not answer" in done.stderr
+    assert "killed rank 1" in done.stderr
+    assert not (written / "rank1.json").exists()
+
+
+def test_a_rank_that_skips_a_collective_is_named(tmp_path):
+    done, pids = train(tmp_path, "skip")
+    written = check_end(done, pids, tmp_path)
+    assert "rank 1 did not enter all_reduce along world, call 2 of ranks [0, 1], where rank 0 waits" in done.stderr
+    assert "rank 0 did not enter" not in done.stderr
+    assert '"op": "all_reduce"' in (written / "rank1.json").read_text()
+    assert "in backward" in (written / "rank1.txt").read_text()
+
+
+# ---------------------------------------------------------------------------------------------- the watchdog alone
+
+
+def watchdog(tmp_path, deadline):
+    ended = threading.Event()
+    dog = Watchdog(0, [Process(os.getpid())], tmp_path / "hang", deadline, end=ended.set)
+    dog.start()
+    return dog, ended
+
+
+def test_progress_keeps_the_process_alive(tmp_path):
+    dog, ended = watchdog(tmp_path, deadline=0.5)
+    for _ in range(10):
+        time.sleep(0.1)
+        dog.progress("a batch")
+    dog.stop()
+    assert not ended.is_set()
+    assert not (tmp_path / "hang").exists()
+    assert 0.1 <= dog.longest < 0.5
+
+
+def test_a_rank_sees_the_alarm_of_another(tmp_path):
+    dog, ended = watchdog(tmp_path, deadline=3.0)
+    (tmp_path / "hang").mkdir()
+    assert ended.wait(2)
+    dog.stop()
+    assert "the start" in (tmp_path / "hang" / "verdict.txt").read_text()
+
+
+def test_a_process_number_that_was_used_again_is_not_killed():
+    process = Process(os.getpid())
+    process.birth = "1"
+    assert process.kill() is False
+
+
+def test_a_deadline_must_be_positive():
+    with pytest.raises(ValueError, match="deadline_s > 0"):
+        HangReporter(deadline_s=0)
+
+
+# ------------------------------------------------------------------------------------------------- who is to blame
+
+
+def state(rank, waits=(), calls=(), progress=5, groups=None):
+    flights = [
+        {
+            "op": op,
+            "axis": axis,
+            "ranks": ranks,
+            "peer": peer,
+            "tag": tag,
+            "sequence": n,
+            "waited_for": True,
+            "age_s": age,
+        }
+        for op, axis, ranks, peer, tag, n, age in waits
+    ]
+    made = [
+        {"axis": axis, "ranks": ranks, "op": op, "peer": peer, "tag": tag, "count": count}
+        for axis, ranks, op, peer, tag, count in calls
+    ]
+    where = {"where": f"training batch {progress}", "line": "train.py:3 (step)", "progress": progress}
+    return {"rank": rank, **where, "in_flight": flights, "calls": made, "torch_groups": groups or {}}
+
+
+def test_the_end_of_a_chain_of_waits_is_to_blame():
+    """Rank 0 waits for 1 along one axis, 1 for 3 along another; 2 and 3 wait for nothing."""
+    states = {
+        0: state(0, waits=[("all_reduce", "a", [0, 1], None, None, 4, 9.0)], calls=[("a", [0, 1], "", None, None, 5)]),
+        1: state(1, waits=[("all_reduce", "b", [1, 3], None, None, 7, 8.0)], calls=[("b", [1, 3], "", None, None, 8)]),
+        2: state(2),
+        3: state(3, calls=[("b", [1, 3], "", None, None, 7)]),
+    }
+    lines = blame(states, 4)
+    assert lines[0] == "rank 3 did not enter all_reduce along b, call 7 of ranks [1, 3], where rank 1 waits"
+    assert not any(line.startswith("rank 1 did not") for line in lines)
+
+
+def test_a_message_that_was_not_sent_is_blamed_on_its_sender():
+    sent = [("pipeline_parallel", [0, 1], "send", 1, 7, 2)]
+    states = {
+        0: state(0, calls=sent),
+        1: state(1, waits=[("recv", "pipeline_parallel", [0, 1], 0, 7, 2, 1.0)]),
+    }
+    assert blame(states, 2)[0].startswith("rank 0 did not send message 2 along pipeline parallel to rank 1")
+    states[0] = state(0, calls=[("pipeline_parallel", [0, 1], "send", 1, 7, 3)])
+    assert not any("did not send" in line for line in blame(states, 2))
+
+
+def test_collectives_that_torch_issued_tell_who_is_behind():
+    groups = [{"0": {"count": count, "last": "all_reduce", "name": "default_pg", "ranks": [0, 1]}} for count in (9, 8)]
+    states = {rank: state(rank, groups=groups[rank]) for rank in range(2)}
+    assert blame(states, 2)[0] == "rank 1 did not enter all_reduce, call 9 of torch's group of ranks [0, 1]"
+
+
+def test_a_rank_that_did_less_is_behind():
+    assert (
+        blame({0: state(0), 1: state(1, progress=4)}, 2)[0] == "rank 1 is behind: others have got to training batch 5"
+    )
+    assert "none is known to be late" in blame({0: state(0), 1: state(1)}, 2)[0]
