@@ -43,7 +43,6 @@ class Answers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.twins: dict[object, tuple[nn.Module, Call]] = {}
         self._recipes: dict[Any, _Recipe | None] = {}
         self._last: tuple[Any, Any, Any, _Recipe] | None = None
 
@@ -56,7 +55,7 @@ class Answers:
             call: Runs the module.
 
         Raises:
-            GhostError: If the module has to see data in order to answer, and no twin of it is on this rank.
+            GhostError: If the module cannot answer.
         """
         origin = f"the output of `{name}`"
         state = (kind, module.training, _autocast_dtype(self.device))
@@ -65,7 +64,7 @@ class Answers:
             key = (state, _signature(args), _signature(kwargs))
             recipe = self._recipes.get(key)
             if recipe is None:
-                result, self._recipes[key] = self._ask(origin, kind, module, call, args, kwargs)
+                result, self._recipes[key] = self._ask(origin, module, call, args, kwargs)
                 return result
             self._last = (state, args, kwargs, recipe)
         if recipe.tree is None:
@@ -78,8 +77,8 @@ class Answers:
         """Let go of the last call's arguments."""
         self._last = None
 
-    def ask(self, origin: str, kind: object, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        """As `answer`, but run the module on ghosts in any case."""
+    def ask(self, origin: str, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        """As `answer`, but run the module on ghosts in any case; on made-up data if it has to see some."""
         originals: dict[int, Any] = {}
         with comm.rehearsal(), _random_state_kept():
             try:
@@ -87,12 +86,12 @@ class Answers:
                     spare_args, spare_kwargs = spared((args, kwargs), originals)
                     result = call(*spare_args, **spare_kwargs)
             except Exception as error:
-                if kind not in self.twins:
+                try:
+                    result = self._ask_made_up(module, call, *spared((args, kwargs), originals))
+                except Exception:
                     raise GhostError(
-                        f"cannot tell what {origin} looks like without computing it, and this rank has no other layer "
-                        f"of its kind to try ({error})"
+                        f"cannot tell what {origin} looks like without computing it on true data ({error})"
                     ) from error
-                result = self._ask_twin(kind, *spared((args, kwargs), originals))
         handed_on = {id(leaf) for leaf in tree_leaves((args, kwargs))}
 
         def finished(leaf: Any) -> Any:
@@ -102,10 +101,10 @@ class Answers:
 
         return tree_map(finished, result)
 
-    def _ask(self, origin: str, kind: object, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+    def _ask(self, origin: str, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         inputs = tree_flatten((args, kwargs))[0]
         places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, _PLAIN)}
-        result = self.ask(origin, kind, module, call, args, kwargs)
+        result = self.ask(origin, module, call, args, kwargs)
         leaves, tree = tree_flatten(result)
         recipe: list[tuple[str, Any]] = []
         for leaf in leaves:
@@ -125,50 +124,43 @@ class Answers:
             return Ghost(what, self.device, origin)
         return inputs[what] if how == "input" else what
 
-    def _ask_twin(self, kind: object, args: Any, kwargs: Any) -> Any:
-        """Run the twin on made-up data and keep the shapes of what it returns."""
-        module, call = self.twins[kind]
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        args, kwargs = tree_map_only(Ghost, _made_up, (args, kwargs))
-        with torch.no_grad(), _present(module):
+    def _ask_made_up(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        """Run the module on made-up data, and parameters where it has none; keep the shapes of what it returns."""
+        inputs, tree = tree_flatten((args, kwargs))
+        data = [_made_up(leaf, self.device) if isinstance(leaf, Ghost) else leaf for leaf in inputs]
+        handed_on = {id(made): leaf for made, leaf in zip(data, inputs)}
+        args, kwargs = tree_unflatten(data, tree)
+        with torch.no_grad(), _replaced(module, lambda path, child: _data(child, self.device)):
             result = call(*args, **kwargs)
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
-        return tree_map_only(Tensor, lambda tensor: Ghost.like(tensor, "", self.device), result)
+
+        def finished(tensor: Tensor) -> Tensor:
+            return handed_on[id(tensor)] if id(tensor) in handed_on else Ghost.like(tensor, "", self.device)
+
+        return tree_map_only(Tensor, finished, result)
 
 
 @contextmanager
 def absent(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Hide the parameters and buffers of `module` behind ghosts inside the block."""
-    hidden = []
-    for path, child in module.named_modules():
-        stand_ins = _stand_ins(child, path, device)
-        hidden.append((child, {name: child.__dict__[name] for name in stand_ins if name in child.__dict__}, stand_ins))
-        child.__dict__.update(stand_ins)
-    try:
+    with _replaced(module, lambda path, child: _stand_ins(child, path, device)):
         yield
-    finally:
-        for child, before, stand_ins in hidden:
-            for name in stand_ins:
-                del child.__dict__[name]
-            child.__dict__.update(before)
 
 
 @contextmanager
-def _present(module: nn.Module) -> Iterator[None]:
-    """Undo `absent` inside the block, as far as `module` still holds its parameters."""
-    hidden = [
-        (
-            child,
-            {name: child.__dict__.pop(name) for name in (*child._parameters, *child._buffers) if name in vars(child)},
-        )
-        for child in module.modules()
-    ]
+def _replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, Any]]) -> Iterator[None]:
+    """Put attributes, as `stand_ins` gives them for each submodule and its path, in front of its own."""
+    replaced = []
+    for path, child in module.named_modules():
+        attributes = stand_ins(path, child)
+        replaced.append((child, {name: vars(child)[name] for name in attributes if name in vars(child)}, attributes))
+        child.__dict__.update(attributes)
     try:
         yield
     finally:
-        for child, stand_ins in hidden:
-            child.__dict__.update(stand_ins)
+        for child, before, attributes in replaced:
+            for name in attributes:
+                del child.__dict__[name]
+            child.__dict__.update(before)
 
 
 def forget_parameters(module: nn.Module, names: set[int], device: torch.device, labels: dict[int, str]) -> None:
@@ -180,9 +172,7 @@ def forget_parameters(module: nn.Module, names: set[int], device: torch.device, 
         assert value is not None
         ghosts[key] = Ghost.like(value, f"the parameter `{labels[key]}`", device, labels[key])
         module.__dict__[name] = ghosts[key]
-    for name, value in vars(module).items():
-        if isinstance(value, list) and any(id(item) in ghosts for item in value):  # recurrent layers keep such a list
-            module.__dict__[name] = [ghosts.get(id(item), item) for item in value]
+    module.__dict__.update(_lists(module, ghosts))
 
 
 def _stand_ins(module: nn.Module, path: str, device: torch.device) -> dict[str, Any]:
@@ -196,20 +186,41 @@ def _stand_ins(module: nn.Module, path: str, device: torch.device) -> dict[str, 
         for name, value in held.items()
         if name not in module.__dict__
     }
-    by_id = {id(value): ghosts.get(name, module.__dict__.get(name)) for name, value in own.items()}
-    for name, value in vars(module).items():
-        if by_id and isinstance(value, list) and any(id(item) in by_id for item in value):
-            ghosts[name] = [by_id.get(id(item), item) for item in value]
-    return ghosts
+    return {
+        **ghosts,
+        **_lists(module, {id(value): ghosts.get(name, vars(module).get(name)) for name, value in own.items()}),
+    }
 
 
-def _made_up(ghost: Ghost) -> Tensor:
-    if ghost.value is not None:
-        return ghost.value
-    shape, dtype = ghost.signature
+def _data(module: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Tensors with data for the parameters and buffers of `module` itself, made up where they are not here."""
+    data: dict[str, Any] = {}
+    places: dict[int, Any] = {}
+    hidden = {name: value for name, value in vars(module).items() if isinstance(value, Ghost)}
+    for name, value in {**hidden, **module._parameters, **module._buffers}.items():
+        if value is not None:
+            is_here = not (value.is_meta or isinstance(value, Ghost))
+            data[name] = _made_up(value, device) if not is_here else value.clone() if name in module._buffers else value
+            places.update({id(other): data[name] for other in (value, hidden.get(name))})
+    return {**data, **_lists(module, places)}
+
+
+def _lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, list[Any]]:
+    """The lists of parameters that `module` keeps, as recurrent layers do, with those that stand in, by id."""
+    return {
+        name: [stand_ins.get(id(item), item) for item in value]
+        for name, value in vars(module).items()
+        if isinstance(value, list) and any(id(item) in stand_ins for item in value)
+    }
+
+
+def _made_up(tensor: Tensor, device: torch.device) -> Tensor:
+    if isinstance(tensor, Ghost) and tensor.value is not None:
+        return tensor.value
+    shape, dtype = tensor.signature if isinstance(tensor, Ghost) else (tensor.shape, tensor.dtype)
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=dtype, device=ghost.device)
-    return torch.zeros(shape, dtype=dtype, device=ghost.device)
+        return torch.randn(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def spared(arguments: Any, originals: dict[int, Any]) -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_parallel.pipeline.absent import Answers, forget_parameters
 from lightning_parallel.pipeline.ghost import Ghost
 from lightning_parallel.pipeline.observe import Observation
-from lightning_parallel.pipeline.stage import Door, Gate, guard, unguarded
+from lightning_parallel.pipeline.stage import Door, Gate, guard
 from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
 
 __all__ = ["Cut", "TiedParameter"]
@@ -127,8 +127,6 @@ class Cut:
         for index, (name, layer, kind) in enumerate(zip(self.trunk.names, self.trunk.layers, layer_kinds(self.trunk))):
             present = self.stage_of[index] in self.stages
             guard(layer, Door(self.gate, name, kind, index, present))
-            if present:
-                self.answers.twins[kind] = (layer, unguarded(layer))
         for name, unit in units(self.module, self.trunk):
             present = any(self.stage_of[index] in self.stages for index in observation.units[name])
             guard(unit, Door(self.gate, name, name, None, present))

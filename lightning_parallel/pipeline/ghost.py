@@ -110,6 +110,8 @@ class Ghost(Tensor):
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         try:
+            if torch.Tag.inplace_view in func.tags:
+                _require_shape(func, written, args, kwargs)
             result = _shapes(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise GhostError(
@@ -119,7 +121,7 @@ class Ghost(Tensor):
         live = all(ghost.live for ghost in ghosts)
         if written is not None:
             written.live = live
-            return _rewritten(func, written, result)
+            return _rewritten(written, result)
         dead = [ghost for ghost in ghosts if not ghost.live] or ghosts
         origin = next((ghost.origin for ghost in dead if not ghost.parameter), dead[0].origin)
         return _wrap(result, device, origin, live)
@@ -210,14 +212,16 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return written
 
 
-def _rewritten(func: Any, written: Ghost, result: Any) -> Any:
-    first = result[0] if isinstance(result, (list, tuple)) else result
-    with torch._C.DisableTorchFunctionSubclass():
-        shape = written.shape  # that of `written.meta` may have changed with the result
-    if isinstance(first, Tensor) and first.shape != shape:
+def _require_shape(func: Any, written: Ghost, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """See that `func` leaves the shape of `written` as it is; a ghost cannot change its own."""
+    changed = func(*_on_meta(args, copied=True), **_on_meta(kwargs, copied=True))
+    if changed.shape != written.signature[0]:
         raise GhostError(
             f"`{func}` changes the shape of {written.origin} in place; use the form that makes a new tensor"
         )
+
+
+def _rewritten(written: Ghost, result: Any) -> Any:
     if isinstance(result, (list, tuple)):
         return _wrap(result, written.device, written.origin, written.live)
     return written
@@ -260,13 +264,13 @@ def _to_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _on_meta(value: Any) -> Any:
+def _on_meta(value: Any, copied: bool = False) -> Any:
     if isinstance(value, Tensor):
-        return _to_meta(value)
+        return torch.empty_like(_to_meta(value)) if copied else _to_meta(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_on_meta, value))
+        return type(value)(_on_meta(item, copied) for item in value)
     if isinstance(value, dict):
-        return {key: _on_meta(item) for key, item in value.items()}
+        return {key: _on_meta(item, copied) for key, item in value.items()}
     return value
 
 

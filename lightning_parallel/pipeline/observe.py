@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel.pipeline.absent import Answers, Call
 from lightning_parallel.pipeline.ghost import Ghost, missing, watch_parameters
 from lightning_parallel.pipeline.randomness import seeded
-from lightning_parallel.pipeline.stage import REENTRANT, CutError, Door, Forward, Gate, Leave, guard, unguarded
+from lightning_parallel.pipeline.stage import REENTRANT, CutError, Door, Forward, Gate, Leave, guard
 from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
 
 __all__ = ["Observation", "Step", "observe", "read_off", "try_stages"]
@@ -52,7 +53,7 @@ def observe(module: nn.Module, trunk: Trunk, step: Step, microbatch: Any, device
         ValueError: If the step cannot be played up to the last layer, or calls a layer twice; says why.
     """
     watcher = _Watcher(trunk, device)
-    doors = _install(module, trunk, watcher.answers)
+    doors = _install(module, trunk)
     watcher.seen.units = {door.name: set() for door in doors.units}
     with _named_ghosts(module, device), watch_parameters(watcher.note), doors.open(watcher):
         try:
@@ -88,7 +89,7 @@ def try_stages(
         ValueError: If a connection skips over a cut, or a stage cannot get to its layers; says which and why.
     """
     answers = Answers(device)
-    doors = _install(module, trunk, answers)
+    doors = _install(module, trunk)
     with _named_ghosts(module, device) as ghosts:
         trials = []
         for stage in range(stage_of[-1] + 1):
@@ -141,12 +142,11 @@ class _Doors:
             self.gate.visit = None
 
 
-def _install(module: nn.Module, trunk: Trunk, answers: Answers) -> _Doors:
-    """Put doors before all layers and units; layers that cannot be asked are tried."""
+def _install(module: nn.Module, trunk: Trunk) -> _Doors:
+    """Put doors before all layers and units."""
     doors = _Doors(Gate(), [])
     for index, (name, layer, kind) in enumerate(zip(trunk.names, trunk.layers, layer_kinds(trunk))):
         guard(layer, Door(doors.gate, name, kind, index))
-        answers.twins[kind] = (layer, unguarded(layer))
     for name, unit in units(module, trunk):
         doors.units.append(Door(doors.gate, name, name))
         guard(unit, doors.units[-1])
@@ -238,22 +238,25 @@ class _Watcher:
                 "Join the inputs along the sample dimension and call the model once"
             )
         self.position, self.called = door.index, self.called + 1
-        return self.answers.ask(f"the output of `{door.name}`", door.kind, module, call, args, kwargs)
+        return self.answers.ask(f"the output of `{door.name}`", module, call, args, kwargs)
 
     def unit(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         self.seen.units[door.name].add(self.position)
-        return self.answers.ask(f"the output of `{door.name}`", door.kind, module, call, args, kwargs)
+        return self.answers.ask(f"the output of `{door.name}`", module, call, args, kwargs)
 
 
 def _completed(module: nn.Module, trunk: Trunk, seen: Observation) -> Observation:
-    """Add the layers' own parameters, and what was not seen: it belongs with the last layer."""
+    """Add the parameters of layers and units, and what was not seen: it belongs with the last layer."""
     last = len(trunk.layers) - 1
     labels = {id(parameter): name for name, parameter in module.named_parameters()}
     for index, layer in enumerate(trunk.layers):
         for parameter in layer.parameters():
             seen.parameters.setdefault(labels[id(parameter)], set()).add(index)
+    for name, unit in units(module, trunk):
+        for parameter in unit.parameters():
+            seen.parameters.setdefault(labels[id(parameter)], set()).update(seen.units[name])
     for name in labels.values():
-        seen.parameters.setdefault(name, {last})
+        seen.parameters[name] = seen.parameters.get(name) or {last}
     for name, unit in units(module, trunk):
         if not seen.units[name]:
             seen.units[name] = {place for p in unit.parameters() for place in seen.parameters[labels[id(p)]]}
@@ -262,18 +265,28 @@ def _completed(module: nn.Module, trunk: Trunk, seen: Observation) -> Observatio
 
 @contextmanager
 def _named_ghosts(module: nn.Module, device: torch.device) -> Iterator[list[Ghost]]:
-    """Hide every parameter behind a ghost that knows its name."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    hidden: list[tuple[nn.Module, str, Ghost]] = []
-    for child in module.modules():
-        for key, value in child._parameters.items():
-            if value is not None:
-                name = names[id(value)]
-                hidden.append((child, key, Ghost.like(value, f"the parameter `{name}`", device, name)))
+    """Hide every parameter behind a ghost that knows its name, from `module.parameters()` as well."""
+    ghosts = {
+        id(parameter): Ghost.like(parameter, f"the parameter `{name}`", device, name)
+        for name, parameter in module.named_parameters()
+    }
+    hidden = [
+        (child, key, ghosts[id(value)])
+        for child in module.modules()
+        for key, value in child._parameters.items()
+        if value is not None
+    ]
     for child, key, ghost in hidden:
         child.__dict__[key] = ghost
+    named_parameters = nn.Module.named_parameters
+
+    def named_ghosts(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        for name, parameter in named_parameters(self, *args, **kwargs):
+            yield name, ghosts.get(id(parameter), parameter)
+
     try:
-        yield [ghost for _, _, ghost in hidden]
+        with mock.patch.object(nn.Module, "named_parameters", named_ghosts):
+            yield list(ghosts.values())
     finally:
         for child, key, _ in hidden:
             del child.__dict__[key]

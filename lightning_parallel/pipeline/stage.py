@@ -30,7 +30,6 @@ __all__ = [
     "CutError",
     "Visit",
     "guard",
-    "unguarded",
     "wanted",
 ]
 
@@ -114,11 +113,6 @@ def guard(module: nn.Module, door: Door) -> None:
             _guarded_classes[kind] = type(kind.__name__, (_Guarded, kind), names)
         module.__class__ = _guarded_classes[kind]
     module.__dict__["_pipeline_door"] = door
-
-
-def unguarded(module: nn.Module) -> Call:
-    """What calling `module` did before it was guarded."""
-    return super(_Guarded, module).__call__  # type: ignore[misc]
 
 
 REENTRANT = (

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.pipeline.absent import Answers, absent
+from lightning_parallel.pipeline.absent import Answers, absent, forget_parameters
 from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing, reveal, watch_parameters
 
 CPU = torch.device("cpu")
@@ -228,13 +229,34 @@ class Routing(nn.Module):
         return self.linear(x).index_add(0, chosen[:, 0], torch.ones(len(chosen), 3)), seen
 
 
-def test_a_module_that_must_see_data_answers_as_its_twin_returns():
-    twin, module, answers, seen = Routing(), Routing(), Answers(CPU), SimpleNamespace()
-    with pytest.raises(GhostError, match="cannot tell what the output of `layer`"):
-        answers.answer("layer", "kind", module, module.__call__, (ghost(2, 3), seen), {})
-    answers.twins["kind"] = (twin, twin.__call__)
+def test_a_module_that_must_see_data_is_asked_with_made_up_data():
+    module, answers, seen = Routing(), Answers(CPU), SimpleNamespace()
+    forget_parameters(
+        module.linear, {id(p) for p in module.parameters()}, CPU, {id(p): "w" for p in module.parameters()}
+    )
     result, handed_on = answers.answer("layer", "kind", module, module.__call__, (ghost(2, 3), seen), {})
     assert isinstance(result, Ghost)
     assert result.shape == (2, 3)
     assert handed_on is seen
     assert not vars(seen), "it was asked with a copy"
+    assert isinstance(module.linear.weight, Ghost)
+    with pytest.raises(GhostError, match="cannot tell what the output of `layer`"):
+        answers.answer("layer", "kind", module, module.__call__, (ghost(2, 4), seen), {})
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
+def test_recurrent_layers_answer(kind):
+    module, answers = kind(3, 4, num_layers=2, batch_first=True), Answers(CPU)
+    for length in (7, 2, 7):
+        x = ghost(2, length, 3)
+        answer = answers.answer("layer", length, module, module.__call__, (x,), {})
+        expected = [tuple(leaf.shape) for leaf in tree_leaves(module(torch.randn(2, length, 3)))]
+        assert [tuple(leaf.shape) for leaf in tree_leaves(answer)] == expected
+    assert all(isinstance(weight, nn.Parameter) for weight in module._flat_weights)
+
+
+def test_a_ghost_cannot_change_its_shape():
+    with pytest.raises(GhostError, match="changes the shape of .* in place"):
+        ghost(2, 3).transpose_(0, 1)
+    assert ghost(3, 3).transpose_(0, 1).shape == (3, 3)
+    assert (ghost(2, 3) + 0).shape == (2, 3), "nothing that is remembered has changed"
