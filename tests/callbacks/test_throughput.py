@@ -1,0 +1,169 @@
+"""Samples, tokens and operations per second, against runs of a forced step time and closed forms."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_parallel import HybridParallelStrategy
+from lightning_parallel.callbacks import Throughput
+from lightning_parallel.callbacks.flops import ForwardFlops
+from lightning_parallel.callbacks.throughput import POINTS, Batch, ThroughputAccumulator, num_tokens
+from lightning_parallel.comm import Group
+from lightning_parallel.mesh import Mesh
+from lightning_parallel.recorder import Window
+from tests.harness import run
+from tests.strategies.models import trainer_for
+
+WIDTH, LENGTH, BATCH, LAYERS, STEP_S = 16, 6, 8, 4, 0.15
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Words(LightningModule):
+    """Blocks over embedded words; every step takes the same time on any layout."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def training_step(self, batch, index):
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+    def on_train_batch_start(self, batch, index):
+        self.until = time.perf_counter() + STEP_S
+
+    def on_train_batch_end(self, outputs, batch, index):
+        time.sleep(max(0.0, self.until - time.perf_counter()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+FORWARD_FLOPS = LENGTH * LAYERS * 2 * (2 * WIDTH * 4 * WIDTH)
+"""Of one sample."""
+
+
+def measure(sizes=None, replicas=1, **options):
+    group = Group.of()
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
+    data = torch.arange(10 * BATCH * LENGTH * 2).reshape(-1, LENGTH) % 50
+    sampler = DistributedSampler(data, replicas, group.rank // (group.size // replicas), shuffle=False)
+    callback = Throughput(show_table=False, peak_flops=1e9)
+    strategy = "auto" if sizes is None else HybridParallelStrategy(**sizes)
+    trainer = trainer_for(
+        strategy, 1 if sizes is None else group.size, callbacks=[callback], limit_train_batches=6, max_epochs=1
+    )
+    trainer.fit(Words(), DataLoader(data, batch_size=BATCH, sampler=sampler))
+    return callback.report()
+
+
+def test_replicas_count_and_the_ranks_of_one_do_not():
+    single, *_ = run(measure, 2)
+    tensor, *_ = run(measure, 2, sizes={"tensor_parallel_size": 2})
+    pipeline, *_ = run(measure, 2, sizes={"pipeline_parallel_size": 2, "num_microbatches": 4})
+    data, *_ = run(measure, 2, sizes={"data_parallel_size": 2}, replicas=2)
+    for report, factor in ((single, 1), (tensor, 1), (pipeline, 1), (data, 2)):
+        rate = report["tokens_per_second"]
+        assert rate == pytest.approx(report["samples_per_second"] * LENGTH)
+        assert rate * report["seconds_per_step"] == pytest.approx(factor * BATCH * LENGTH, rel=1e-6)
+        assert rate / single["tokens_per_second"] == pytest.approx(factor, rel=0.25)
+        assert report["model_flops_per_sample"] == 3 * FORWARD_FLOPS
+        assert report["model_flops_utilisation"] == pytest.approx(
+            3 * FORWARD_FLOPS * report["samples_per_second"] / (1e9 * report["world_size"])
+        )
+        assert report["peak"] == {"flops_per_second": 1e9 * report["world_size"], "source": "given"}
+        assert "missing" not in report
+
+
+def test_what_backward_computes_again_is_not_counted():
+    module = Block()
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    with ForwardFlops() as plain:
+        module(x).sum().backward()
+    with ForwardFlops() as again:
+        torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False).sum().backward()
+    with ForwardFlops() as meta:
+        Block().to("meta")(x.to("meta"))
+    assert plain.total == again.total == 3 * 2 * (2 * WIDTH * 4 * WIDTH)
+    assert meta.total == 0
+
+
+def test_attention_counts_its_two_products():
+    query = torch.randn(2, 3, 5, 8)
+    with ForwardFlops() as counter:
+        F.scaled_dot_product_attention(query, query, query)
+    assert counter.total == 2 * (2 * 3 * 5 * 5 * 8) * 2
+
+
+def window(step, seconds, validation=0.0):
+    length = round(seconds * 1e9)
+    return Window(
+        step, 0, length + round(validation * 1e9), {"forward": length, "validation": round(validation * 1e9)}, []
+    )
+
+
+def report_of(ranks):
+    return ranks[0].summarize([rank.share() for rank in ranks])
+
+
+def test_validation_is_no_training_time():
+    rank = ThroughputAccumulator(0, Mesh())
+    for step in range(4):
+        rank.count(step, Batch(8, None))
+        rank.add(window(step, 0.5, validation=1.0))
+    report = report_of([rank])
+    assert report["samples_per_second"] == pytest.approx(16)
+    assert rank.scalars() == {"throughput/samples_per_second": pytest.approx(16)}
+    assert rank.scalars() == {}
+    assert "tokens_per_second" not in report
+    assert "model_flops_utilisation" not in report
+    assert len(report["missing"]) == 2
+
+
+def test_the_slowest_replica_sets_the_pace():
+    ranks = [ThroughputAccumulator(rank, Mesh(data_parallel=2, tensor_parallel=2), (1e6, "given")) for rank in range(4)]
+    for rank, accumulator in enumerate(ranks):
+        accumulator.flops = 3e3, 4
+        accumulator.count(0, Batch(4, 40))
+        accumulator.add(window(0, 2.0 if rank == 3 else 1.0))
+    report = report_of(ranks)
+    assert (report["replicas"], report["samples_per_second"], report["tokens_per_second"]) == (2, 4, 40)
+    assert report["model_flops_per_sample"] == 4 * 3e3 / 8
+    assert report["model_flops_utilisation"] == pytest.approx(4 * 3e3 / 8 * 4 / 4e6)
+
+
+def test_curves_stay_short_and_keep_their_mean():
+    rank = ThroughputAccumulator(0, Mesh())
+    for step in range(5 * POINTS):
+        rank.count(step, Batch(2, None))
+        rank.add(window(step, 0.1))
+    series = report_of([rank])["series"]
+    assert POINTS / 2 <= len(series["step_seconds"]) <= POINTS
+    assert series["step_seconds"][-1][0] == 5 * POINTS - 1
+    assert all(value == pytest.approx(20) for _, value in series["samples_per_second"])
+
+
+def test_tokens_of_a_batch():
+    ids = torch.zeros(2, 7, dtype=torch.long)
+    assert num_tokens({"pixels": torch.zeros(2, 3), "input_ids": ids}) == 14
+    assert num_tokens((ids, ids)) == 14
+    with pytest.raises(ValueError, match="input_ids"):
+        num_tokens((torch.zeros(2, 7), torch.zeros(2, dtype=torch.long)))
