@@ -7,6 +7,7 @@ from lightning_parallel.callbacks.hang import HangReporter
 from lightning_parallel.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
 from lightning_parallel.callbacks.step_breakdown import StepBreakdown
+from lightning_parallel.callbacks.throughput import Throughput
 
 __all__ = [
     "Accumulator",
@@ -17,4 +18,5 @@ __all__ = [
     "PipelineTimeline",
     "ReplicaDriftMonitor",
     "StepBreakdown",
+    "Throughput",
 ]
