@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from lightning_parallel import comm
 from lightning_parallel.pipeline.ghost import Ghost, GhostError
 
-__all__ = ["Answers", "Call", "absent", "forget_parameters", "spared"]
+__all__ = ["Answers", "Call", "absent", "autocast_dtype", "forget_parameters", "spared"]
 
 Call = Callable[..., Any]
 
@@ -58,7 +58,7 @@ class Answers:
             GhostError: If the module cannot answer.
         """
         origin = f"the output of `{name}`"
-        state = (kind, module.training, _autocast_dtype(self.device))
+        state = (kind, module.training, autocast_dtype(self.device))
         recipe = self._last[3] if self._last and _alike(self._last, state, args, kwargs) else None
         if recipe is None:
             key = (state, _signature(args), _signature(kwargs))
@@ -229,14 +229,32 @@ def spared(arguments: Any, originals: dict[int, Any]) -> Any:
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, (Tensor, *_PLAIN)):
             return leaf
+        memo: dict[int, Any] = {}
+        _note_copies(leaf, memo, set())
         try:
-            spare = copy.deepcopy(leaf)
+            spare = copy.deepcopy(leaf, memo)
         except Exception:
             return leaf
         originals[id(spare)] = (leaf, spare)
         return spare
 
     return tree_map(copied, arguments)
+
+
+def _note_copies(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
+    """Copy tensors with a history, which `deepcopy` refuses to, from anywhere inside `value` into its memo."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        if type(value) is Tensor and value.requires_grad and not value.is_leaf:
+            memo[id(value)] = value.detach().clone().requires_grad_()
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            _note_copies(item, memo, seen)
+    else:
+        for item in (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values():
+            _note_copies(item, memo, seen)
 
 
 @contextmanager
@@ -248,7 +266,8 @@ def _random_state_kept() -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast on `device`, None where it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 

@@ -1,7 +1,7 @@
 """What each layer costs: measured on one microbatch, or counted in parameters.
 
-The step runs once for real, with a clock at every door. The first layer of each kind is also run a few times alone,
-forward and backward. What runs before the first layer is the prologue, what runs after the last the epilogue, loss
+The step runs a few times for real, with a clock at every door. The first layer of each kind is also run alone, forward
+and backward. What runs before the first layer is the prologue, what runs after the last the epilogue, loss
 included.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel.pipeline.absent import Call, spared
+from lightning_parallel.pipeline.absent import Call, autocast_dtype, spared
 from lightning_parallel.pipeline.observe import Observation, Step
 from lightning_parallel.pipeline.randomness import seeded
 from lightning_parallel.pipeline.simulate import Cost
@@ -55,12 +55,11 @@ def measure(
 ) -> Costs:
     """Run `step` on `microbatch` for real and clock its parts; the model is left as it was.
 
-    Seconds are the least of a few runs of each layer; a W is what a backward pass takes beyond its I.
+    Seconds are the least of a few runs; a W is what a backward pass takes beyond its I.
     """
     gradients = {parameter: parameter.grad for parameter in module.parameters()}
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    clock = _Clock(trunk, device)
-    gate = Gate(clock)
+    clock, gate = _Clock(trunk, device), Gate()
     for index, (name, layer, kind) in enumerate(zip(trunk.names, trunk.layers, layer_kinds(trunk))):
         guard(layer, Door(gate, name, kind, index))
     for name, unit in units(module, trunk):
@@ -68,9 +67,14 @@ def measure(
     for parameter in gradients:
         parameter.grad = None
     try:
+        for _ in range(_REPEATS):
+            with seeded(0), torch.enable_grad():
+                gate.visit = clock
+                clock.start()
+                clock.finish(step(microbatch))
+        gate.visit = None
         with seeded(0), torch.enable_grad():
-            clock.start()
-            clock.finish(step(microbatch))
+            measured = clock.layer_costs()
     finally:
         gate.visit = None
         for parameter, gradient in gradients.items():
@@ -79,42 +83,58 @@ def measure(
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
     held = count_parameters(module, trunk, seen)
-    layers = [replace(clock.costs[index], resident_bytes=cost.resident_bytes) for index, cost in enumerate(held.layers)]
+    layers = [replace(cost, resident_bytes=layer.resident_bytes) for cost, layer in zip(measured, held.layers)]
     return Costs(
         tuple(layers),
-        replace(clock.prologue, resident_bytes=held.prologue.resident_bytes),
-        replace(clock.epilogue, resident_bytes=held.epilogue.resident_bytes),
+        replace(min(clock.prologues, key=_seconds), resident_bytes=held.prologue.resident_bytes),
+        replace(min(clock.epilogues, key=_seconds), resident_bytes=held.epilogue.resident_bytes),
     )
 
 
+@dataclass
+class _Call:
+    """A layer with the arguments of its call, to be run again."""
+
+    call: Call
+    parameters: list[Tensor]
+    arguments: Any
+    autocast: torch.dtype | None
+
+
 class _Clock:
-    """Measures at the doors, in the middle of a step."""
+    """Measures at the doors, in the middle of a step, and what it noted there afterwards."""
 
     entered = True
 
     def __init__(self, trunk: Trunk, device: torch.device) -> None:
         self.trunk, self.device = trunk, device
-        self.costs: dict[int, Cost] = {}
-        self.prologue, self.epilogue = Cost(), Cost()
-        self.known: dict[object, Cost] = {}
+        self.kinds: dict[int, object] = {}
+        self.calls: dict[object, _Call] = {}
+        self.prologues: list[Cost] = []
+        self.epilogues: list[Cost] = []
         self.begun_s = 0.0
+        self.is_first = True
 
     def start(self) -> None:
+        """Begin a run of the step."""
         self.begun_s = self._now()
+        self.is_first = True
 
     def unit(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
     def layer(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
         assert door.index is not None
-        if not self.costs:
+        if self.is_first:
+            self.is_first = False
             forward_s = self._now() - self.begun_s
-            self.prologue = Cost(forward_s, 0.0, self._backward_s(_differentiable((args, kwargs)), keep=True))
+            self.prologues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable((args, kwargs)), keep=True)))
             args, kwargs = tree_map_only(Tensor, _cut_off, (args, kwargs))
-        if door.kind not in self.known:
-            parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            self.known[door.kind] = self._measured(call, parameters, args, kwargs)
-        self.costs[door.index] = self.known[door.kind]
+        self.kinds[door.index] = door.kind
+        if door.kind not in self.calls:
+            parameters: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            arguments = tree_map_only(Tensor, _cut_off, spared((args, kwargs), {}))
+            self.calls[door.kind] = _Call(call, parameters, arguments, autocast_dtype(self.device))
         result = tree_map_only(Tensor, _cut_off, call(*args, **kwargs))
         self.begun_s = self._now()
         return result
@@ -122,33 +142,37 @@ class _Clock:
     def finish(self, result: Any) -> None:
         """Clock what came after the last layer, and led to what the step returned."""
         forward_s = self._now() - self.begun_s
-        self.epilogue = Cost(forward_s, 0.0, self._backward_s(_differentiable(result)))
-        for index in range(len(self.trunk.layers)):
-            self.costs.setdefault(index, Cost())  # a layer that the step does not call
+        self.epilogues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(result))))
 
-    def _measured(self, call: Call, parameters: Sequence[Tensor], args: Any, kwargs: Any) -> Cost:
-        whole = [self._run(call, parameters, args, kwargs) for _ in range(_REPEATS)]
-        for parameter in parameters:
+    def layer_costs(self) -> list[Cost]:
+        """Run a layer of each kind alone: nothing in the model that listens to its layers may take it for the step."""
+        known = {kind: self._measured(call) for kind, call in self.calls.items()}
+        return [known[self.kinds[i]] if i in self.kinds else Cost() for i in range(len(self.trunk.layers))]
+
+    def _measured(self, noted: _Call) -> Cost:
+        whole = [self._run(noted, noted.parameters) for _ in range(_REPEATS)]
+        for parameter in noted.parameters:
             parameter.requires_grad_(False)
-        inputs_only = [self._run(call, (), args, kwargs) for _ in range(_REPEATS)]
-        for parameter in parameters:
+        inputs_only = [self._run(noted, ()) for _ in range(_REPEATS)]
+        for parameter in noted.parameters:
             parameter.requires_grad_(True)
         input_s = min(run.input_gradient_s for run in inputs_only)
         weight_s = min(run.input_gradient_s for run in whole) - input_s
         forward_s = min(run.forward_s for run in whole)
         return replace(whole[0], forward_s=forward_s, input_gradient_s=input_s, weight_gradient_s=max(weight_s, 0.0))
 
-    def _run(self, call: Call, parameters: Sequence[Tensor], args: Any, kwargs: Any) -> Cost:
+    def _run(self, noted: _Call, parameters: Sequence[Tensor]) -> Cost:
         """Forward and the whole backward, noted as an I."""
-        args, kwargs = tree_map_only(Tensor, _cut_off, spared((args, kwargs), {}))
+        args, kwargs = tree_map_only(Tensor, _cut_off, spared(noted.arguments, {}))
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with saved_tensors_hooks(note, lambda tensor: tensor):
-            forward_s, result = self._timed(lambda: call(*args, **kwargs))
+        autocast = torch.autocast(self.device.type, noted.autocast, enabled=noted.autocast is not None)
+        with autocast, saved_tensors_hooks(note, lambda tensor: tensor):
+            forward_s, result = self._timed(lambda: noted.call(*args, **kwargs))
         for parameter in parameters:
             saved.pop(parameter.untyped_storage().data_ptr(), None)
         sent = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -170,6 +194,10 @@ class _Clock:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
+
+
+def _seconds(cost: Cost) -> float:
+    return cost.total_s
 
 
 def _differentiable(value: Any) -> list[Tensor]:
