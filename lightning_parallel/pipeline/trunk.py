@@ -47,8 +47,8 @@ class Trunk:
                 f"expected `layers` to name a `ModuleList` or `Sequential`, got `{path}`, a {type(container).__name__}"
             )
         prefix = f"{path}." if path else ""
-        children = container._modules.items()
-        return cls(path, tuple(prefix + name for name, _ in children), tuple(layer for _, layer in children if layer))
+        children = {name: layer for name, layer in container._modules.items() if layer is not None}
+        return cls(path, tuple(prefix + name for name in children), tuple(children.values()))
 
 
 def find_trunk(module: nn.Module, num_stages: int, path: str = "auto") -> Trunk:

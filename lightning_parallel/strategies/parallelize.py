@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -35,6 +35,9 @@ from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
 from lightning_parallel.tensor.table import sharding_table
 
 __all__ = ["Pipelining", "cut_stages", "shard_tensors"]
+
+_MOST_TIED = 0.5
+"""Share of the parameters that may be on several stages without a word."""
 
 
 def shard_tensors(
@@ -122,6 +125,12 @@ def cut_stages(
         raise ValueError(
             f"pipeline rank {empty} would hold no parameter, with {engine.layers_per_stage} layers per stage; use fewer"
             " stages or give the layers per stage: balance=[...]"
+        )
+    if len(engine.tied) > _MOST_TIED * len(engine.parameter_stages):
+        rank_zero_warn(
+            f"{len(engine.tied)} of {len(engine.parameter_stages)} parameters are on several stages, since the step"
+            f" computes with them outside of their layers (`{next(iter(engine.tied))}`, ...). A penalty on all"
+            " parameters belongs into the optimizer (`weight_decay`)"
         )
     _print(stage_table(engine))
     return engine

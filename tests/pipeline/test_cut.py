@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 def engine_of(group, builder, schedule="1f1b", microbatches=2, options=None, **engine_options):
     model, step, batch = built(builder, **(options or {}))
     schedule = build_schedule(schedule, group.size, microbatches)
+    engine_options.setdefault("balance", "uniform")  # measured, the cut would depend on the machine's load
     return model, step, batch, PipelineEngine(model, group, schedule, example=(step, batch), **engine_options)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -312,3 +313,32 @@ def test_fit_again_and_on_other_data():
     assert_same(trainer, module, expected_trainer, expected)
     data = TensorDataset(Samples().x[:5], Samples().y[:5])
     trainer.validate(module, DataLoader(data, 5), verbose=False)
+
+
+@distributed(world_size=2)
+def test_a_penalty_on_all_parameters_counts_all_of_them():
+    class Penalised(Deep):
+        def training_step(self, batch, index):
+            output = super().training_step(batch, index)
+            return {**output, "loss": output["loss"] + 0.01 * sum(p.pow(2).sum() for p in self.parameters())}
+
+    expected, module = Penalised(), Penalised()
+    expected_trainer = fit(expected, "auto", 1, max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fit(module, PipelineParallelStrategy(2), 2, max_epochs=1)
+    if trainer.global_rank == 0:
+        assert any("parameters are on several stages" in str(warning.message) for warning in caught)
+    assert_same(trainer, module, expected_trainer, expected)
+
+
+@distributed(world_size=2)
+def test_compiled_layers():
+    def build():
+        module = Deep()
+        module.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in module.blocks)
+        return module
+
+    expected, module = build(), build()
+    expected_trainer = fit(expected, "auto", 1, max_epochs=1)
+    assert_same(fit(module, PipelineParallelStrategy(2), 2, max_epochs=1), module, expected_trainer, expected)
