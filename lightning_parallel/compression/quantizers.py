@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Literal, Optional, Union
 
 import torch
@@ -13,13 +13,14 @@ from lightning_parallel.compression.bits import pack_nibbles, pack_signs, unpack
 from lightning_parallel.compression.codec import Codec, Mean, as_bytes, from_bytes, pad
 from lightning_parallel.compression.compressor import Compressor
 from lightning_parallel.compression.draws import generator
-from lightning_parallel.compression.exchange import Exchange, Gather, Sum, Swap, Traffic
+from lightning_parallel.compression.exchange import Exchange, Gather, Request, Sum, Swap, Traffic
 from lightning_parallel.compression.feedback import Block, FeedbackName
 from lightning_parallel.compression.reducer import Step
 
 __all__ = ["Cast", "Quantize", "Sign"]
 
 _GROUP = 512  # elements that share a scale, at most
+_PIECE = 1 << 16  # elements that a CPU looks at in one go
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -145,55 +146,113 @@ class Quantize(Quantizer):
         return self.stochastic and self.feedback.kind is None
 
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
-        groups, extent = self._grouping(rows.shape[1])
-        grouped = pad(rows, groups * extent).view(len(rows), groups, extent)
-        peaks = torch.maximum(grouped.amax(2), grouped.amin(2).neg_())  # several times faster than a norm on CPUs
-        # A group of zeros has some tiny scale instead of none; NaN passes.
-        scales = (peaks / self.levels).float().clamp_min_(torch.finfo(torch.float32).tiny)
-        levels = grouped * scales.to(rows.dtype).reciprocal().unsqueeze(2)
-        if self.stochastic:
-            levels.add_(torch.rand(levels.shape, generator=noise, dtype=rows.dtype, device=rows.device)).floor_()
-            levels.clamp_max_(self.levels)
-        else:
-            levels.round_()
-        integers = levels.to(torch.int8).flatten(1)
-        packed = integers.view(torch.uint8) if self.bits == 8 else pack_nibbles(integers)
-        return torch.cat([packed, as_bytes(scales)], dim=1)
+        packed = self._new_packed(rows, len(rows), rows.shape[1])
+        self._encode(rows, packed, rows.shape[1], noise)
+        return packed
 
     def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        groups, extent = self._grouping(n)
-        integers, scales = packed[..., : -4 * groups], self._scales(packed, n)
-        levels = integers.view(torch.int8) if self.bits == 8 else unpack_nibbles(integers)
-        grouped = levels.unflatten(-1, (groups, extent)).to(dtype).mul_(scales.to(dtype).unsqueeze(-1))
-        return grouped.flatten(-2)[..., :n]
+        numbers = torch.empty(*packed.shape[:-1], n, dtype=dtype, device=packed.device)
+        self._decode(packed.reshape(-1, packed.shape[-1]), numbers.view(-1, n), n)
+        return numbers
 
     def packed_bytes(self, n: int) -> int:
         groups, extent = self._grouping(n)
         return groups * extent * self.bits // 8 + 4 * groups
 
+    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+        mean = yield from self._mean(work.flatten(1), step, block.names, block.keep_rest)
+        block.write(mean)
+
     def mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Mean:
-        size, rank, n = step.group.size, step.group.rank, rows.shape[1]
-        chunk = math.ceil(n / size)
-        noise = generator(rows.device, self.seed, step.number, purpose, rank) if self.stochastic else None
-        packed = self.pack(pad(rows, size * chunk).view(-1, chunk), noise).view(len(rows), size, -1)
-        received = yield Swap(packed.transpose(0, 1).reshape(size, -1))
-        parts = received.reshape(size, len(rows), -1)
-        mine = _mean_of((self.unpack(part, chunk, rows.dtype) for part in parts), size)
-        packed_mine = self.pack(mine, noise)
-        everyone = yield Gather(packed_mine.flatten())
-        everyone = everyone.reshape(size, len(rows), -1)
-        step.watch(self._scales(everyone, chunk))
-        means = self.unpack(everyone, chunk, rows.dtype)
-        mean = means.transpose(0, 1).flatten(1)[:, :n]
-        if not keep:
-            return mean, None
-        sent = self.unpack(packed, chunk, rows.dtype)
-        sent[:, rank].sub_(mine.sub_(means[rank]), alpha=size)
-        return mean, sent.flatten(1)[:, :n]
+        rest = rows.clone() if keep else rows
+        mean = yield from self._mean(rest, step, purpose, keep)
+        return mean, rest.sub_(rows).neg_() if keep else None
 
     def mean_traffic(self, n: int, world_size: int) -> list[Traffic]:
         chunk_bytes = self.packed_bytes(math.ceil(n / world_size))
         return [Traffic("all_to_all", world_size * chunk_bytes), Traffic("all_gather", chunk_bytes)]
+
+    def _mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Generator[Request, Tensor, Tensor]:
+        """The mean of `rows` (rows, n), which become what was not sent, if that is to `keep`."""
+        size, rank, n = step.group.size, step.group.rank, rows.shape[1]
+        chunk = math.ceil(n / size)
+        parts = [rows[:, index * chunk : (index + 1) * chunk] for index in range(size)]  # the last ones may be short
+        noise = generator(rows.device, self.seed, step.number, purpose, rank) if self.stochastic else None
+        packed = self._new_packed(rows, size, len(rows), chunk)
+        for part, row in zip(parts, packed):
+            self._encode(part, row, chunk, noise, rest=keep)
+        received = yield Swap(packed.view(size, -1))
+        mine = torch.empty_like(rows[:, :chunk])
+        for index, row in enumerate(received.reshape(packed.shape)):
+            self._decode(row, mine, chunk, add=index > 0)
+        mine.div_(size)
+        packed_mine = self._new_packed(rows, len(rows), chunk)
+        self._encode(mine, packed_mine, chunk, noise, rest=keep)
+        if keep:
+            parts[rank].add_(mine[:, : parts[rank].shape[1]], alpha=size)
+        everyone = (yield Gather(packed_mine.flatten())).reshape(packed.shape)
+        step.watch(self._scales(everyone, chunk))
+        mean = torch.empty_like(rows)
+        for index, row in enumerate(everyone):
+            self._decode(row, mean[:, index * chunk : (index + 1) * chunk], chunk)
+        return mean
+
+    def _encode(
+        self, rows: Tensor, packed: Tensor, n: int, noise: Optional[torch.Generator], rest: bool = False
+    ) -> None:
+        """Fill `packed` from `rows` (rows, at most n), followed by zeros; leave what is lost in `rows`, for the `rest`.
+
+        In pieces that stay in a CPU's cache.
+        """
+        groups, extent = self._grouping(n)
+        scales = rows.new_empty(len(rows), groups, dtype=torch.float32)
+        for begin, end in self._pieces(rows, n):
+            piece = rows[:, begin * extent : end * extent]
+            grouped = pad(piece, (end - begin) * extent).unflatten(1, (end - begin, extent))
+            peaks = torch.maximum(grouped.amax(2), grouped.amin(2).neg_())  # several times faster than a norm on CPUs
+            # A group of zeros has some tiny scale instead of none; NaN passes.
+            some = scales[:, begin:end]
+            some.copy_(peaks.div_(self.levels)).clamp_min_(torch.finfo(torch.float32).tiny)
+            exact = some.to(rows.dtype).unsqueeze(2)
+            levels = grouped * exact.reciprocal()
+            if self.stochastic:
+                levels.add_(torch.rand(levels.shape, generator=noise, dtype=rows.dtype, device=rows.device)).floor_()
+                levels.clamp_max_(self.levels)
+            else:
+                levels.round_()
+            where = packed[:, begin * extent * self.bits // 8 : end * extent * self.bits // 8].view(torch.int8)
+            if self.bits == 8:
+                where.unflatten(1, levels.shape[1:]).copy_(levels)
+            else:
+                where.copy_(pack_nibbles(levels.to(torch.int8).flatten(1)).view(torch.int8))
+            if rest:
+                piece.sub_(levels.mul_(exact).flatten(1)[:, : piece.shape[1]])
+        packed[:, -4 * groups :] = as_bytes(scales)
+
+    def _decode(self, packed: Tensor, numbers: Tensor, n: int, add: bool = False) -> None:
+        """Put what `packed` holds for n numbers into the first ones, `numbers` (rows, at most n), or add it to them."""
+        _, extent = self._grouping(n)
+        scales = self._scales(packed, n).to(numbers.dtype).unsqueeze(2)
+        for begin, end in self._pieces(numbers, n):
+            integers = packed[:, begin * extent * self.bits // 8 : end * extent * self.bits // 8]
+            levels = (integers.view(torch.int8) if self.bits == 8 else unpack_nibbles(integers)).to(numbers.dtype)
+            levels.unflatten(1, (end - begin, extent)).mul_(scales[:, begin:end])
+            piece = numbers[:, begin * extent : end * extent]
+            if add:
+                piece.add_(levels[:, : piece.shape[1]])
+            else:
+                piece.copy_(levels[:, : piece.shape[1]])
+
+    def _pieces(self, rows: Tensor, n: int) -> Iterator[tuple[int, int]]:
+        """Ranges of groups to look at in one go."""
+        groups, extent = self._grouping(n)
+        count = max(1, _PIECE // (len(rows) * extent)) if rows.device.type == "cpu" else groups
+        for begin in range(0, groups, count):
+            yield begin, min(begin + count, groups)
+
+    def _new_packed(self, like: Tensor, *shape: int) -> Tensor:
+        """Room for packed rows of `shape[-1]` numbers."""
+        return like.new_empty(*shape[:-1], self.packed_bytes(shape[-1]), dtype=torch.uint8)
 
     def _scales(self, packed: Tensor, n: int) -> Tensor:
         groups, _ = self._grouping(n)
