@@ -124,7 +124,9 @@ def test_training_equals_one_process(devices, sizes, replicas, clip):
     options = {} if clip is None else {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]}
     expected, module = Deep(), Deep()
     expected_trainer = fit(expected, "auto", 1, **options)
-    trainer = fit(module, HybridParallelStrategy(num_microbatches=3, **sizes), devices, replicas, **options)
+    trainer = fit(
+        module, HybridParallelStrategy(num_microbatches=3, balance="uniform", **sizes), devices, replicas, **options
+    )
     assert_same(trainer, module, expected_trainer, expected)
     if replicas == 1:
         torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-10)
