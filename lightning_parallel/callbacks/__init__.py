@@ -4,6 +4,7 @@ from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.communication import CommunicationProfiler
 from lightning_parallel.callbacks.compression_monitor import CompressionMonitor
 from lightning_parallel.callbacks.hang import HangReporter
+from lightning_parallel.callbacks.memory import MemoryProfiler
 from lightning_parallel.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
 from lightning_parallel.callbacks.step_breakdown import StepBreakdown
@@ -15,6 +16,7 @@ __all__ = [
     "CompressionMonitor",
     "HangReporter",
     "MeasuringCallback",
+    "MemoryProfiler",
     "PipelineTimeline",
     "ReplicaDriftMonitor",
     "StepBreakdown",

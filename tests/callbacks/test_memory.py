@@ -1,0 +1,222 @@
+"""Bytes held, against sums by hand."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from lightning_parallel import (
+    CompressedDDPStrategy,
+    HybridParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    TopK,
+)
+from lightning_parallel.callbacks.memory import MemoryProfiler, held_bytes
+from lightning_parallel.callbacks.storage import ActivationMeter, Storages, tensors_in
+from tests.callbacks.test_replica_drift import PlainFSDP
+from tests.harness import distributed
+from tests.strategies.models import Net, loader, trainer_for
+from tests.strategies.test_pipeline import Deep
+
+
+def size(*tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def fit(module, strategy, group, replicas, monitor=None, dtype=torch.float64, **options):
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
+    monitor = monitor or MemoryProfiler(every_n_steps=1, show_table=False)
+    trainer = trainer_for(strategy, group.size, callbacks=[monitor], max_epochs=1, **options)
+    trainer.fit(module, loader(replicas, group.rank // (group.size // replicas), dtype=dtype))
+    return monitor.report()
+
+
+# ------------------------------------------------------------------------------------------------------------ storages
+
+
+def test_storages_count_once_and_as_a_whole():
+    base, storages = torch.zeros(100), Storages()
+    assert storages.add([base[:10], base[5:], base.view(10, 10).T]) == 400
+    assert storages.add([base]) == 0
+    assert storages.add([torch.zeros(3, dtype=torch.float64), torch.zeros(5, device="meta")]) == 24
+    assert base.untyped_storage() in storages
+
+
+def test_tensors_in_nested_states():
+    a, b = torch.zeros(1), torch.zeros(2)
+    assert list(tensors_in([{"a": a, "n": 3}, ({"b": [b, None]}, "text")])) == [a, b]
+
+
+def test_a_known_model_byte_for_byte():
+    module = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3, bias=False))
+    module.append(nn.Linear(3, 5)).append(nn.Linear(5, 3))
+    module[3].weight = module[0].weight  # tied
+    module[4].weight.requires_grad_(False)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    sizes = held_bytes(list(module.parameters()), list(module.buffers()), list(optimizer.state.values()))
+    trained = 15 + 5 + 10 + 15 + 5 + 3
+    assert sizes == {
+        "parameters": 4 * (trained + 15),
+        "buffers": 4 * 10 + 8,
+        "gradients": 4 * trained,
+        "optimizer": 4 * 2 * trained + 4 * 7,
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- activations
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_activations_of_a_stack(depth):
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(6, 6), nn.ReLU())]
+    module, x, meter = nn.Sequential(*layers), torch.randn(10, 6), ActivationMeter()
+    held = Storages()
+    held.add([*module.parameters(), x])
+    with meter.watch(held):
+        loss = module(x).sum()
+    assert meter.current == meter.peak == depth * 10 * 6 * 4, "the output of each ReLU, which is the next one's input"
+    loss.backward()
+    assert (meter.current, meter.peak) == (0, depth * 10 * 6 * 4)
+
+
+def test_views_keep_all_of_their_storage():
+    meter, x = ActivationMeter(), torch.randn(100, requires_grad=True)
+    with meter.watch(Storages()):
+        y = (x * 1.0)[:2].exp().sum()
+        z = x[:3].sin().sum()
+    assert meter.current == 400 + 8, "x behind its slice, and what exp returned"
+    del y, z
+    assert meter.current == 0
+
+
+def test_gradients_and_errors_are_those_without_the_meter():
+    def run(watched, spoil):
+        torch.manual_seed(0)
+        x, meter = torch.randn(5, requires_grad=True), ActivationMeter()
+        with meter.watch(Storages()) if watched else torch.enable_grad():
+            y = torch.relu_(x * 2.0).sigmoid()
+            loss = (y * y).sum()
+        if spoil:
+            y.detach().add_(1.0)
+        loss.backward()
+        return x.grad
+
+    assert torch.equal(run(True, False), run(False, False))
+    for watched in (True, False):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation.*is at version 1; expected version 0"):
+            run(watched, True)
+
+
+def test_a_graph_that_is_kept_shows():
+    class Keeping(Net):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            self.kept = torch.exp(self.net[0](batch[0])).sum()
+            return loss
+
+    kept, freed = MemoryProfiler(show_table=False), MemoryProfiler(show_table=False)
+    trainer_for(callbacks=[kept], max_epochs=1).fit(Keeping().double(), loader())
+    trainer_for(callbacks=[freed], max_epochs=1).fit(Net().double(), loader())
+    assert kept.report()["ranks"][0]["activations"] == 8 * 18 * 8
+    assert freed.report()["ranks"][0]["activations"] == 0
+    assert freed.report()["ranks"][0]["activations_peak"] > 0
+
+
+# --------------------------------------------------------------------------------------------------------- in training
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="every_n_steps >= 1"):
+        MemoryProfiler(every_n_steps=0)
+
+
+def test_one_process(capsys):
+    module, monitor = Net().double(), MemoryProfiler(activations=False)
+    trainer_for(callbacks=[monitor], max_epochs=1).fit(module, loader())
+    (rank,) = monitor.report()["ranks"]
+    total = size(*module.parameters())
+    assert (rank["parameters"], rank["gradients"], rank["optimizer"], rank["buffers"]) == (total, total, total, 0)
+    assert {"activations", "compression", "allocated_peak"}.isdisjoint(rank)
+    if Path("/proc/self/status").exists():
+        assert rank["resident_peak"] >= rank["resident"] > total
+    assert "resident peak" in capsys.readouterr().out
+
+
+LAYOUTS = {
+    "ddp": (DDPStrategy, 2),
+    "tensor": (lambda: TensorParallelStrategy(tensor_parallel_size=2), 1),
+    "pipeline": (lambda: PipelineParallelStrategy(2, num_microbatches=2), 1),
+    "interleaved": (lambda: PipelineParallelStrategy(2, schedule="interleaved_1f1b", virtual_stages=2), 1),
+    "compressed": (lambda: CompressedDDPStrategy(TopK(0.1, min_numel=16)), 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@distributed(world_size=2)
+def test_layouts(layout, group):
+    make, replicas = LAYOUTS[layout]
+    module, strategy = Deep(), make()
+    report = fit(module, strategy, group, replicas)
+    mine = report["ranks"][group.rank]
+    total = size(*module.parameters())
+    assert (mine["parameters"], mine["gradients"], mine["optimizer"]) == (total, total, total)
+    assert mine["buffers"] == size(*module.buffers())
+    assert mine["activations_peak"] > mine["activations"] == 0
+    assert len(report["ranks"]) == 2
+    if layout == "compressed":
+        large = size(*(p for p in module.parameters() if p.numel() >= 16 and p.dim() > 1))
+        assert mine["compression"] == strategy.compression.memory.num_bytes >= large
+    if layout in ("pipeline", "interleaved"):
+        stages = [row for row in report["stages"] if row["rank"] == group.rank]
+        assert [row["stage"] for row in stages] == list(strategy.engine.stages)
+        assert sum(row["parameters"] for row in stages) == sum(row["optimizer"] for row in stages) == total
+        assert [row["parameters"] / 8 for row in stages] == [
+            strategy.engine.stage_parameters[row["stage"]] for row in stages
+        ]
+
+
+def test_second_derivatives_pass_through():
+    def run(watched):
+        x, meter = torch.linspace(0.1, 1, 5, dtype=torch.float64, requires_grad=True), ActivationMeter()
+        with meter.watch(Storages()) if watched else torch.enable_grad():
+            (first,) = torch.autograd.grad((x.exp() * x.sin()).sum(), x, create_graph=True)
+            (first**2).sum().backward()
+        return x.grad
+
+    assert torch.equal(run(True), run(False))
+
+
+@distributed(world_size=2)
+def test_schedules_hold_as_many_microbatches_as_they_should(group):
+    # Per sample and block, in float64: input, mean and deviation of the norm; inputs of `up`, GELU and `down`.
+    block = 8 * (8 + 1 + 1 + 8 + 16 + 16)
+    for schedule, in_flight in (("gpipe", 4), ("1f1b", 2)):
+        strategy = PipelineParallelStrategy(2, schedule=schedule, num_microbatches=4)
+        report = fit(Deep(), strategy, group, 1)
+        assert report["ranks"][0]["activations_peak"] == in_flight * 2 * strategy.engine.layers_per_stage[0] * block
+
+
+@distributed(world_size=2)
+def test_fsdp_pieces_and_activations_without_gathered_parameters(group):
+    replicated, sharded = Net(), Net()
+    ddp = fit(replicated, DDPStrategy(), group, 2, dtype=torch.float32)["ranks"][group.rank]
+    fsdp = fit(sharded, PlainFSDP(auto_wrap_policy={nn.Linear}), group, 2, dtype=torch.float32)["ranks"][group.rank]
+    assert fsdp["activations_peak"] == ddp["activations_peak"]
+    assert fsdp["parameters"] < 0.6 * ddp["parameters"]
+    assert fsdp["optimizer"] < 0.6 * ddp["optimizer"]
+
+
+@distributed(world_size=4)
+def test_tensor_x_pipeline(group):
+    module = Deep()
+    report = fit(module, HybridParallelStrategy(1, 2, 2, num_microbatches=2), group, 1)
+    assert report["ranks"][group.rank]["parameters"] == size(*module.parameters())
+    assert [row["stage"] for row in report["stages"]] == [0, 0, 1, 1]
+    whole = size(*Deep().parameters())
+    assert sum(rank["parameters"] for rank in report["ranks"]) < 1.4 * whole
