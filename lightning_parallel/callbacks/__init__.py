@@ -7,6 +7,7 @@ from lightning_parallel.callbacks.hang import HangReporter
 from lightning_parallel.callbacks.memory import MemoryProfiler
 from lightning_parallel.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
+from lightning_parallel.callbacks.report import ProfileReport
 from lightning_parallel.callbacks.step_breakdown import StepBreakdown
 from lightning_parallel.callbacks.throughput import Throughput
 
@@ -18,6 +19,7 @@ __all__ = [
     "MeasuringCallback",
     "MemoryProfiler",
     "PipelineTimeline",
+    "ProfileReport",
     "ReplicaDriftMonitor",
     "StepBreakdown",
     "Throughput",

@@ -127,10 +127,16 @@ class MeasuringCallback(Callback, ABC):
             RuntimeError: If nothing was trained yet.
         """
         if self._report is None:
-            if self.session is None or self._accumulator is None:
+            if not self.has_report:
                 raise RuntimeError(f"`{self.name}.report()` tells of a `fit`; there was none yet")
+            assert self.session is not None
             return self._summarize(self.session)
         return self._report
+
+    @property
+    def has_report(self) -> bool:
+        """Whether `report()` can be called."""
+        return self._report is not None or (self.session is not None and self._accumulator is not None)
 
     def _summarize(self, session: Session) -> dict[str, Any]:
         assert self._accumulator is not None
@@ -195,7 +201,7 @@ class MeasuringCallback(Callback, ABC):
         if trainer.loggers and trainer._logger_connector.should_update_logs:
             assert self._accumulator is not None
             scalars = self._accumulator.scalars()
-            for logger in trainer.loggers:
+            for logger in trainer.loggers if scalars else ():
                 logger.log_metrics(scalars, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     @override
@@ -218,6 +224,8 @@ class MeasuringCallback(Callback, ABC):
         self._leave()
 
     def _leave(self) -> None:
+        if self.session is not None and self._accumulator is not None and self._report is None:
+            self._report = self._summarize(self.session)  # training ended with an error
         if self._led is not None:
             self._led.close()
         self.session = None

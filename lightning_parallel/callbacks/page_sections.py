@@ -141,7 +141,7 @@ def _value(value: float | None, write: Any) -> str:
 def pipeline(report: Report) -> str:
     """The pipeline as it was planned above as it happened, on one time axis, and its bubble."""
     bubble = _of(report, "PipelineTimeline").get("bubble", {})
-    drawn = report.get("pipeline") or {}
+    drawn = _of(report, "PipelineTimeline").get("timeline") or {}
     if not bubble and not drawn:
         return ""
     timelines = {name: Timeline.from_dict(drawn[name]) for name in ("planned", "measured") if drawn.get(name)}
@@ -226,7 +226,8 @@ def communication(report: Report) -> str:
     body += charts.bars([_axis_bar(axis, found) for axis, found in axes.items()], "Communication by axis")
     body += _details("Every kind of call", _call_table(records))
     for group in _of(report, "CommunicationProfiler").get("desynchronised", []):
-        body += f"<p class=ending>{escape(str(group))}</p>"
+        where = f"Ranks {group['group']} did not issue the same collectives along {group['axis'].replace('_', ' ')}."
+        body += f"<p class=ending><b>{escape(where)}</b> {escape(group['detail'])}</p>"
     lead = "Mean of a step on one rank, by the mesh axis along which the ranks talk."
     return section("communication", "Communication", lead, body)
 
@@ -408,5 +409,9 @@ def missing(report: Report) -> str:
         for name in ("CommunicationProfiler", "StragglerMonitor", "ReplicaDriftMonitor", "DataShardingMonitor"):
             absent.pop(name, None)
     items = "".join(f"<li>{words} <small>(add <code>{name}()</code>)</small></li>" for name, words in absent.items())
-    items += "".join(f"<li>{escape(text)}</li>" for text in report.get("missing", []))
+    for name, found in report.get("reports", {}).items():
+        sentences = list(found.get("missing", ()))
+        if "incomplete" in found:
+            sentences.append(f"What other ranks measured: {found['incomplete']}")
+        items += "".join(f"<li>{escape(sentence)} <small>({name})</small></li>" for sentence in sentences)
     return section("missing", "Not measured", "", f"<ul class=missing>{items}</ul>") if items else ""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,6 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_parallel import comm, recorder
+from lightning_parallel.callbacks.clock import clock_id
 from lightning_parallel.callbacks.phases import ABSORBING, lightning_phases
 from lightning_parallel.comm import PROFILING, Group, Worker
 from lightning_parallel.mesh import DATA, TENSOR, Mesh
@@ -74,7 +73,7 @@ class Session:
         self.device: torch.device = trainer.strategy.root_device
         self.group = self._create_group(trainer)
         self.calls: dict[tuple[Any, ...], Calls] = {}
-        self.one_clock = len(set(comm.all_gather_object(_clock(), self.group))) == 1
+        self.one_clock = len(set(comm.all_gather_object(clock_id(), self.group))) == 1
         self._worker: Worker | None = None
         self._pending: Callable[[], Any] | None = None
         self._settled = True
@@ -194,14 +193,6 @@ class Session:
 
 
 _sessions: WeakKeyDictionary[Trainer, Session] = WeakKeyDictionary()
-
-
-def _clock() -> str:
-    """Which clock `perf_counter_ns` reads: that of one boot of one host, in one time namespace."""
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
-    if not (boot.exists() and namespace.is_symlink()):
-        return platform.node()
-    return f"{boot.read_text()} {namespace.readlink()}"
 
 
 def mesh_of(trainer: Trainer) -> Mesh:

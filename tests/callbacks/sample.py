@@ -32,14 +32,17 @@ def sample_report(num_ranks=4, steps=200):
         },
         "reports": {
             "StepBreakdown": {"version": 1, "steps": steps, "ranks": [_rank(rank) for rank in range(num_ranks)]},
-            "PipelineTimeline": {"bubble": {"ideal": 0.2, "simulated": 0.264, "measured": 0.303}, "ranks": []},
+            "PipelineTimeline": {
+                "bubble": {"ideal": 0.2, "simulated": 0.264, "measured": 0.303},
+                "ranks": [],
+                "timeline": {"step": steps - 1, "planned": planned.to_dict(), "measured": measured.to_dict()},
+            },
             "CommunicationProfiler": {"records": _records()},
             "MemoryProfiler": {"ranks": [_memory(rank) for rank in range(num_ranks)]},
             "Throughput": {"samples_per_second": 190.4, "tokens_per_second": 24_371.0},
             "StragglerMonitor": {"stragglers": [{"rank": 3, "cause": "forward", "excess": 0.0061}]},
             "ReplicaDriftMonitor": {"findings": []},
         },
-        "pipeline": {"step": steps // 2, "planned": planned.to_dict(), "measured": measured.to_dict()},
         "series": {
             "loss": [[step, 2 + 3 * math.exp(-step / 40)] for step in range(steps)],
             "samples_per_second": [[step, 190 + 6 * math.sin(step)] for step in range(steps)],

@@ -86,7 +86,9 @@ def test_planned_and_measured_pipeline_share_one_time_axis(show):
 
     report = full_report()
     page = show(render(report))
-    timelines = [Timeline.from_dict(report["pipeline"][name]) for name in ("planned", "measured")]
+    timelines = [
+        Timeline.from_dict(report["reports"]["PipelineTimeline"]["timeline"][name]) for name in ("planned", "measured")
+    ]
     longest = max(timeline.makespan_s for timeline in timelines)
     rows = page.query_selector_all(".lanes .row")
     spans = [row for timeline in timelines for row in timeline.spans]

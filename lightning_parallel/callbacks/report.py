@@ -1,0 +1,235 @@
+"""At the end of training: one page with pictures, the same as data, and a trace of all ranks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Optional
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_parallel import comm
+from lightning_parallel.callbacks.base import VERSION, Accumulator, MeasuringCallback, place
+from lightning_parallel.callbacks.clock import Clock, clock_id, compare_clocks
+from lightning_parallel.callbacks.curve import Curve
+from lightning_parallel.callbacks.diagnosis import diagnose
+from lightning_parallel.callbacks.page import render
+from lightning_parallel.callbacks.run_facts import run_facts
+from lightning_parallel.callbacks.session import Session
+from lightning_parallel.callbacks.trace import TraceAccumulator, chrome_trace, write_trace
+
+__all__ = ["PAGE", "REPORT", "TRACE", "ProfileReport", "build_report", "write_files"]
+
+PAGE, REPORT, TRACE = "report.html", "report.json", "trace.json.gz"
+PATIENCE_S = 5.0
+"""How long rank 0 waits for the others' part of the trace after an error."""
+
+
+class ProfileReport(MeasuringCallback):
+    """Gathers what the other measuring callbacks found, and writes it down when training ends, also with an error.
+
+        report.html     one page with pictures and the diagnosis on top; needs no network
+        report.json     the same as data: `run`, `reports` by callback, `series`, `diagnosis`, `trace`
+        trace.json.gz   the last steps of all ranks for https://ui.perfetto.dev
+
+    It shows what was measured: add `StepBreakdown`, `CommunicationProfiler`, `PipelineTimeline` and others to the
+    Trainer's callbacks, in any order. `lightning-parallel report DIR` makes the page again, and compares two runs.
+
+    After an error nothing can be exchanged any more: figures are those of the last exchange, and the ranks leave their
+    part of the trace in files, which rank 0 reads as far as they are there after 5 s.
+
+    Args:
+        dirpath: Where to write; by default `profile` in the trainer's log folder.
+        trace_steps: Last steps that the trace holds.
+        exchange_every, warmup_steps: See `MeasuringCallback`.
+        show_diagnosis: Print the diagnosis and the paths at the end of training.
+
+    `report()` is what `report.json` holds, on rank 0.
+
+    Raises:
+        ValueError: If `trace_steps` is negative.
+    """
+
+    def __init__(
+        self,
+        dirpath: Optional[str] = None,
+        trace_steps: int = 20,
+        exchange_every: int = 50,
+        warmup_steps: int = 1,
+        show_diagnosis: bool = True,
+    ) -> None:
+        if trace_steps < 0:
+            raise ValueError(f"expected trace_steps >= 0, got {trace_steps}")
+        super().__init__(exchange_every, warmup_steps, dirpath, show_table=False)
+        self.trace_steps, self.show_diagnosis = trace_steps, show_diagnosis
+        self.folder = Path()
+        self._run: dict[str, Any] = {}
+        self._loss = Curve()
+        self._parts: Sequence[Mapping[str, Any]] = ()
+        self._clock: Clock | None = None
+        self._measured: Session | None = None
+        self._began_s = 0.0
+
+    @override
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
+        assert self.session is not None
+        folder = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "profile")
+        started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        self.folder, started = comm.all_gather_object((folder, started), self.session.group)[0]
+        self._run = {"started": started}
+        self._loss, self._parts = Curve(), ()
+        self._clock = compare_clocks(self.session.group, clock_id())
+        return TraceAccumulator(place(self.session), self.trace_steps)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        assert self.session is not None
+        self._measured, self._began_s = self.session, time.perf_counter()
+        self._run |= run_facts(trainer, pl_module, self.session.mesh)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self.session is not None
+        assert self.session.recorder is not None
+        step = self.session.recorder.step
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self._loss.add(step, loss.detach())
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        assert self.session is not None
+        assert isinstance(self._accumulator, TraceAccumulator)
+        if self.session.failure is None:
+            self._clock = compare_clocks(self.session.group, clock_id())
+            self._parts = self.session.gather(self._accumulator.part(self._clock)) or ()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        if self._measured is None or self._measured.recorder is None:
+            return
+        assert isinstance(self._accumulator, TraceAccumulator)
+        part = self._accumulator.part(self._clock, self._measured.recorder.last_steps(1))
+        self._run["error"] = f"{type(exception).__name__}: {exception}"
+        try:
+            write_part(self.folder / f"part{part['rank']}.json.gz", {**part, "run": self._run["started"]})
+            self._finish(trainer)
+        except Exception as failure:  # whatever it is, it must not take the place of `exception`
+            warnings.warn(f"the profile could not be written: {failure!r}", stacklevel=2)
+
+    @rank_zero_only
+    def _finish(self, trainer: Trainer) -> None:
+        if "error" in self._run:
+            self._parts = read_parts(self.folder, trainer.world_size, self._run["started"], PATIENCE_S)
+        assert self._measured is not None
+        self._run |= {"seconds": time.perf_counter() - self._began_s, "steps": self._measured.steps}
+        reports = _reports(trainer, self)
+        trace = chrome_trace(self._parts, self._run["mesh"]) if self._parts else None
+        report = build_report(self._run, reports, self._loss.points(), trace)
+        self._report = write_files(self.folder, report, trace)
+        if self.show_diagnosis:
+            self._show(report)
+
+    def _show(self, report: Mapping[str, Any]) -> None:
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        for advice in report["diagnosis"][:3]:
+            console.print(f"- {advice['title']}. {advice['text']}")
+        console.print(f"profile: {self.folder / PAGE}")
+        if "trace" in report:
+            console.print(f"trace:   {self.folder / TRACE} (open it at https://ui.perfetto.dev)")
+
+    @override
+    def report(self) -> dict[str, Any]:
+        if self._report is None:
+            raise RuntimeError("`ProfileReport.report()` tells of a finished `fit`; there was none yet")
+        return self._report
+
+
+def build_report(
+    run: Mapping[str, Any],
+    reports: Mapping[str, Mapping[str, Any]],
+    loss: Sequence[Sequence[float]],
+    trace: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What `report.json` holds."""
+    series = dict(reports.get("Throughput", {}).get("series", {}))
+    report: dict[str, Any] = {"version": VERSION, "run": dict(run), "reports": dict(reports), "series": series}
+    if len(loss) > 1:
+        series["loss"] = [list(point) for point in loss]
+    if trace is not None:
+        clocks = trace["otherData"]["clocks"]
+        report["trace"] = {
+            "file": TRACE,
+            "ranks": [clock["rank"] for clock in clocks],
+            "left_out": trace["otherData"]["left_out"],
+            "steps": len({event["name"] for event in trace["traceEvents"] if event.get("cat") == "step"}),
+            "uncertainty": max((clock["uncertainty_ns"] for clock in clocks), default=0) / 1e9,
+        }
+    report["diagnosis"] = [advice.to_dict() for advice in diagnose(report)]
+    return report
+
+
+def write_files(folder: Path, report: dict[str, Any], trace: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Write page, data and trace; returns the report."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    (folder / PAGE).write_text(render(report), encoding="utf-8")
+    if trace is not None:
+        write_trace(trace, folder / TRACE)
+    return report
+
+
+def _reports(trainer: Trainer, this: ProfileReport) -> dict[str, dict[str, Any]]:
+    """What the trainer's other callbacks report, by their names."""
+    reports = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, MeasuringCallback) and callback is not this and callback.has_report:
+            reports[callback.name] = callback.report()
+    return reports
+
+
+def write_part(path: Path, part: Mapping[str, Any]) -> None:
+    """Leave one rank's part of a trace for others, who see it whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}")
+    with gzip.open(partial, "wt", encoding="utf-8") as file:
+        json.dump(part, file)
+    partial.replace(path)
+
+
+def read_parts(folder: Path, world_size: int, run: str, patience_s: float) -> list[dict[str, Any]]:
+    """The parts that ranks of this run leave within `patience_s`; takes their files away."""
+    until = time.monotonic() + patience_s
+    found: dict[int, dict[str, Any]] = {}
+    while len(found) < world_size:
+        for rank in set(range(world_size)) - found.keys():
+            path = folder / f"part{rank}.json.gz"
+            if path.exists():
+                with gzip.open(path, "rt", encoding="utf-8") as file:
+                    part = json.load(file)
+                if part.pop("run") == run:
+                    found[rank] = part
+                    path.unlink()
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    return [found[rank] for rank in sorted(found)]
