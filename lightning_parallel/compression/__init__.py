@@ -23,7 +23,7 @@ from lightning_parallel.compression.compressor import Compressor, Dense
 from lightning_parallel.compression.hooks import HookState, compression_hook
 from lightning_parallel.compression.hooks_deepspeed import DeepSpeedState, compress_deepspeed
 from lightning_parallel.compression.hooks_fsdp1 import compress_fsdp, fsdp_hook
-from lightning_parallel.compression.hooks_fsdp2 import compress_fully_shard
+from lightning_parallel.compression.hooks_fsdp2 import compress_fully_shard, shard_ranks
 from lightning_parallel.compression.policy import Policy
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Cast, Quantize, Sign
@@ -55,4 +55,5 @@ __all__ = [
     "compress_fully_shard",
     "compression_hook",
     "fsdp_hook",
+    "shard_ranks",
 ]

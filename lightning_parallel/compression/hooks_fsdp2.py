@@ -18,7 +18,7 @@ place for a compressor: its hook runs after the sum over the replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Optional, Union
 
@@ -33,7 +33,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compression.reducer import Reducer
 from lightning_parallel.compression.sharded import ShardedSteps, plain_name
 
-__all__ = ["compress_fully_shard"]
+__all__ = ["compress_fully_shard", "shard_ranks"]
 
 
 class _Unit:
@@ -130,7 +130,7 @@ def compress_fully_shard(
         RuntimeError: If this version of torch lacks the hook.
     """
     sharded: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
-    groups = {name: group for name, module in sharded.items() for group in _parameter_groups(module)}
+    groups = _parameter_groups(model)
     shards = _check(groups, replicas)
     group = shards if replicas is None else _group(replicas)
     steps = ShardedSteps(compressor, group, Group.of(axis="data_parallel"), scaler)
@@ -156,12 +156,25 @@ def _install(module: Any, parameters: Any, unit: _Unit, hybrid: bool) -> None:
         unit.steps.on_close(partial(module.set_custom_reduce_scatter, before))
 
 
-def _parameter_groups(module: Any) -> Iterator[Any]:
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        yield from state._fsdp_param_groups
-    elif state._fsdp_param_group is not None:
-        yield state._fsdp_param_group
+def shard_ranks(model: nn.Module) -> Optional[tuple[int, ...]]:
+    """The ranks that share the parameters of the first fully sharded module out; None if there is no such module."""
+    groups = _parameter_groups(model)
+    return _shards(next(iter(groups.values()))).ranks if groups else None
+
+
+def _parameter_groups(model: nn.Module) -> dict[str, Any]:
+    """What `fully_shard` communicates together, by the name of the module that it was given."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            found.update((name, group) for group in groups if group is not None and group not in found.values())
+    return found
+
+
+def _shards(parameters: Any) -> Group:
+    return Group.of(parameters.mesh_info.shard_process_group, axis="data_parallel")
 
 
 def _check(groups: dict[str, Any], replicas: Any) -> Group:
@@ -185,10 +198,10 @@ def _check(groups: dict[str, Any], replicas: Any) -> Group:
     needed = "set_custom_reduce_scatter" if replicas is None else "set_all_reduce_hook"
     if not hasattr(FSDPModule, needed):
         raise RuntimeError(f"expected a version of torch whose FSDPModule has `{needed}`, found {torch.__version__}")
-    divisions = {Group.of(group.mesh_info.shard_process_group).ranks for group in groups.values()}
+    divisions = {_shards(group).ranks for group in groups.values()}
     if len(divisions) > 1:
         raise ValueError(f"expected all modules to be divided over the same ranks, found {sorted(divisions)}")
-    return Group.of(next(iter(groups.values())).mesh_info.shard_process_group, axis="data_parallel")
+    return _shards(next(iter(groups.values())))
 
 
 def _group(replicas: Union[dist.ProcessGroup, DeviceMesh]) -> Group:

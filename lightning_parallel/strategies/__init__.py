@@ -5,6 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_parallel.strategies.compressed import BUILD, CompressedDDPStrategy, with_compressor
 from lightning_parallel.strategies.compressed_deepspeed import CompressedDeepSpeedStrategy
 from lightning_parallel.strategies.compressed_fsdp import CompressedFSDPStrategy
+from lightning_parallel.strategies.compressed_model_parallel import CompressedModelParallelStrategy
 from lightning_parallel.strategies.hybrid import HybridParallelStrategy
 from lightning_parallel.strategies.pipeline import PipelineParallelStrategy
 from lightning_parallel.strategies.tensor import TensorParallelStrategy
@@ -13,6 +14,7 @@ __all__ = [
     "CompressedDDPStrategy",
     "CompressedDeepSpeedStrategy",
     "CompressedFSDPStrategy",
+    "CompressedModelParallelStrategy",
     "HybridParallelStrategy",
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
@@ -28,6 +30,7 @@ for _name, _strategy, _description in (
 
 for _family, _compressed, _description in (
     ("ddp", CompressedDDPStrategy, "DDP with compressed gradients"),
+    ("fsdp", CompressedFSDPStrategy, "FSDP with compressed gradients"),
     ("deepspeed", CompressedDeepSpeedStrategy, "DeepSpeed ZeRO 1 with compressed gradients"),
 ):
     for _ending, _build in BUILD.items():
