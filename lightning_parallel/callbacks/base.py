@@ -193,6 +193,11 @@ class MeasuringCallback(Callback, ABC):
             self._led.recorder.leave()
 
     @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._led is not None:
+            self._led.after_backward()
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -40,6 +40,7 @@ class Sample(NamedTuple):
     """One call, waited for since `waiting_ns`; `duration_ns` is None where nothing told when it was over."""
 
     sequence: int
+    tag: int | None
     start_ns: int
     end_ns: int
     waiting_ns: int
@@ -51,13 +52,13 @@ class CommunicationAccumulator(Accumulator):
 
     Args:
         rank: Global rank of this process.
-        world_size: Number of ranks.
         one_clock: Whether the times of all ranks can be compared.
         calls: What was issued in each group, see `Recorder.calls`.
+        missing: What is not seen, in sentences; may grow until `summarize`.
     """
 
-    def __init__(self, rank: int, world_size: int, one_clock: bool, calls: Mapping[tuple[Any, ...], Calls]) -> None:
-        self._rank, self._world_size, self._one_clock, self._calls = rank, world_size, one_clock, calls
+    def __init__(self, rank: int, one_clock: bool, calls: Mapping[tuple[Any, ...], Calls], missing: list[str]) -> None:
+        self._rank, self._one_clock, self._calls, self._missing = rank, one_clock, calls, missing
         self._steps = 0
         self._count: Counter[Kind] = Counter()
         self._blocked_ns: Counter[Kind] = Counter()
@@ -101,9 +102,10 @@ class CommunicationAccumulator(Accumulator):
         records = [_record(key, found, len(shared), self._one_clock, arrivals) for key, found in groups.items()]
         records.sort(key=lambda record: (record["axis"], record["op"], -(record.get("payload_bytes") or 0)))
         report: dict[str, Any] = {"records": records, "desynchronised": list(_desynchronised(shared))}
+        missing = [*self._missing]
         if not self._one_clock:
-            report["missing"] = ["The ranks run on several hosts, whose clocks differ: skew is left out."]
-        return report
+            missing.append("The ranks run on several hosts, whose clocks differ: skew is left out.")
+        return {**report, "missing": missing} if missing else report
 
     @override
     def scalars(self) -> dict[str, float]:
@@ -153,7 +155,7 @@ class CommunicationProfiler(MeasuringCallback):
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
         assert self.session is not None
         session = self.session
-        return CommunicationAccumulator(session.rank, session.mesh.world_size, session.one_clock, session.calls)
+        return CommunicationAccumulator(session.rank, session.one_clock, session.calls, session.missing)
 
     @override
     def rows(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -203,7 +205,7 @@ def _sample(span: Span) -> Sample:
     waits_throughout = span.blocked_ns > 0.8 * length
     duration = length if span.in_flight is None and waits_throughout else span.in_flight
     assert span.sequence is not None
-    return Sample(span.sequence, span.start_ns, span.end_ns, span.end_ns - span.blocked_ns, duration)
+    return Sample(span.sequence, span.tag, span.start_ns, span.end_ns, span.end_ns - span.blocked_ns, duration)
 
 
 def _record(
@@ -251,7 +253,7 @@ def _matched(found: Iterable[tuple[dict[str, Any], Kind]]) -> list[list[Sample]]
 def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, Kind], list[int]]:
     """Nanoseconds from the sending to the arrival, where the receiver was already waiting when it was sent."""
     sent = {
-        (rank["rank"], kind.peer, kind.axis, kind.ranks, sample.sequence): (kind, sample.start_ns)
+        (rank["rank"], kind.peer, kind.axis, kind.ranks, sample.tag, sample.sequence): (kind, sample.start_ns)
         for rank in shared
         for kind, (_, _, samples) in rank["kinds"].items()
         if kind.op == "send"
@@ -261,7 +263,7 @@ def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, Kind], l
     for rank in shared:
         for kind, (_, _, samples) in rank["kinds"].items():
             for sample in samples if kind.op == "recv" else ():
-                match = sent.get((kind.peer, rank["rank"], kind.axis, kind.ranks, sample.sequence))
+                match = sent.get((kind.peer, rank["rank"], kind.axis, kind.ranks, sample.tag, sample.sequence))
                 if match is not None and sample.waiting_ns < match[1]:
                     times[rank["rank"], kind].append(sample.end_ns - match[1])
                     times[kind.peer or 0, match[0]].append(sample.end_ns - match[1])

@@ -16,7 +16,9 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_parallel import comm, recorder
 from lightning_parallel.callbacks.clock import clock_id
 from lightning_parallel.callbacks.phases import ABSORBING, lightning_phases
+from lightning_parallel.callbacks.stock import foreign_of, show_buckets, unseen
 from lightning_parallel.comm import PROFILING, Group, Worker
+from lightning_parallel.comm.foreign import Foreign, watching
 from lightning_parallel.mesh import DATA, TENSOR, Mesh
 from lightning_parallel.recorder import Calls, Recorder, Window
 from lightning_parallel.recorder.cuda import CudaClock
@@ -54,6 +56,7 @@ class Session:
         recorder: What is recorded; None before training begins.
         calls: What was issued in each group, see `Recorder.calls`.
         one_clock: Whether `perf_counter_ns` is the same clock on all ranks: they run on one host.
+        missing: What of the strategy's own communication is not seen, in sentences.
         steps: Steps counted, without those that warm up.
         latest: What the ranks shared last: by rank, then by member; empty before the first exchange, or if it fails.
         failure: Why the exchange between the ranks has ended early, if it has.
@@ -77,6 +80,8 @@ class Session:
         self._worker: Worker | None = None
         self._pending: Callable[[], Any] | None = None
         self._settled = True
+        self._foreign: Foreign | None = None
+        self.missing: list[str] = []
         self._context = ExitStack()
 
     def _create_group(self, trainer: Trainer) -> Group:
@@ -111,7 +116,17 @@ class Session:
         clock = CudaClock(self.device) if self.device.type == "cuda" else None
         self.recorder = Recorder(clock=clock, absorbing=ABSORBING, calls=self.calls)
         self._context.enter_context(recorder.activate(self.recorder))
-        self._context.enter_context(lightning_phases(trainer.profiler))
+        self._context.enter_context(lightning_phases(trainer.profiler))  # type: ignore[attr-defined]
+        if trainer.world_size > 1:
+            self._foreign = foreign_of(trainer, self.mesh)
+            self._context.enter_context(watching(self._foreign))
+            show_buckets(trainer)
+            self.missing += unseen(trainer)
+
+    def after_backward(self) -> None:
+        """Take notice that gradients are there, and what others communicated for them is over."""
+        if self.recorder is not None and self._foreign is not None:
+            self._foreign.settle(self.recorder)
 
     def end_step(self) -> None:
         """End a step: hand it to the members, and from time to time exchange what they share."""

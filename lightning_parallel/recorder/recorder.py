@@ -115,6 +115,10 @@ class Flight:
         """The device clock in use."""
         return self._recorder.clock
 
+    def now(self) -> Any:
+        """The time, as the recorder gives it."""
+        return self._recorder.now()
+
     @property
     def is_waited_for(self) -> bool:
         """Whether a thread is held up by it right now."""
@@ -128,11 +132,18 @@ class Flight:
     def __exit__(self, *_: object) -> None:
         self._held.append(self._recorder.leave())
 
-    def land(self) -> None:
-        """The calling thread has the result."""
+    def held_until(self, end: Any) -> Any:
+        """Others held the calling thread up until `end`, from when it was last let go, which is returned."""
+        begin = self._held[-1]
+        self._held += begin, end
+        return begin
+
+    def land(self, end: Any = None) -> None:
+        """The calling thread has the result: since `end`, or since it was last held up."""
         recorder = self._recorder
         recorder.in_flight.pop(id(self), None)
-        end = self._held[-1] if self._held else recorder.now()
+        if end is None:
+            end = self._held[-1] if self._held else recorder.now()
         group = (self.ranks, self.peer, self.dtype, get_ident(), self.sequence, self.tag)
         facts = ("communication", self.op, recorder.step, None, None, self.axis, self.op, self.bytes, *group)
         recorder.add(facts, self.start, end, self.complete, *self._held)
@@ -240,7 +251,7 @@ class Recorder:
 
     def _keep(self, facts: Facts, start_ns: int, end_ns: int, complete_ns: int | None, *held_ns: int) -> None:
         category, name, step, stage, microbatch, axis, op, num_bytes, ranks, peer, dtype, thread, sequence, tag = facts
-        blocked_ns = sum(held_ns[1::2]) - sum(held_ns[::2]) if held_ns else 0
+        blocked_ns = sum(max(0, end - begin) for begin, end in zip(held_ns[::2], held_ns[1::2]))
         in_flight = None if complete_ns is None else complete_ns - start_ns
         where = (stage, microbatch, axis, op, num_bytes)
         span = Span(
