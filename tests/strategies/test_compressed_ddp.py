@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -251,17 +251,3 @@ def test_lightnings_own_strategy_takes_the_hook(group):
 def test_one_hook_only():
     with pytest.raises(ValueError, match="ddp_comm_hook"):
         CompressedDDPStrategy(PowerSGD(4), ddp_comm_hook=compression_hook)
-
-
-def test_names_build_compressors_of_their_own():
-    names = [
-        name
-        for name in StrategyRegistry
-        if name.startswith("ddp_") and "compressed" in StrategyRegistry[name]["description"]
-    ]
-    assert {"ddp_powersgd", "ddp_topk", "ddp_int8", "ddp_sign", "ddp_bf16"} <= set(names)
-    for name in names:
-        one, other = StrategyRegistry.get(name), StrategyRegistry.get(name)
-        assert name == name.lower()
-        assert isinstance(one, CompressedDDPStrategy)
-        assert one.compression is not other.compression
