@@ -169,6 +169,8 @@ def isend(tensor: Tensor, group: Group, to: int, tag: int = 0) -> Pending:
 
 def irecv(tensor: Tensor, group: Group, source: int, tag: int = 0) -> Pending:
     """Start receiving into a contiguous `tensor` from the rank at position `source`."""
+    process_group = group.process_group
+    assert process_group is not None
     peer = group.ranks[source]
     return Pending("recv", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag).launch(
         lambda: dist.irecv(tensor, peer, group=group.process_group, tag=tag)

@@ -18,8 +18,8 @@ import pickle
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +37,7 @@ _SMALL_BYTES = 1 << 16  # up to here a message costs more than a copy
 _Key = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """What a tensor on the wire looks like."""
 
     shape: tuple[int, ...]
@@ -74,15 +73,14 @@ class Boundary:
     positions: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
 
-    @cached_property
+    @property
     def packed_bytes(self) -> int:
         """Bytes that travel in the message of the header: all or none."""
         num_bytes = sum(spec.num_bytes for spec in self.tensors)
         return num_bytes if num_bytes <= _SMALL_BYTES else 0
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """A boundary and its data."""
 
     boundary: Boundary
@@ -139,11 +137,13 @@ class Links:
             return
         boundary, last = message.boundary, self.agreements.sent.get(stage)
         description = b"" if boundary == last else pickle.dumps(boundary)
-        wire = [torch.tensor([stage, microbatch, len(description)], device=self.device).view(torch.uint8)]
+        wire = [_header(stage, microbatch, len(description), self.device)]
         if last is not None:
-            wire += message.tensors if boundary == last else [spec.empty(self.device) for spec in last.tensors]
+            tensors = message.tensors if boundary == last else [spec.empty(self.device) for spec in last.tensors]
             if last.packed_bytes:
-                wire = [torch.cat([_as_bytes(tensor) for tensor in wire])]
+                wire = [torch.cat([*wire, *map(_as_bytes, tensors)])]
+            else:
+                wire += tensors
         if boundary != last:
             self.agreements.sent[stage] = boundary
             wire.append(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self.device))
@@ -226,8 +226,13 @@ class Links:
             pending.wait()
 
 
+@lru_cache(maxsize=4096)
+def _header(stage: int, microbatch: int, num_bytes: int, device: torch.device) -> Tensor:
+    return torch.tensor([stage, microbatch, num_bytes], device=device).view(torch.uint8)
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 @dataclass

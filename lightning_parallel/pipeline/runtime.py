@@ -108,6 +108,7 @@ class Run:
         self.demands = demands
         self.links = Links(group, schedule, cut.device, agreements, gradient_group)
         self.training = schedule.is_training
+        self.anchor = torch.empty(0, device=cut.device, requires_grad=True)
         self.flights: dict[tuple[int, int], _Flight] = {}
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
@@ -196,8 +197,7 @@ class Run:
             return list(message.tensors)
         if not torch.is_grad_enabled():
             raise CutError(REENTRANT)
-        anchor = torch.empty(0, device=self.cut.device, requires_grad=True)
-        return list(_Received.apply(anchor, flight.captured, flags, *message.tensors))
+        return list(_Received.apply(self.anchor, flight.captured, flags, *message.tensors))
 
     def _check(self, action: Action, boundary: Boundary, index: int, leaves: list[Any], positions: list[int]) -> None:
         """The sender worked out by itself what this stage lacks; see that it did so rightly."""

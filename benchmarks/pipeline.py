@@ -1,0 +1,232 @@
+"""Pipeline parallelism: our engine beside `torch.distributed.pipelining`, in turn, in one process group of gloo ranks.
+
+    python benchmarks/pipeline.py [schedules] [transformer] [balance] [memory] [cut] [--repeats 5]
+
+    schedules    stages that sleep (F 20 ms, B 40 ms, or I 20 ms and W 20 ms): the step over its closed form, and the
+                 best of ours over the best of torch's that holds no more activations
+    transformer  stages that compute: ours over torch's, schedule by schedule
+    balance      layers of which some are ten times heavier: speed-up over one process, by layer count and measured
+    memory       bytes of activations that each rank holds at most
+    cut          what playing the absent layers costs, per microbatch and stage
+
+Stages that sleep stand in for devices: they show the schedule and what is added to it, whatever the number of cores.
+"best" is the best of the repeats, since what other programs on the machine add is not the schedule's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import Contender, Entry, contend, in_turn
+from rich.console import Console
+from rich.table import Table
+from sleeping import LiveBytes, Sleeper
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.simulate import Cost, simulate
+
+RANKS, MICROBATCHES = 4, 8
+FORWARD_S, INPUT_S, WEIGHT_S = 0.02, 0.02, 0.02
+
+ENTRIES = [
+    Entry("gpipe", target=1.03),
+    Entry("1f1b", target=1.03),
+    Entry("interleaved_1f1b", 2, target=1.05),
+    Entry("interleaved_1f1b", 2, 1.0, target=1.05),
+    Entry("zb_h1", target=1.06),
+    Entry("interleaved_zb", 2, target=1.06),
+    Entry("interleaved_zb", 4, target=1.06),
+    Entry("zbv", 2, target=1.06),
+    Entry("ScheduleGPipe"),
+    Entry("Schedule1F1B"),
+    Entry("ScheduleInterleaved1F1B", 2),
+    Entry("ScheduleInterleavedZeroBubble"),
+    Entry("ScheduleInterleavedZeroBubble", 2),
+    Entry("ScheduleInterleavedZeroBubble", 4),
+    Entry("ScheduleZBVZeroBubble", 2),
+]
+
+
+def schedules(group: Group, console: Console, repeats: int) -> None:
+    """Stages that sleep: how far from the closed form, and the best of each side for the activations held."""
+
+    def make(num_stages: int) -> nn.Sequential:
+        share = RANKS / num_stages
+        seconds = FORWARD_S * share, INPUT_S * share, WEIGHT_S * share
+        return nn.Sequential(*(Sleeper(*seconds) for _ in range(num_stages)))
+
+    batch = torch.ones(2 * MICROBATCHES, 8, requires_grad=True)
+    contenders = [contend(entry, group, make, batch, MICROBATCHES) for entry in ENTRIES]
+    taken = in_turn([contender.run for contender in contenders], group, repeats)
+    table = Table(
+        "schedule", "stages a rank", "held", "closed form", "median", "best", "target", title="sleeping stages"
+    )
+    for contender, seconds in zip(contenders, taken):
+        entry = contender.entry
+        rank_cost = Cost(FORWARD_S, INPUT_S, WEIGHT_S)
+        ideal_s = simulate(contender.schedule, rank_cost.scaled(1 / entry.virtual_stages)).makespan_s
+        table.add_row(
+            ("" if entry.is_ours else "torch ") + entry.title,
+            str(entry.virtual_stages),
+            f"{contender.held:g}",
+            f"{ideal_s * 1e3:.0f} ms",
+            f"{statistics.median(seconds) / ideal_s:.3f}",
+            f"{min(seconds) / ideal_s:.3f}",
+            _at_most(min(seconds) / ideal_s, entry.target),
+        )
+    console.print(table, _best_of_each(contenders, taken))
+
+
+def _best_of_each(contenders: list[Contender], taken: list[list[float]]) -> Table:
+    table = Table(
+        "held at most", "ours", "torch's", "medians", "bests", "target", title="best of ours / best of torch's"
+    )
+    for limit in sorted({contender.held for contender in contenders if not contender.entry.is_ours}):
+        fits = [pair for pair in zip(contenders, taken) if pair[0].held <= limit]
+        sides = [[pair for pair in fits if pair[0].entry.is_ours is ours] for ours in (True, False)]
+        row, names = [], []
+        for fold in (statistics.median, min):
+            ours, peer = (min(side, key=lambda pair: fold(pair[1])) for side in sides)
+            row.append(fold(ours[1]) / fold(peer[1]))
+            names = [f"{c.entry.title}, {c.entry.virtual_stages} a rank" for c in (ours[0], peer[0])]
+        table.add_row(f"{limit:g}", *names, *(f"{ratio:.3f}" for ratio in row), _at_most(row[1], 0.95))
+    return table
+
+
+def transformer(group: Group, console: Console, repeats: int) -> None:
+    """Stages that compute: ours over torch's."""
+
+    def make(num_stages: int) -> nn.Sequential:
+        def layer() -> nn.Module:
+            return nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
+
+        return nn.Sequential(*(layer() for _ in range(8)))
+
+    batch = torch.randn(2 * MICROBATCHES, 128, 256, requires_grad=True)
+    pairs = [
+        (Entry("gpipe"), Entry("ScheduleGPipe")),
+        (Entry("1f1b"), Entry("Schedule1F1B")),
+        (Entry("interleaved_1f1b", 2), Entry("ScheduleInterleaved1F1B", 2)),
+        (Entry("interleaved_zb", 2), Entry("ScheduleInterleavedZeroBubble", 2)),
+        (Entry("zbv", 2), Entry("ScheduleZBVZeroBubble", 2)),
+    ]
+    contenders = [contend(entry, group, make, batch, MICROBATCHES) for pair in pairs for entry in pair]
+    taken = in_turn([contender.run for contender in contenders], group, repeats)
+    table = Table("schedule", "medians", "bests", title="8 transformer layers, 256 wide: ours / torch's")
+    for (entry, _), ours, peer in zip(pairs, taken[::2], taken[1::2]):
+        ratios = [fold(ours) / fold(peer) for fold in (statistics.median, min)]
+        table.add_row(entry.title, *(f"{ratio:.3f}" for ratio in ratios))
+    console.print(table)
+
+
+def balance(group: Group, console: Console, repeats: int) -> None:
+    """Nine layers and three that are ten times heavier, 32 microbatches."""
+    light_s, microbatches = (0.002, 0.002, 0.002), 32
+    batch = torch.ones(2 * microbatches, 8, requires_grad=True)
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(*(Sleeper(*(factor * s for s in light_s)) for factor in [1] * 9 + [10] * 3))
+
+    def alone() -> None:
+        model = make()
+        for microbatch in batch.split(2) if group.rank == 0 else ():
+            model(microbatch).square().mean().backward()
+
+    schedule = build_schedule("1f1b", RANKS, microbatches)
+    engines = []
+    for how in ("uniform", "auto"):
+        model = make()
+        engines.append((_engine(model, group, schedule, batch, how)))
+    runs: list[Callable[[], Any]] = [alone, *(run for _, run in engines)]
+    single, *taken = in_turn(runs, group, max(1, repeats // 2))
+    table = Table("balance", "layers", "speed-up", "target", "step / simulated", "target", title="unbalanced layers")
+    layers = [Cost(*(factor * s for s in light_s)) for factor in [1] * 9 + [10] * 3]
+    for how, (engine, _), seconds in zip(("uniform", "auto"), engines, taken):
+        ends = [sum(engine.layers_per_stage[:stage]) for stage in range(RANKS + 1)]
+        stages = [Cost.in_sequence(layers[start:stop]) for start, stop in zip(ends, ends[1:])]
+        speed_up, ratio = min(single) / min(seconds), min(seconds) / simulate(schedule, stages).makespan_s
+        target = _at_least(speed_up, 3.4) if how == "auto" else ""
+        shown = ", ".join(map(str, engine.layers_per_stage))
+        table.add_row(how, shown, f"{speed_up:.2f}", target, f"{ratio:.3f}", _at_most(ratio, 1.03))
+    console.print(table)
+
+
+def _engine(
+    model: nn.Sequential, group: Group, schedule: Any, batch: Tensor, how: Any
+) -> tuple[PipelineEngine, Callable[[], Any]]:
+    def step(microbatch: Tensor) -> Tensor:
+        return model(microbatch).square().mean()
+
+    example = (step, batch[: len(batch) // schedule.num_microbatches])
+    engine = PipelineEngine(model, group, schedule, example=example, balance=how)
+    return engine, lambda: engine.forward_backward(step, batch)
+
+
+def memory(group: Group, console: Console, repeats: int) -> None:
+    """What is alive at most beyond one microbatch under way, in microbatches."""
+    width, rows = 256, 512
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2 * RANKS)]
+    model = nn.Sequential(*layers)
+    batch = torch.randn(rows * MICROBATCHES, width)
+    table = Table("schedule", "rank", "planned", "one microbatch", "peak", "held", title="activations, in bytes")
+    for name in ("gpipe", "1f1b"):
+        schedule = build_schedule(name, RANKS, MICROBATCHES)
+        ours = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2 * RANKS)))
+        engine, run = _engine(ours, group, schedule, batch, "uniform")
+        run()
+        peaks = []
+        for part in (batch[:rows], batch):
+            with LiveBytes() as live:
+                engine.forward_backward(lambda microbatch: ours(microbatch).square().mean(), part)
+            peaks.append(live.peak)
+        stage_bytes = 2 * 2 * rows * width * 4  # input of the linear layer, output of tanh
+        for rank, (one, peak) in enumerate(comm.all_gather_object(tuple(peaks), group)):
+            held = 1 + (peak - one) / stage_bytes
+            table.add_row(name, str(rank), str(schedule.max_in_flight[rank]), str(one), str(peak), f"{held:.2f}")
+    console.print(table)
+
+
+def _at_most(value: float, target: float | None) -> str:
+    return "" if target is None else f"[{'green' if value <= target else 'red'}]<= {target}"
+
+
+def _at_least(value: float, target: float) -> str:
+    return f"[{'green' if value >= target else 'red'}]>= {target}"
+
+
+SECTIONS = {section.__name__: section for section in (schedules, transformer, balance, memory)}
+
+
+def _rank(rank: int, folder: str, options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/ranks", RANKS), rank=rank, world_size=RANKS)
+    group = Group.of(axis="pipeline_parallel")
+    console = Console(quiet=rank > 0)
+    for name in options.sections or SECTIONS:
+        SECTIONS[name](group, console, options.repeats)
+    comm.barrier(group)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="what to measure (default: everything)")
+    parser.add_argument("--repeats", type=int, default=5)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (folder, parser.parse_args()), RANKS)
+
+
+if __name__ == "__main__":
+    main()
