@@ -114,6 +114,7 @@ class ParallelAttention(nn.MultiheadAttention):
         """The random numbers of the attention weights have to differ between the ranks."""
         return "inside"
 
+    @torch.compiler.disable  # collectives are not for a graph
     def forward(
         self,
         query: Tensor,

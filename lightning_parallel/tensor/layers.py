@@ -251,6 +251,7 @@ class ColumnLinear(_DividedLinear):
     gather_output: bool
     inputs: Inputs
 
+    @torch.compiler.disable  # collectives are not for a graph
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out / ranks), or (..., out) when the output is gathered."""
         y = column_linear(input, self.weight, self.bias, self.inputs, self.transposed)
@@ -276,6 +277,7 @@ class RowLinear(_DividedLinear):
     split_input: bool
     lengths: SequenceLengths | None
 
+    @torch.compiler.disable  # collectives are not for a graph
     def forward(self, input: Tensor) -> Tensor:
         """(..., in / ranks), or (..., in) when the layer divides its input, -> (..., out)."""
         if self.region is not None:
@@ -303,6 +305,7 @@ class VocabEmbedding(nn.Embedding):
     group: Group
     lengths: SequenceLengths | None
 
+    @torch.compiler.disable  # collectives are not for a graph
     def forward(self, input: Tensor) -> Tensor:
         """(...) -> (..., features).
 

@@ -329,3 +329,17 @@ def test_a_rank_holds_its_shards_and_nothing_else():
     assert held < 0.3 * full
     state = trainer.optimizers[0].state.values()
     assert sum(entry["momentum_buffer"].untyped_storage().nbytes() // 8 for entry in state) == held
+
+
+@distributed(world_size=2)
+def test_compiled_layers():
+    def build():
+        module = Net().double()
+        for layer in module.net:
+            layer.compile(backend="eager")
+        module.net[3] = torch.compile(module.net[3], backend="eager")
+        return module
+
+    expected = build()
+    fit_single(expected, max_epochs=1)
+    _assert_state(fit_parallel(build(), 2, 2, max_epochs=1), expected)
