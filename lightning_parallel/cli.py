@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from lightning_parallel.callbacks.page_compare import changes, render_comparison
+from lightning_parallel.callbacks.report import read_report, rebuild
 from lightning_parallel.pipeline.choose import Choice, Workload, choose_schedule
 from lightning_parallel.pipeline.draw import draw_picture, draw_text, duration_text, legend_text
 from lightning_parallel.pipeline.picture import write_picture
@@ -35,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightning-parallel", description="Tools around lightning_parallel.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_simulate(commands)
+    _add_report(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)
@@ -42,6 +46,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lightning-parallel {options.command}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "report",
+        help="make the page of a profiled run again, or compare two runs",
+        description="Make the page of a run that was trained with `ProfileReport` again; of two runs, compare them.",
+        epilog="example: lightning-parallel report runs/gpt/version_0 runs/gpt/version_1",
+    )
+    parser.add_argument("runs", metavar="RUN_DIR", type=Path, nargs="+", help="folder of a run, or of its profile")
+    parser.add_argument("--output", type=Path, help="the comparison's file (default: comparison.html in the last run)")
+    parser.add_argument(
+        "--kineto", type=Path, nargs="+", default=[], help="traces of torch.profiler, to be added to the run's own"
+    )
+    parser.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> None:
+    if len(options.runs) == 1:
+        print(rebuild(options.runs[0], options.kineto))
+        return
+    if len(options.runs) > 2:
+        raise ValueError(f"expected one run, or two to compare, got {len(options.runs)}")
+    if options.kineto:
+        raise ValueError("traces can be added to one run; give one RUN_DIR with --kineto")
+    (_, first), (folder, second) = map(read_report, options.runs)
+    output = options.output or folder / "comparison.html"
+    one, other = (run.resolve() for run in options.runs)
+    shared = os.path.commonpath([one, other])
+    names = (os.path.relpath(one, shared), os.path.relpath(other, shared))
+    output.write_text(render_comparison(first, second, names), encoding="utf-8")
+    for change in changes(first, second):
+        if change.kind:
+            print(f"{change.name}: {change.verdict}")
+    print(output)
 
 
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -121,7 +121,8 @@ def advice_list(report: Report) -> str:
     """The diagnosis as a list."""
     found: Sequence[Report] = report.get("diagnosis", [])
     if not found:
-        return "<p class=lead>Nothing was measured that would tell. Add `StepBreakdown()` to the callbacks.</p>"
+        text = "Nothing was measured that would tell. Add `StepBreakdown()` to the callbacks."
+        return f"<p class=lead>{prose(text)}</p>"
     small = [advice for advice in found if advice["kind"] == "slow"][_SHOWN:]
     shown = [advice for advice in found if advice not in small]
     text = f"<ol class=advice>{''.join(map(_advice, shown))}</ol>"

@@ -22,12 +22,13 @@ from lightning_parallel.callbacks.base import VERSION, Accumulator, MeasuringCal
 from lightning_parallel.callbacks.clock import Clock, clock_id, compare_clocks
 from lightning_parallel.callbacks.curve import Curve
 from lightning_parallel.callbacks.diagnosis import diagnose
+from lightning_parallel.callbacks.kineto import add_kineto
 from lightning_parallel.callbacks.page import render
 from lightning_parallel.callbacks.run_facts import run_facts
 from lightning_parallel.callbacks.session import Session
-from lightning_parallel.callbacks.trace import TraceAccumulator, chrome_trace, write_trace
+from lightning_parallel.callbacks.trace import TraceAccumulator, chrome_trace, read_trace, write_trace
 
-__all__ = ["PAGE", "REPORT", "TRACE", "ProfileReport", "build_report", "write_files"]
+__all__ = ["PAGE", "REPORT", "TRACE", "ProfileReport", "read_report", "rebuild"]
 
 PAGE, REPORT, TRACE = "report.html", "report.json", "trace.json.gz"
 PATIENCE_S = 5.0
@@ -196,6 +197,41 @@ def write_files(folder: Path, report: dict[str, Any], trace: Mapping[str, Any] |
     if trace is not None:
         write_trace(trace, folder / TRACE)
     return report
+
+
+def read_report(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The report of a run, and the folder in which it lies.
+
+    Args:
+        path: That folder, or one with it inside as `profile`, such as the trainer's log folder.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    for folder in (path, path / "profile"):
+        if (folder / REPORT).is_file():
+            return folder, json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    raise ValueError(f"expected the folder of a profiled run, with `{REPORT}` or `profile/{REPORT}`, got {path}")
+
+
+def rebuild(path: Path, kineto: Sequence[Path] = ()) -> Path:
+    """Make the page of a run again, with the diagnosis of today; returns where it is.
+
+    Args:
+        path: See `read_report`.
+        kineto: Traces of `torch.profiler` to add to the run's own.
+
+    Raises:
+        ValueError: If there is no report, or a trace cannot be added.
+    """
+    folder, report = read_report(path)
+    report["diagnosis"] = [advice.to_dict() for advice in diagnose(report)]
+    trace = read_trace(folder / TRACE) if kineto else None
+    for file in kineto:
+        assert trace is not None
+        add_kineto(trace, read_trace(file))
+    write_files(folder, report, trace)
+    return folder / PAGE
 
 
 def _reports(trainer: Trainer, this: ProfileReport) -> dict[str, dict[str, Any]]:

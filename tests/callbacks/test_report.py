@@ -1,40 +1,162 @@
-"""The page, the data and the trace that a run leaves behind."""
+"""The page, the data and the trace that a run leaves behind; the same again from the command line."""
 
 import json
-import os
+import shutil
+import warnings
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lightning_parallel import HybridParallelStrategy, comm
-from lightning_parallel.callbacks import CommunicationProfiler, PipelineTimeline, ProfileReport, StepBreakdown
+from lightning_parallel import TensorParallelStrategy, comm
+from lightning_parallel.callbacks import ProfileReport, StepBreakdown
+from lightning_parallel.callbacks.page_compare import changes
+from lightning_parallel.callbacks.trace import read_trace
+from lightning_parallel.cli import main
+from tests.callbacks.conftest import TRACED_STEPS, place_rank
+from tests.callbacks.sample import sample_report
 from tests.harness import run
 from tests.strategies.models import Net, loader, trainer_for
 
-
-def fit(callbacks, strategy="auto", devices=1, module=None, **options):
-    trainer = trainer_for(strategy, devices, callbacks=callbacks, **options)
-    trainer.fit(module or Net().double(), loader())
-    return trainer
+FILES = ["report.html", "report.json", "trace.json.gz"]
 
 
-def hybrid(folder):
-    group = comm.Group.of()
-    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
-    strategy = HybridParallelStrategy(
-        tensor_parallel_size=2, pipeline_parallel_size=2, num_microbatches=4, layers="net"
-    )
-    callbacks = [ProfileReport(folder, trace_steps=3), StepBreakdown(), CommunicationProfiler(), PipelineTimeline()]
-    fit(callbacks, strategy, 4)
+def read(folder):
+    return json.loads((folder / "report.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("profile")
-    run(hybrid, 4, folder=str(folder))
-    return folder
+def test_a_run_leaves_page_data_and_trace(profile):
+    assert sorted(path.name for path in profile.iterdir()) == FILES
+    report = read(profile)
+    facts = report["run"]
+    assert facts["mesh"] == {"data_parallel": 1, "pipeline_parallel": 2, "tensor_parallel": 2}
+    assert [facts[key] for key in ("model", "schedule", "num_microbatches", "global_batch")] == ["Net", "1f1b", 4, 8]
+    assert sorted(report["reports"]) == ["CommunicationProfiler", "PipelineTimeline", "StepBreakdown", "Throughput"]
+    assert [rank["rank"] for rank in report["reports"]["StepBreakdown"]["ranks"]] == [0, 1, 2, 3]
+    assert report["trace"] | {"file": ""} == {
+        "file": "",
+        "ranks": [0, 1, 2, 3],
+        "left_out": [],
+        "steps": TRACED_STEPS,
+        "uncertainty": 0.0,
+    }
+    assert len(report["series"]["loss"]) == 8
+    assert report["diagnosis"]
 
 
-def test_a_run_leaves_page_data_and_trace(folder):
-    assert sorted(path.name for path in folder.iterdir()) == ["report.html", "report.json", "trace.json.gz"]
-    report = json.loads((folder / "report.json").read_text())
-    assert report["run"]["mesh"] == {"data_parallel": 1, "pipeline_parallel": 2, "tensor_parallel": 2}
+def test_the_loss_is_that_of_the_steps(tmp_path):
+    module, callback = Net().double(), ProfileReport(str(tmp_path), show_diagnosis=False)
+    trainer_for(callbacks=[callback]).fit(module, loader())
+    points = callback.report()["series"]["loss"]
+    assert [step for step, _ in points] == list(range(8))
+    assert [value for _, value in points] == pytest.approx([float(loss) for loss in module.losses])
+
+
+def test_it_works_alone_and_says_what_is_missing(tmp_path, capsys):
+    trainer_for(callbacks=[ProfileReport(str(tmp_path))]).fit(Net().double(), loader())
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    assert read(tmp_path)["reports"] == {}
+    assert "StepBreakdown()" in (tmp_path / "report.html").read_text()
+    assert str(tmp_path / "report.html") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kinds", [[], [CSVLogger], [TensorBoardLogger, CSVLogger]], ids=["none", "csv", "both"])
+def test_it_writes_beside_the_logs(tmp_path, kinds):
+    loggers = [kind(tmp_path / kind.__name__, name="run") for kind in kinds]
+    callbacks = [StepBreakdown(show_table=False), ProfileReport(show_diagnosis=False)]
+    trainer = trainer_for(callbacks=callbacks, logger=loggers or False, default_root_dir=tmp_path, log_every_n_steps=2)
+    trainer.fit(Net().double(), loader())
+    folder = tmp_path / (f"{kinds[0].__name__}/run/version_0/profile" if kinds else "profile")
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+class Failing(Net):
+    """Raises in the sixth step."""
+
+    def training_step(self, batch, index):
+        if len(self.losses) == 5:
+            raise ValueError("the sixth step failed")
+        return super().training_step(batch, index)
+
+
+def fail(folder):
+    size = place_rank()
+    callbacks = [StepBreakdown(exchange_every=2, show_table=False), ProfileReport(folder, show_diagnosis=False)]
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), size, callbacks=callbacks)
+    with pytest.raises(ValueError, match="the sixth step failed"):
+        trainer.fit(Failing().double(), loader())
+    comm.barrier(comm.Group.of())
+
+
+def test_an_error_leaves_a_page_too(tmp_path):
+    run(fail, 2, folder=str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    report = read(tmp_path)
+    assert report["run"]["error"] == "ValueError: the sixth step failed"
+    assert report["trace"]["ranks"] == [0, 1]
+    assert {event["name"] for event in read_trace(tmp_path / "trace.json.gz")["traceEvents"]} >= {"step 5"}
+    assert len(report["reports"]["StepBreakdown"]["ranks"]) == 2
+
+
+def test_a_page_that_cannot_be_written_does_not_hide_the_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    callback = ProfileReport(str(tmp_path / "file" / "folder"))
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(ValueError, match="the sixth step failed"):
+        warnings.simplefilter("always")
+        trainer_for(callbacks=[callback]).fit(Failing().double(), loader())
+    assert any("the profile could not be written" in str(warning.message) for warning in caught)
+
+
+def test_the_number_of_traced_steps_must_not_be_negative():
+    with pytest.raises(ValueError, match="trace_steps >= 0"):
+        ProfileReport(trace_steps=-1)
+
+
+# ---------------------------------------------------------------------------------------------------- command line
+
+
+def test_the_page_is_made_again(profile, tmp_path, capsys):
+    folder = tmp_path / "run" / "profile"
+    shutil.copytree(profile, folder)
+    (folder / "report.html").unlink()
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert (folder / "report.html").read_text() == (profile / "report.html").read_text()
+
+
+def test_profiles_of_torch_are_added_to_the_trace(profile, tmp_path, capsys):
+    shutil.copytree(profile, tmp_path / "run")
+    events = [{"ph": "X", "name": "kernel", "pid": 7, "tid": 7, "ts": 5.0, "dur": 1.0}]
+    kineto = {"traceEvents": events, "distributedInfo": {"rank": 2}, "baseTimeNanoseconds": 0}
+    (tmp_path / "rank2.json").write_text(json.dumps(kineto))
+    assert main(["report", str(tmp_path / "run"), "--kineto", str(tmp_path / "rank2.json")]) == 0
+    (added,) = [e for e in read_trace(tmp_path / "run" / "trace.json.gz")["traceEvents"] if e["name"] == "kernel"]
+    assert added["pid"] == 2
+
+
+def test_two_runs_are_compared(tmp_path, capsys):
+    first, second = sample_report(), sample_report()
+    for rank in second["reports"]["StepBreakdown"]["ranks"]:
+        rank["wall"] -= rank["pipeline_wait"] / 2
+        rank["pipeline_wait"] /= 2
+    for name, report in (("a", first), ("b", second)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_text(json.dumps({**report, "diagnosis": []}))
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == str(tmp_path / "b" / "comparison.html")
+    assert "waiting for other stages: 7.5 ms less (50 %)" in out
+    verdicts = {change.name: change.kind for change in changes(first, second)}
+    assert verdicts["step"] == verdicts["waiting for other stages"] == "faster"
+    assert verdicts["forward"] == verdicts["samples per second"] == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["{}/nothing"], "expected the folder of a profiled run"), (["{}", "{}", "{}"], "one run, or two to compare")],
+)
+def test_mistakes_are_explained(tmp_path, capsys, words, message):
+    assert main(["report", *(word.format(tmp_path) for word in words)]) == 2
+    assert message in capsys.readouterr().err
