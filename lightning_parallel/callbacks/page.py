@@ -8,6 +8,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from lightning_parallel.callbacks import page_findings
 from lightning_parallel.callbacks import page_sections as sections
 from lightning_parallel.callbacks.units import count_text, percent, seconds_text
 
@@ -32,9 +33,9 @@ def render(report: Report) -> str:
         sections.communication(report),
         sections.memory(report),
         sections.course(report),
-        sections.findings(report),
-        sections.compression(report),
-        sections.missing(report),
+        page_findings.findings(report),
+        page_findings.compression(report),
+        page_findings.missing(report),
         _footer(report),
     ]
     return document(headline(run), "".join(parts))

@@ -15,11 +15,9 @@ __all__ = [
     "HELD",
     "PHASES",
     "communication",
-    "compression",
     "course",
-    "findings",
+    "found_by",
     "memory",
-    "missing",
     "pipeline",
     "section",
     "steps",
@@ -49,18 +47,6 @@ HELD = {
 }
 """What memory holds, in the order in which it is drawn."""
 
-_SIGNALS = {
-    "StepBreakdown": "where the step went",
-    "CommunicationProfiler": "communication by axis",
-    "PipelineTimeline": "the pipeline's bubble",
-    "Throughput": "throughput",
-    "MemoryProfiler": "memory",
-    "StragglerMonitor": "slow ranks",
-    "ReplicaDriftMonitor": "whether replicas stay equal",
-    "DataShardingMonitor": "whether replicas read different data",
-    "CompressionMonitor": "what compression costs and saves",
-}
-
 
 def section(name: str, title: str, lead: str, body: str) -> str:
     """A titled part of the page."""
@@ -68,7 +54,8 @@ def section(name: str, title: str, lead: str, body: str) -> str:
     return f'<section aria-labelledby="{name}">{head}{body}</section>'
 
 
-def _of(report: Report, callback: str) -> Report:
+def found_by(report: Report, callback: str) -> Report:
+    """What a callback reported; empty if it was not there."""
     return report.get("reports", {}).get(callback) or {}
 
 
@@ -81,7 +68,7 @@ def _mesh(report: Report) -> Report:
 
 def steps(report: Report) -> str:
     """Where the time of a step went, rank by rank."""
-    ranks = _of(report, "StepBreakdown").get("ranks")
+    ranks = found_by(report, "StepBreakdown").get("ranks")
     if not ranks:
         return ""
     rows = [step_bar(rank, rank_label(rank, _mesh(report))) for rank in ranks]
@@ -115,7 +102,7 @@ def step_bar(rank: Report, label: str) -> Bar:
 
 
 def _step_table(report: Report, present: Mapping[str, str]) -> str:
-    ranks = _of(report, "StepBreakdown")["ranks"]
+    ranks = found_by(report, "StepBreakdown")["ranks"]
     header = ["", *present.values(), "hidden communication", "step"]
     rows = [
         [
@@ -140,8 +127,8 @@ def _value(value: float | None, write: Any) -> str:
 
 def pipeline(report: Report) -> str:
     """The pipeline as it was planned above as it happened, on one time axis, and its bubble."""
-    bubble = _of(report, "PipelineTimeline").get("bubble", {})
-    drawn = _of(report, "PipelineTimeline").get("timeline") or {}
+    bubble = found_by(report, "PipelineTimeline").get("bubble", {})
+    drawn = found_by(report, "PipelineTimeline").get("timeline") or {}
     if not bubble and not drawn:
         return ""
     timelines = {name: Timeline.from_dict(drawn[name]) for name in ("planned", "measured") if drawn.get(name)}
@@ -216,7 +203,7 @@ def _bubble_bars(bubble: Report) -> str:
 
 def communication(report: Report) -> str:
     """Time and bytes of communication by mesh axis, and every kind of call."""
-    records = _of(report, "CommunicationProfiler").get("records")
+    records = found_by(report, "CommunicationProfiler").get("records")
     if not records:
         return ""
     axes: dict[str, list[Report]] = {}
@@ -225,7 +212,7 @@ def communication(report: Report) -> str:
     body = charts.legend({"communication_exposed": "waited for", "communication_hidden": "behind computation"})
     body += charts.bars([_axis_bar(axis, found) for axis, found in axes.items()], "Communication by axis")
     body += _details("Every kind of call", _call_table(records))
-    for group in _of(report, "CommunicationProfiler").get("desynchronised", []):
+    for group in found_by(report, "CommunicationProfiler").get("desynchronised", []):
         where = f"Ranks {group['group']} did not issue the same collectives along {group['axis'].replace('_', ' ')}."
         body += f"<p class=ending><b>{escape(where)}</b> {escape(group['detail'])}</p>"
     lead = "Mean of a step on one rank, by the mesh axis along which the ranks talk."
@@ -287,7 +274,7 @@ def _call_table(records: Sequence[Report]) -> str:
 
 def memory(report: Report) -> str:
     """What each rank's memory holds."""
-    ranks = _of(report, "MemoryProfiler").get("ranks")
+    ranks = found_by(report, "MemoryProfiler").get("ranks")
     if not ranks:
         return ""
     rows = [
@@ -346,72 +333,3 @@ def thinned(points: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
     size = -(-len(points) // _MOST_POINTS)
     runs = [points[start : start + size] for start in range(0, len(points), size)]
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
-
-
-# --------------------------------------------------------------------------------------------------------- findings
-
-
-def findings(report: Report) -> str:
-    """What the monitors found: slow ranks, replicas that drift, data that is divided wrongly."""
-    body = ""
-    stragglers = _of(report, "StragglerMonitor").get("stragglers")
-    if stragglers:
-        rows = [
-            [f"rank {s['rank']}", (s.get("cause") or "unattributed").replace("_", " "), seconds_text(s["excess"])]
-            for s in stragglers
-        ]
-        body += charts.table(["rank", "cause", "later than its peers, per step"], rows, "Slow ranks")
-    elif stragglers is not None:
-        body += "<p>No rank is slower than its peers, those with the same stage and shard.</p>"
-    for callback, title, good in (
-        ("ReplicaDriftMonitor", "Replicas that differ", "Everything that must be equal between replicas was equal."),
-        (
-            "DataShardingMonitor",
-            "Data",
-            "Each sample went to one replica; the ranks of a replica saw the same batches.",
-        ),
-    ):
-        found = _of(report, callback).get("findings")
-        if found:
-            rows = [[str(f["step"]), f["name"], ", ".join(map(str, f["ranks"])), f["detail"]] for f in found]
-            body += charts.table(["step", "what", "ranks", "found"], rows[:50], title)
-        elif found is not None:
-            body += f"<p>{good}</p>"
-    return section("findings", "Slow ranks, replicas, data", "", body) if body else ""
-
-
-def compression(report: Report) -> str:
-    """What compression saves, costs and loses."""
-    monitor = _of(report, "CompressionMonitor")
-    writers = {
-        "dense_bytes": ("dense", bytes_text),
-        "sent_bytes": ("sent", bytes_text),
-        "ratio": ("ratio", lambda value: f"{count_text(value)} : 1"),
-        "relative_error": ("relative error", percent),
-        "cosine": ("cosine to the dense mean", count_text),
-        "residual_norm": ("norm of the residual", count_text),
-        "encode": ("encode", seconds_text),
-        "wire": ("wire", seconds_text),
-        "decode": ("decode", seconds_text),
-    }
-    rows = [[words, write(monitor[key])] for key, (words, write) in writers.items() if monitor.get(key) is not None]
-    return section("compression", "Compression", "Mean of a step.", charts.table(["", ""], rows)) if rows else ""
-
-
-def missing(report: Report) -> str:
-    """What this page cannot tell, and what would."""
-    absent = {name: words for name, words in _SIGNALS.items() if name not in report.get("reports", {})}
-    if _mesh(report).get("pipeline_parallel", 1) == 1:
-        absent.pop("PipelineTimeline", None)
-    if not report["run"].get("compression"):
-        absent.pop("CompressionMonitor", None)
-    if report["run"]["world_size"] == 1:
-        for name in ("CommunicationProfiler", "StragglerMonitor", "ReplicaDriftMonitor", "DataShardingMonitor"):
-            absent.pop(name, None)
-    items = "".join(f"<li>{words} <small>(add <code>{name}()</code>)</small></li>" for name, words in absent.items())
-    for name, found in report.get("reports", {}).items():
-        sentences = list(found.get("missing", ()))
-        if "incomplete" in found:
-            sentences.append(f"What other ranks measured: {found['incomplete']}")
-        items += "".join(f"<li>{escape(sentence)} <small>({name})</small></li>" for sentence in sentences)
-    return section("missing", "Not measured", "", f"<ul class=missing>{items}</ul>") if items else ""
