@@ -9,6 +9,7 @@ from lightning_parallel.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
 from lightning_parallel.callbacks.report import ProfileReport
 from lightning_parallel.callbacks.step_breakdown import StepBreakdown
+from lightning_parallel.callbacks.straggler import StragglerMonitor
 from lightning_parallel.callbacks.throughput import Throughput
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "ProfileReport",
     "ReplicaDriftMonitor",
     "StepBreakdown",
+    "StragglerMonitor",
     "Throughput",
 ]
