@@ -136,7 +136,7 @@ class CommunicationProfiler(MeasuringCallback):
     `count` is the number of calls per step and rank, the mean over all ranks: `count * steps * world_size` calls were
     made. All else is per call: `payload_bytes` (the full tensor for all_reduce and broadcast, the gathered total for
     all_gather and reduce_scatter, what a rank sends for all_to_all, the message for send and recv); `wire_bytes`, what
-    one rank sends, in the ring form of the operation; seconds of `latency`, the shortest duration on any rank, so
+    one rank sends, in the ring form of the operation; seconds of `latency`, from the last rank's call to the end, so
     without the waiting for late ones; of `skew`, from the first rank that called to the last; of `exposed`, for which
     the calling thread was held up, mean over the ranks. Bandwidths are bytes per second, payload / latency, and that
     times the factor of the operation in a group of `group_size` (2(n-1)/n for all_reduce), which compares with the
@@ -226,10 +226,9 @@ def _record(
         times = [time for rank, kind in found for time in arrivals.get((rank["rank"], kind), ())]
         skews: list[int] = []
     else:
-        calls = _matched(found)
-        times = [min(known) for call in calls if (known := [s.duration_ns for s in call if s.duration_ns is not None])]
-        starts = [[sample.start_ns for sample in call] for call in calls if one_clock and len(call) == size]
-        skews = [max(each) - min(each) for each in starts]
+        calls = [call for call in _matched(found) if len(call) == size]
+        times = [time for call in calls if (time := _latency(call, one_clock)) is not None]
+        skews = [_last_start(call) - min(sample.start_ns for sample in call) for call in calls if one_clock]
     if times:
         record["latency"] = fmean(times) / 1e9
     if skews:
@@ -242,12 +241,26 @@ def _record(
 
 
 def _matched(found: Iterable[tuple[dict[str, Any], Kind]]) -> list[list[Sample]]:
-    """The samples of each collective, from all ranks that made it and still have it."""
+    """The samples of each collective, from the ranks that still have them."""
     calls: defaultdict[tuple[Any, ...], list[Sample]] = defaultdict(list)
     for rank, kind in found:
         for sample in rank["kinds"][kind][2]:
             calls[kind.ranks, sample.sequence].append(sample)
     return list(calls.values())
+
+
+def _last_start(call: Sequence[Sample]) -> int:
+    return max(sample.start_ns for sample in call)
+
+
+def _latency(call: Sequence[Sample], one_clock: bool) -> int | None:
+    """From the last call to the end, or the shortest duration: that of the rank which waited for nobody."""
+    if one_clock:
+        began = _last_start(call)
+        ends = [sample.start_ns + sample.duration_ns for sample in call if sample.duration_ns is not None]
+        return min((end - began for end in ends if end > began), default=None)  # a source may end before others call
+    durations = [sample.duration_ns for sample in call if sample.duration_ns is not None]
+    return min(durations) if len(durations) == len(call) else None
 
 
 def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, Kind], list[int]]:

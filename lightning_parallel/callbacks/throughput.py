@@ -279,7 +279,7 @@ class Throughput(MeasuringCallback):
             ("tokens_per_second", ",.1f"),
             ("seconds_per_step", ".4f"),
             ("model_flops_per_second", ".3e"),
-            ("model_flops_utilisation", ".1%"),
+            ("model_flops_utilisation", ".2%"),
         ):
             if key in report:
                 source = f" ({report['peak']['source']})" if key == "model_flops_utilisation" else ""

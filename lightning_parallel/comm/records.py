@@ -21,7 +21,7 @@ __all__ = ["PROFILING", "CommRecord", "Done", "Pending", "explain", "observe", "
 PROFILING = "profiling"
 """Axis of the group in which ranks exchange what they measured; it is not measured itself."""
 
-ARRIVAL_NS = 100_000
+ARRIVAL_NS = 300_000
 """A wait longer than this ends when the communication does; after a shorter one it may have been over long before."""
 
 

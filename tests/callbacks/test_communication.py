@@ -1,39 +1,250 @@
 """Counts, bytes and times of communication, against closed forms and constructed waits."""
 
 import os
+import time
 
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_parallel import HybridParallelStrategy
-from lightning_parallel.callbacks import CommunicationProfiler
+from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel import recorder as recording
+from lightning_parallel.callbacks import CommunicationProfiler, StepBreakdown
+from lightning_parallel.callbacks.communication import CommunicationAccumulator, bus_factor, wire_factor
+from lightning_parallel.callbacks.step_breakdown import BreakdownAccumulator
 from lightning_parallel.comm import Group
-from tests.harness import run
-from tests.strategies.models import loader, trainer_for
+from lightning_parallel.recorder import Recorder
+from tests.harness import distributed, run
+from tests.strategies.models import BATCH, Net, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
+
+HEADER = 24
+"""Bytes before the activations of a microbatch."""
 
 
 def fit(sizes, replicas=1, microbatches=4, **options):
-    group = Group.of()
-    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
+    rank, size = rank_and_size()
     callback = CommunicationProfiler(show_table=False, exchange_every=3, warmup_steps=0)
-    strategy = HybridParallelStrategy(num_microbatches=microbatches, **sizes)
-    trainer = trainer_for(strategy, group.size, callbacks=[callback], **options)
-    replica = group.rank // (group.size // replicas)
+    trainer = trainer_for(
+        HybridParallelStrategy(num_microbatches=microbatches, **sizes), size, callbacks=[callback], **options
+    )
     module = Deep()
-    trainer.fit(module, loader(replicas, replica))
+    trainer.fit(module, loader(replicas, rank // (size // replicas)))
     return callback.report(), sum(parameter.numel() for parameter in module.parameters())
 
 
-def bytes_per_step(report, axis, op, dtype="float64"):
-    """Over all ranks."""
-    records = [r for r in report["records"] if (r["axis"], r["op"], r["dtype"]) == (axis, op, dtype)]
-    return report["world_size"] * sum(record["count"] * record["payload_bytes"] for record in records)
+def rank_and_size():
+    group = Group.of()
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
+    return group.rank, group.size
+
+
+def chosen(report, axis, op, least=0):
+    """The records of an operation with numbers of at least so many bytes."""
+    records = [record for record in report["records"] if (record["axis"], record["op"]) == (axis, op)]
+    return [record for record in records if record.get("payload_bytes", -1) >= least]
+
+
+def total(report, axis, op, least=0):
+    """Bytes of all steps and ranks."""
+    records = chosen(report, axis, op, least)
+    return report["world_size"] * report["steps"] * sum(record["count"] * record["payload_bytes"] for record in records)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_bytes_between_replicas_are_those_of_the_parameters(accumulate):
     sizes = {"data_parallel_size": 2}
-    results = run(fit, 2, sizes=sizes, replicas=2, accumulate_grad_batches=accumulate)
-    report, parameters = results[0]
+    (report, parameters), other = run(fit, 2, sizes=sizes, replicas=2, accumulate_grad_batches=accumulate)
+    assert other[0] == report
     assert report["steps"] == 8
-    assert bytes_per_step(report, "data_parallel", "all_reduce") == pytest.approx(2 * 8 * parameters / accumulate)
+    assert total(report, "data_parallel", "all_reduce", least=100) == pytest.approx(2 * 8 * 8 * parameters / accumulate)
+    assert report["desynchronised"] == []
+
+
+def test_bytes_between_tensor_parallel_ranks_are_those_of_the_blocks_outputs():
+    (report, _), _ = run(fit, 2, sizes={"tensor_parallel_size": 2})
+    (record,) = chosen(report, "tensor_parallel", "all_reduce")
+    assert record["payload_bytes"] == BATCH * 8 * 8  # float64
+    assert record["count"] == 4 + 4 + 1  # forward and backward of each block, and backward of the head
+    assert (record["group_size"], record["dtype"]) == (2, "float64")
+
+
+def test_bytes_between_stages_are_those_of_the_boundaries():
+    (report, _), *_ = run(fit, 4, sizes={"pipeline_parallel_size": 4})
+    message = BATCH // 4 * 8 * 8
+    messages = report["steps"] * 4 * 3  # microbatches, boundaries
+    received = total(report, "pipeline_parallel", "recv")
+    assert total(report, "pipeline_parallel", "send") == pytest.approx(received)
+    beside = received - messages * (2 * message + HEADER)
+    assert 0 <= beside < 1000  # what the neighbours agreed on once
+
+
+class Extra(Deep):
+    """Rank 1 calls one collective more than the others, in a group of its own."""
+
+    def training_step(self, batch, index):
+        if index == 2 and self.global_rank == 1 and self.current_epoch == 0:
+            self.stray = comm.all_reduce_(torch.ones(3), self.extra, async_op=True)
+        return super().training_step(batch, index)
+
+
+def stray_collective():
+    rank, size = rank_and_size()
+    callback = CommunicationProfiler(show_table=False)
+    module = Extra()
+    module.extra = Group.of(dist.new_group(backend="gloo"), "extra")
+    trainer_for(HybridParallelStrategy(tensor_parallel_size=size), size, callbacks=[callback]).fit(module, loader())
+    if rank == 1:
+        module.stray.wait()
+    else:
+        comm.all_reduce_(torch.ones(3), module.extra)
+    return callback.report()["desynchronised"]
+
+
+def test_a_rank_with_a_collective_too_many_is_named():
+    first, second = run(stray_collective, 2)
+    assert first == second
+    (found,) = first
+    assert (found["axis"], found["group"]) == ("extra", [0, 1])
+    assert 1 in found["ranks"] or "rank 1 issued 1" in found["detail"]
+    assert "all_reduce of 12 bytes float32 on rank 1" in found["detail"]
+
+
+# ------------------------------------------------------------------------------------------------- waits and hiding
+
+
+@distributed(world_size=2)
+def test_a_late_peer_is_paid_for_by_the_one_who_waits(group):
+    for numel in (8, 1 << 20):
+        shared = comm.all_gather_object(_late(group, numel), group)
+        communication, breakdown = (
+            accumulator.summarize([ranks[index] for ranks in shared])
+            for index, accumulator in enumerate(accumulators(group))
+        )
+        first, late = breakdown["ranks"]
+        (record,) = communication["records"]
+        skew = record["skew"]
+        assert skew > 0.06
+        assert first["communication_exposed"] == pytest.approx(skew - first["backward"], abs=0.02)
+        assert first["communication_hidden"] == pytest.approx(first["backward"], abs=0.02)
+        assert late["communication_exposed"] < 0.02
+        assert record["payload_bytes"] == 4 * numel
+        assert record["latency"] < 0.03
+        assert record["exposed"] == pytest.approx((first["communication_exposed"] + late["communication_exposed"]) / 2)
+
+
+def accumulators(group, calls=None):
+    place = {"rank": group.rank, "coordinate": {"data_parallel": group.rank}}
+    return CommunicationAccumulator(group.rank, True, calls or {}, []), BreakdownAccumulator(place)
+
+
+def _late(group, numel):
+    """Rank 1 joins 80 ms late; rank 0 computes for 50 ms meanwhile."""
+    recorder, tensor = Recorder(), torch.ones(numel)
+    comm.barrier(group)
+    with recording.activate(recorder):
+        time.sleep(0.08 * group.rank)
+        pending = comm.all_reduce_(tensor, group, async_op=True)
+        with recording.span("backward", "backward"):
+            time.sleep(0.05)
+        pending.wait()
+    (window,) = recorder.close_step()
+    found = accumulators(group, recorder.calls)
+    for accumulator in found:
+        accumulator.add(window)
+    return [accumulator.share() for accumulator in found]
+
+
+@distributed(world_size=4)
+def test_bandwidth_is_that_of_the_group_and_not_of_the_world(group):
+    pairs, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]], backend="gloo")
+    recorder, pair = Recorder(), Group.of(pairs, "tensor_parallel")
+    with recording.activate(recorder), CommDebugMode() as counted:
+        for _ in range(3):
+            comm.all_reduce_(torch.ones(1 << 20), pair)
+            comm.all_gather(torch.ones(8), pair)
+    accumulator = CommunicationAccumulator(group.rank, True, recorder.calls, [])
+    (window,) = recorder.close_step()
+    accumulator.add(window)
+    report = accumulator.summarize(comm.all_gather_object(accumulator.share(), group))
+    gather, reduce = report["records"]
+    assert counted.get_total_counts() == gather["count"] + reduce["count"] == 6
+    assert (reduce["group_size"], reduce["wire_bytes"]) == (2, 4 << 20)
+    assert reduce["bus_bandwidth"] == pytest.approx(reduce["payload_bytes"] / reduce["latency"])
+    assert gather["bus_bandwidth"] == pytest.approx(gather["algorithm_bandwidth"] / 2)
+    assert report["desynchronised"] == []
+
+
+@pytest.mark.parametrize(
+    ("op", "bus", "wire"),
+    [("all_reduce", 1.5, 1.5), ("all_gather", 0.75, 0.75), ("broadcast", 1, 0.75), ("send", 1, 1), ("recv", 1, 0)],
+)
+def test_factors_of_four_ranks(op, bus, wire):
+    assert (bus_factor(op, 4), wire_factor(op, 4)) == (bus, wire)
+
+
+# ------------------------------------------------------------------------------------------------- stock strategies
+
+
+class SlowOnOne(Net):
+    """Rank 1 comes late to the exchange of gradients."""
+
+    def on_before_backward(self, loss):
+        time.sleep(0.06 * self.global_rank)
+
+
+class CpuFSDP(FSDPStrategy):
+    """Lightning refuses its own on CPU, and passes the index of a GPU."""
+
+    def _setup_model(self, model):
+        policy = self.kwargs.get("auto_wrap_policy")
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
+
+
+def fit_stock(kind, module_class=Net):
+    rank, size = rank_and_size()
+    callbacks = [StepBreakdown(show_table=False), CommunicationProfiler(show_table=False, warmup_steps=2)]
+    strategies = {
+        "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
+        "fsdp": lambda: CpuFSDP(process_group_backend="gloo", auto_wrap_policy=None),
+    }
+    module = module_class(hidden=64)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    trainer_for(strategies[kind](), size, callbacks=callbacks).fit(module, loader(size, rank, dtype=torch.float32))
+    return [callback.report() for callback in callbacks], parameters, [p.detach().clone() for p in module.parameters()]
+
+
+def test_the_buckets_of_ddp_are_seen_and_so_is_the_wait_for_them():
+    ((breakdown, report), parameters, _), _ = run(fit_stock, 2, kind="ddp", module_class=SlowOnOne)
+    (record,) = chosen(report, "data_parallel", "all_reduce", least=100)
+    assert (record["payload_bytes"], record["count"]) == (4 * parameters, 1)
+    assert record["skew"] > 0.05
+    assert record["latency"] < record["skew"] / 2
+    first, late = breakdown["ranks"]
+    assert first["communication_exposed"] > 0.05
+    assert late["communication_exposed"] < first["communication_exposed"] / 2
+    assert first["backward"] < first["communication_exposed"] / 2
+
+
+def test_fsdp_gathers_and_scatters_where_it_is_seen():
+    ((_, report), parameters, _), _ = run(fit_stock, 2, kind="fsdp")
+    padded = 4 * (parameters + parameters % 2)
+    (scattered,) = chosen(report, "data_parallel", "reduce_scatter")
+    assert (scattered["payload_bytes"], scattered["count"]) == (padded, 1)
+    gathered = chosen(report, "data_parallel", "all_gather", least=100)
+    assert {record["payload_bytes"] for record in gathered} == {padded}
+
+
+def plain_ddp():
+    rank, size = rank_and_size()
+    module = Net(hidden=64)
+    trainer_for(DDPStrategy(process_group_backend="gloo"), size).fit(module, loader(size, rank, dtype=torch.float32))
+    return list(module.parameters())
+
+
+def test_ddp_computes_the_same_bits_when_watched():
+    watched = run(fit_stock, 2, kind="ddp")[0][2]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(watched, run(plain_ddp, 2)[0]))
