@@ -54,7 +54,7 @@ def diagnose(report: Report) -> list[Advice]:
     found = [*_wrong(reports)]
     if ranks:
         found += [*_data(ranks), *_communication(ranks, report), *_lateness(ranks, reports), *_rare(ranks)]
-    found += [*_bubble(reports, report.get("run", {})), *_compression(reports, ranks)]
+    found += [*_bubble(reports, ranks, report.get("run", {})), *_compression(reports, ranks)]
     found.sort(key=lambda advice: (advice.kind != "wrong", -(advice.gain or 0.0)))
     if ranks and not found:
         found.append(_nothing(ranks))
@@ -125,8 +125,8 @@ def _communication(ranks: Sequence[Report], report: Report) -> Iterator[Advice]:
     records = report.get("reports", {}).get("CommunicationProfiler", {}).get("records", [])
     by_axis: dict[str, float] = {}
     for record in records:
-        if "exposed" in record and record["op"] not in ("send", "recv"):
-            axis = record["axis"]
+        axis = record["axis"]
+        if "exposed" in record and axis != "pipeline_parallel":  # there a rank waits for a stage, see `_bubble`
             by_axis[axis] = by_axis.get(axis, 0.0) + record["exposed"] * record["count"]
     axis = max(by_axis, key=lambda name: by_axis[name], default="")
     of_axis = f", most of it along {axis.replace('_', ' ')}" if axis else ""
@@ -165,15 +165,20 @@ def _lateness(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:
             "slow",
             f"Rank {straggler['rank']} is {seconds_text(excess)} later than its peers in every step"
             f" ({percent(excess / wall)}; cause: {cause.replace('_', ' ')})",
-            "The other ranks wait for it. "
-            + {
-                "data_wait": "Look at what its DataLoader reads, and from where.",
-                "forward": "Look for longer inputs, another load or a lower clock on its device.",
-                "backward": "Look for longer inputs, another load or a lower clock on its device.",
-            }.get(cause, "Compare its row in the trace with that of a peer."),
+            f"The other ranks wait for it. {_CAUSES.get(cause, 'Compare its row in the trace with that of a peer.')}",
             excess / wall,
             {"excess": excess, "wall": wall},
         )
+
+
+_SLOW_DEVICE = "Look for longer inputs, another load or a lower clock on its device."
+_CAUSES = {
+    "data_wait": "Look at what its DataLoader reads, and from where.",
+    "forward": _SLOW_DEVICE,
+    "backward": _SLOW_DEVICE,
+    "optimizer": _SLOW_DEVICE,
+    "other": "Look for what its process does besides: callbacks and hooks that run on this rank only.",
+}
 
 
 def _rare(ranks: Sequence[Report]) -> Iterator[Advice]:
@@ -196,20 +201,18 @@ def _rare(ranks: Sequence[Report]) -> Iterator[Advice]:
 # -------------------------------------------------------------------------------------------------------- pipeline
 
 
-def _bubble(reports: Report, run: Report) -> Iterator[Advice]:
+def _bubble(reports: Report, ranks: Sequence[Report], run: Report) -> Iterator[Advice]:
     bubble = reports.get("PipelineTimeline", {}).get("bubble", {})
     measured, ideal, simulated = (bubble.get(key) for key in ("measured", "ideal", "simulated"))
+    share = _pipeline_share(ranks)
     if ideal is not None and measured is not None and ideal >= WORTH_SAYING:
-        halved = ideal / (2 - ideal)  # (p-1)/(m+p-1) with twice the microbatches
-        gain = 1 - (1 - ideal) / (1 - halved)
-        now = f" (now {run['num_microbatches']})" if "num_microbatches" in run else ""
+        text, target = _smaller_bubble(ideal, run)
         yield Advice(
             "slow",
-            f"Pipeline ranks idle for {percent(measured)} of the step; {percent(ideal)} is the schedule's own bubble",
-            f"Split the batch into more microbatches{now}: twice as many bring the schedule's bubble to"
-            f" {percent(halved)}. Schedules with `virtual_stages` or a divided backward (`zb_h1`, `zbv`) have a smaller"
-            " one; `lightning-parallel simulate --schedule auto` compares them.",
-            gain,
+            f"Pipeline ranks idle for {percent(measured)} of the time in the pipeline; {percent(ideal)} is the"
+            " schedule's own bubble",
+            text,
+            share * (1 - (1 - ideal) / (1 - target)),
             {"measured": measured, "ideal": ideal},
         )
     if simulated is not None and ideal is not None and simulated - ideal >= WORTH_SAYING:
@@ -218,7 +221,7 @@ def _bubble(reports: Report, run: Report) -> Iterator[Advice]:
             f"Unequal stages add {percent(simulated - ideal)} to the pipeline's bubble ({percent(ideal)} to"
             f" {percent(simulated)})",
             "Even out the stages: `balance='auto'` cuts by measured time, or give the layers of each stage.",
-            1 - (1 - simulated) / (1 - ideal),
+            share * (1 - (1 - simulated) / (1 - ideal)),
             {"simulated": simulated, "ideal": ideal},
         )
     if simulated is not None and measured is not None and measured - simulated >= WORTH_SAYING:
@@ -228,9 +231,39 @@ def _bubble(reports: Report, run: Report) -> Iterator[Advice]:
             f" ({percent(simulated)} to {percent(measured)})",
             "Larger microbatches make messages fewer; keep neighbouring stages on one node, and look at the waits"
             " before each action in the picture of the pipeline.",
-            1 - (1 - measured) / (1 - simulated),
+            share * (1 - (1 - measured) / (1 - simulated)),
             {"measured": measured, "simulated": simulated},
         )
+
+
+def _pipeline_share(ranks: Sequence[Report]) -> float:
+    """Share of the step in which the pipeline runs; all of it where that was not measured."""
+    inside = ("forward", "backward", "communication_exposed", "pipeline_wait")
+    shares = [sum(rank.get(phase, 0.0) for phase in inside) / rank["wall"] for rank in ranks]
+    return max(shares, default=1.0)
+
+
+def _smaller_bubble(ideal: float, run: Report) -> tuple[str, float]:
+    """What makes a schedule's bubble smaller, and how small twice the microbatches would make it."""
+    halved = ideal / (2 - ideal)  # (p-1)/(m+p-1) with twice as many; the same holds for the other schedules
+    count, samples = run.get("num_microbatches"), run.get("replica_batch")
+    if count and samples and count * 2 > samples:
+        text = (
+            f"The batch of {samples} samples is in {count} microbatches already: a larger batch, with twice as many,"
+            f" brings the schedule's bubble to {percent(halved)}."
+        )
+    else:
+        now = f" (now {count})" if count else ""
+        text = (
+            f"Split the batch into more microbatches{now}: twice as many bring the schedule's bubble to"
+            f" {percent(halved)}."
+        )
+    if run.get("schedule") in ("gpipe", "1f1b"):
+        text += (
+            " Schedules with `virtual_stages` (`interleaved_1f1b`) or a divided backward (`zb_h1`, `zbv`) have a"
+            " smaller one; `schedule='auto'` takes the best."
+        )
+    return text, halved
 
 
 def _compression(reports: Report, ranks: Sequence[Report]) -> Iterator[Advice]:

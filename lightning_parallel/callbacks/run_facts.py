@@ -19,6 +19,7 @@ def run_facts(trainer: Trainer, pl_module: LightningModule, mesh: Mesh) -> dict[
     strategy = trainer.strategy
     engine = getattr(strategy, "engine", None)
     compression = getattr(strategy, "compression", None)
+    samples = getattr(trainer.train_dataloader, "batch_size", None)
     facts = {
         "model": type(pl_module).__name__,
         "strategy": type(strategy).__name__,
@@ -30,7 +31,8 @@ def run_facts(trainer: Trainer, pl_module: LightningModule, mesh: Mesh) -> dict[
         "schedule": engine.schedule.name if isinstance(engine, PipelineEngine) else None,
         "num_microbatches": engine.schedule.num_microbatches if isinstance(engine, PipelineEngine) else None,
         "compression": None if compression is None else repr(compression),
-        "global_batch": _global_batch(trainer, mesh),
+        "replica_batch": samples,
+        "global_batch": samples and samples * mesh.data_parallel * trainer.accumulate_grad_batches,
         "learning_rate": _learning_rate(trainer),
         "learning_rate_scaled": any(type(c).__name__ == "LearningRateScaling" for c in trainer.callbacks),  # type: ignore[attr-defined]
         "versions": {name: version(name) for name in ("lightning-parallel", "lightning", "torch")},
@@ -40,12 +42,6 @@ def run_facts(trainer: Trainer, pl_module: LightningModule, mesh: Mesh) -> dict[
 
 def _device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _global_batch(trainer: Trainer, mesh: Mesh) -> int | None:
-    """Samples that go into one update of the parameters."""
-    size = getattr(trainer.train_dataloader, "batch_size", None)
-    return size * mesh.data_parallel * trainer.accumulate_grad_batches if isinstance(size, int) else None
 
 
 def _learning_rate(trainer: Trainer) -> float | None:
