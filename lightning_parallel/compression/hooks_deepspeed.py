@@ -92,10 +92,6 @@ class DeepSpeedState:
                 parameter.grad = None
         return counted
 
-    def check_overflow(self, *_: Any, **__: Any) -> None:
-        """Tell ZeRO, in place of its own look at all gradients, whether to skip the step."""
-        self._engine.optimizer.overflow = not self.finish()
-
 
 def compress_deepspeed(engine: Any, compressor: Reducer) -> DeepSpeedState:
     """Compress the gradients of a DeepSpeed engine, before its first backward pass.
@@ -115,8 +111,7 @@ def compress_deepspeed(engine: Any, compressor: Reducer) -> DeepSpeedState:
     if hasattr(optimizer, "gradient_reduction_w_predivide"):
         optimizer.reduce_scatter = False  # the mean is taken whole
         optimizer.gradient_reduction_w_predivide = state.reduce_bucket
-        optimizer.check_grad_overflow = True
-        optimizer.check_overflow = state.check_overflow
+        optimizer.check_grad_overflow = True  # skips what does not count
     else:
         engine.buffered_allreduce_fallback = state.reduce_all
         clip = engine.clip_fp32_gradients

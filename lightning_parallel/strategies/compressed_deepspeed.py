@@ -180,6 +180,9 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
     @override
     def teardown(self) -> None:
         self._state = None
+        for optimizer in self.optimizers:  # its hooks would also run when the module is fitted again
+            for hook in getattr(optimizer, "_grad_acc_hooks", ()):
+                hook.remove()
         super().teardown()
 
     # ------------------------------------------------------------------------------------------------ checkpoints
