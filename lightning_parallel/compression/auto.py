@@ -118,11 +118,11 @@ class _MeasuringStep(Step):
         super().__init__(reducer, group)
         self._device = torch.device("cpu")
 
-    def reduce_(self, named_gradients: Mapping[str, Tensor]) -> None:
+    def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
         for index, candidate in enumerate(self.reducer.candidates):
             copies = {name: gradient.detach().clone() for name, gradient in named_gradients.items()}
             self._time(1 + index, lambda candidate=candidate, copies=copies: candidate.reduce_(copies, self.group))
-        self._time(0, lambda: super(_MeasuringStep, self).reduce_(named_gradients))
+        self._time(0, lambda: super(_MeasuringStep, self).reduce_(named_gradients, shards))
         self._device = next((gradient.device for gradient in named_gradients.values()), self._device)
 
     def commit(self) -> bool:

@@ -14,7 +14,7 @@ from lightning_parallel.compression.exchange import Request, Sum, Traffic
 if TYPE_CHECKING:
     from lightning_parallel.compression.reducer import Step
 
-__all__ = ["Codec", "Exact", "Mean", "as_bytes", "from_bytes", "pad"]
+__all__ = ["Codec", "Exact", "Mean", "as_bytes", "by_rank", "from_bytes", "pad"]
 
 Mean = Generator[Request, Tensor, tuple[Tensor, Optional[Tensor]]]
 
@@ -99,3 +99,8 @@ def pad(rows: Tensor, extent: int) -> Tensor:
     """Rows (rows, n) filled up with zeros to (rows, extent); the same tensor where nothing is missing."""
     missing = extent - rows.shape[1]
     return rows if missing == 0 else torch.nn.functional.pad(rows, (0, missing))
+
+
+def by_rank(rows: Tensor, size: int, shard: int) -> Tensor:
+    """What each of `size` ranks needs of rows (rows, n): parts of `shard` elements, (size, rows, shard)."""
+    return pad(rows, size * shard).view(len(rows), size, shard).transpose(0, 1)

@@ -11,8 +11,8 @@ from typing import ClassVar, Optional
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.codec import Codec, Exact
-from lightning_parallel.compression.exchange import Exchange, Sum, Traffic
+from lightning_parallel.compression.codec import Codec, Exact, by_rank
+from lightning_parallel.compression.exchange import Exchange, Scatter, Sum, Traffic
 from lightning_parallel.compression.feedback import Block, Feedback, FeedbackName
 from lightning_parallel.compression.reducer import Method, Reducer, Step
 
@@ -116,20 +116,37 @@ class Dense(Reducer, Method):
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         return self
 
+    @property
+    def scatters(self) -> bool:
+        return not self.feedback.momentum
+
     def exchange(self, block: Block, step: Step) -> Exchange:
         block.offer_targets()
+        if block.shard is not None:
+            yield from self._exchange_shards(block, block.shard, step)
+            return
         if len(block.names) == 1 and block.targets[0] is block.gradients[0]:
             total = yield Sum(block.targets[0].unsqueeze(0))
         else:
             total = yield Sum(torch.stack([gradient.to(block.dtype) for gradient in block.gradients]))
-        step.watch(total)
-        total.div_(step.group.size)
+        step.average_(total)
         self.feedback.accelerate(total, block, step.memory, step.scale)
         block.write(total)
         block.deliver(scale=1.0)
 
+    @staticmethod
+    def _exchange_shards(block: Block, shard: int, step: Step) -> Exchange:
+        rows = torch.stack([gradient.to(block.dtype).flatten() for gradient in block.gradients])
+        mine = yield Scatter(by_rank(rows, step.group.size, shard).flatten(1))
+        step.watch(mine)
+        block.write_shard(mine.div_(step.group.size).view(-1, shard), step.group.rank)
+        block.deliver(scale=1.0)
+
     def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
         return [Traffic("all_reduce", 4 * math.prod(shape))]
+
+    def scatter_traffic(self, shard: int, world_size: int) -> list[Traffic]:
+        return [Traffic("reduce_scatter", 4 * world_size * shard)]
 
     def __repr__(self) -> str:
         return "Dense()"

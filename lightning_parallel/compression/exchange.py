@@ -20,16 +20,35 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.recorder import span
 
-__all__ = ["Exchange", "Gather", "Operation", "Request", "Seconds", "Sum", "Swap", "Traffic", "run", "sent_bytes"]
+__all__ = [
+    "ALONE_BYTES",
+    "Exchange",
+    "Gather",
+    "Operation",
+    "Request",
+    "Scatter",
+    "Seconds",
+    "Sum",
+    "Swap",
+    "Traffic",
+    "run",
+    "sent_bytes",
+]
 
-Operation = Literal["all_reduce", "all_gather", "all_to_all"]
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
 # Joining tensors costs two copies, a collective of its own one round trip. From here on the copies cost more.
-_ALONE_BYTES = 1 << 20
+ALONE_BYTES = 1 << 20
 
 
 class Sum(NamedTuple):
     """Sum `tensor` over the ranks. Its storage belongs to the exchange from then on; the answer has its shape."""
+
+    tensor: Tensor
+
+
+class Scatter(NamedTuple):
+    """Sum `tensor`, (ranks, n), over the ranks and keep the row of this one; the answer is (n,)."""
 
     tensor: Tensor
 
@@ -46,12 +65,12 @@ class Swap(NamedTuple):
     tensor: Tensor
 
 
-Request = Union[Sum, Gather, Swap]
+Request = Union[Sum, Scatter, Gather, Swap]
 Exchange = Generator[Request, Tensor, None]
 
 
 class Traffic(NamedTuple):
-    """Payload of one collective: the summed tensor, what one rank gives to a gather, or all rows of a swap."""
+    """Payload of one collective: what is summed, what one rank gives to a gather, or all rows of a swap."""
 
     operation: Operation
     payload_bytes: float
@@ -61,6 +80,7 @@ def sent_bytes(traffic: Iterable[Traffic], world_size: int) -> int:
     """What one rank sends for `traffic` in the bandwidth-optimal algorithms (ring all-reduce and all-gather)."""
     share = {
         "all_reduce": 2 * (world_size - 1) / world_size,
+        "reduce_scatter": (world_size - 1) / world_size,
         "all_gather": world_size - 1,
         "all_to_all": (world_size - 1) / world_size,
     }
@@ -106,7 +126,7 @@ def _answer(requests: dict[int, Request], group: Group) -> dict[int, Tensor]:
     joint: dict[tuple[type[Request], torch.dtype, int], list[int]] = {}
     for index, request in requests.items():
         tensor = request.tensor
-        large = isinstance(request, Sum) and tensor.numel() * tensor.element_size() >= _ALONE_BYTES
+        large = isinstance(request, (Sum, Scatter)) and tensor.numel() * tensor.element_size() >= ALONE_BYTES
         joint.setdefault((type(request), tensor.dtype, index if large else -1), []).append(index)
     answers: dict[int, Tensor] = {}
     for (kind, _, _), indices in joint.items():
@@ -122,6 +142,12 @@ def _sum(tensors: list[Tensor], group: Group) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
 
 
+def _scatter(tensors: list[Tensor], group: Group) -> list[Tensor]:
+    rows = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+    mine = comm.reduce_scatter(rows, group).view(-1)
+    return list(mine.split([tensor.shape[1] for tensor in tensors]))
+
+
 def _gather(tensors: list[Tensor], group: Group) -> list[Tensor]:
     flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     everyone = comm.all_gather(flat, group).view(group.size, -1)
@@ -135,6 +161,7 @@ def _swap(tensors: list[Tensor], group: Group) -> list[Tensor]:
 
 _COLLECTIVES: dict[type[Request], Callable[[list[Tensor], Group], list[Tensor]]] = {
     Sum: _sum,
+    Scatter: _scatter,
     Gather: _gather,
     Swap: _swap,
 }

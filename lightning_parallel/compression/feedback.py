@@ -46,6 +46,8 @@ class Block:
         gradients: One per name; overwritten with the mean at the end.
         sent: Positions (names, k) in the flattened tensors that were sent, where the method sends only some.
         keep_rest: Whether M - C(M) is wanted.
+        shard: Elements of a rank's part, if each rank needs no more than its own of the flattened means (the last parts
+            may be shorter, or empty); set only for methods that can leave out the rest.
         targets: One contiguous tensor per name, in the working dtype, for the unscaled mean.
     """
 
@@ -53,6 +55,7 @@ class Block:
     gradients: list[Tensor]
     sent: Optional[Tensor] = None
     keep_rest: bool = True
+    shard: Optional[int] = None
     targets: list[Tensor] = field(default_factory=list)
 
     @property
@@ -84,6 +87,13 @@ class Block:
         for target, mean in zip(self.targets, means):
             if target.data_ptr() != mean.data_ptr():
                 target.copy_(mean.view(self.shape))
+
+    def write_shard(self, means: Tensor, rank: int) -> None:
+        """Put this rank's parts (names, shard) of the unscaled means into the targets."""
+        assert self.shard is not None
+        for target, mean in zip(self.targets, means):
+            part = target.view(-1)[rank * self.shard : (rank + 1) * self.shard]
+            part.copy_(mean[: len(part)])
 
     def deliver(self, scale: float) -> None:
         """Bring targets back to the gradients, times the loss scale."""

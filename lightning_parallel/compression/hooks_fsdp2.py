@@ -54,7 +54,8 @@ class _Unit:
         rows = flat.view(self._shards.size, -1)
         pieces = self._laid_out(output.numel())
         whole = {name: _joined(rows[:, start:], p) for name, p, start in pieces}
-        self.steps.reduce(whole)
+        shards = {name: p.padded_sharded_param_size.numel() for name, p, _ in pieces if p.fsdp_placement.dim == 0}
+        self.steps.reduce(whole, shards)
         output.zero_()
         for name, p, start in pieces:
             size, dim = p.padded_sharded_param_size, p.fsdp_placement.dim
@@ -133,7 +134,7 @@ def compress_fully_shard(
     groups = _parameter_groups(model)
     shards = _check(groups, replicas)
     group = shards if replicas is None else _group(replicas)
-    steps = ShardedSteps(compressor, group, Group.of(axis="data_parallel"), scaler)
+    steps = ShardedSteps(compressor, group, Group.of(axis="data_parallel"), scaler, alike=replicas is not None)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     for name, parameters in groups.items():
         unit = _Unit(steps, [(names[id(p.sharded_param)], p) for p in parameters.fsdp_params], shards)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, ClassVar, NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compression.exchange import Exchange, Seconds, Traffic, run, sent_bytes
+from lightning_parallel.compression.exchange import ALONE_BYTES, Exchange, Operation, Seconds, Traffic, run, sent_bytes
 from lightning_parallel.compression.feedback import Block, working_dtype
 from lightning_parallel.compression.fidelity import Fidelity
 from lightning_parallel.compression.memory import Memory
@@ -24,9 +24,23 @@ __all__ = ["GroupLike", "Method", "Part", "Reducer", "Step"]
 GroupLike = Union[Group, dist.ProcessGroup, None]
 _LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
 
+_CACHED = 1 << 17  # elements that stay in a CPU's cache from one operation to the next
+
 
 class Method(abc.ABC):
-    """What a reducer does with the gradients of one block."""
+    """What a reducer does with the gradients of one block.
+
+    Attributes:
+        batched: Whether gradients of one shape are computed together however large they are. Otherwise only small ones
+            are, as it costs a copy.
+    """
+
+    batched: ClassVar[bool] = False
+
+    @property
+    def scatters(self) -> bool:
+        """Whether it can leave out what other ranks need of the mean, and then sends less: `Block.shard`."""
+        return False
 
     @abc.abstractmethod
     def exchange(self, block: Block, step: Step) -> Exchange:
@@ -35,6 +49,10 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
         """The payloads of one gradient of `shape`, of 4-byte elements, in step number `step`."""
+
+    def scatter_traffic(self, shard: int, world_size: int) -> list[Traffic]:
+        """The same where each rank needs no more than `shard` elements of the mean, if it `scatters`."""
+        raise NotImplementedError
 
 
 class Part(NamedTuple):
@@ -46,19 +64,23 @@ class Part(NamedTuple):
     dtype: torch.dtype
     world_size: int
     step: int
+    shard: Optional[int] = None
 
     @property
     def dense_bytes(self) -> int:
-        """What one rank sends for their mean by a bandwidth-optimal all-reduce."""
+        """What one rank sends for their mean by a bandwidth-optimal all-reduce, or reduce-scatter of shards."""
         payload_bytes = len(self.names) * math.prod(self.shape) * self.dtype.itemsize
-        return sent_bytes([Traffic("all_reduce", payload_bytes)], self.world_size)
+        operation: Operation = "all_reduce" if self.shard is None else "reduce_scatter"
+        return sent_bytes([Traffic(operation, payload_bytes)], self.world_size)
 
     @property
     def sent_bytes(self) -> int:
         """What one rank has sent, for gradients of 4-byte elements."""
-        return sent_bytes(
-            self.method.traffic(self.shape, self.world_size, self.step) * len(self.names), self.world_size
-        )
+        if self.shard is None:
+            traffic = self.method.traffic(self.shape, self.world_size, self.step)
+        else:
+            traffic = self.method.scatter_traffic(self.shard, self.world_size)
+        return sent_bytes(traffic * len(self.names), self.world_size)
 
 
 class Reducer(abc.ABC):
@@ -207,16 +229,22 @@ class Step:
         if self._open:
             self.rollback()
 
-    def reduce_(self, named_gradients: Mapping[str, Tensor]) -> None:
-        """Replace a part of the gradients by their mean; each parameter comes once in a step."""
+    def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
+        """Replace a part of the gradients by their mean; each parameter comes once in a step.
+
+        Args:
+            shards: Elements of a rank's part of the flattened gradient, for parameters of which each rank needs no
+                more than its own part; the rest may then hold anything. As ranks then see different means, `finite`
+                is what this rank can tell.
+        """
         if not self._open:
             raise RuntimeError("this step has been committed or rolled back; begin another one")
         self._agree(named_gradients)
         true = Fidelity.true_means(named_gradients, self.group) if self._fidelity else {}
-        blocks = self._blocks(named_gradients)
+        blocks = self._blocks(named_gradients, {} if self._fidelity or shards is None else shards)
         run([method.exchange(block, self) for method, block in blocks], self.group, self._seconds)
         self._parts += [
-            Part(method, block.names, block.shape, block.gradients[0].dtype, self.group.size, self.number)
+            Part(method, block.names, block.shape, block.gradients[0].dtype, self.group.size, self.number, block.shard)
             for method, block in blocks
         ]
         if self._fidelity:
@@ -225,6 +253,14 @@ class Step:
     def watch(self, received: Tensor) -> None:
         """Remember a tensor, equal on all ranks, that is non-finite where a gradient on any rank was."""
         self._suspects.append(received.detach().sum(dtype=working_dtype(received.dtype)))
+
+    def average_(self, total: Tensor) -> Tensor:
+        """Watch a contiguous sum over the ranks and divide it by their number, in place."""
+        numbers = _CACHED if total.device.type == "cpu" else total.numel()
+        for piece in total.view(-1).split(max(numbers, 1)):
+            self.watch(piece)
+            piece.div_(self.group.size)
+        return total
 
     @property
     def finite(self) -> bool:
@@ -249,8 +285,8 @@ class Step:
         self._open = False
         self.memory.rollback()
 
-    def _blocks(self, named_gradients: Mapping[str, Tensor]) -> list[tuple[Method, Block]]:
-        found: dict[Any, tuple[Method, list[str], list[Tensor]]] = {}
+    def _blocks(self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]) -> list[tuple[Method, Block]]:
+        found: dict[Any, tuple[Method, Block]] = {}
         seen: set[Tensor] = set()  # tensors hash by identity: a tied gradient under two names is reduced once
         for name in sorted(named_gradients):
             gradient = named_gradients[name]
@@ -258,11 +294,13 @@ class Step:
                 continue
             seen.add(gradient)
             method = self.reducer.method(name, gradient.shape, self.number)
-            key = (id(method), gradient.shape, gradient.dtype, gradient.device)
-            _, names, gradients = found.setdefault(key, (method, [], []))
-            names.append(name)
-            gradients.append(gradient.detach())
-        return [(method, Block(tuple(names), gradients)) for method, names, gradients in found.values()]
+            shard = shards.get(name) if method.scatters else None
+            alone = not method.batched and gradient.numel() * gradient.element_size() >= ALONE_BYTES
+            key = (id(method), gradient.shape, gradient.dtype, gradient.device, shard, name if alone else None)
+            _, block = found.setdefault(key, (method, Block((), [], shard=shard)))
+            block.names += (name,)
+            block.gradients.append(gradient.detach())
+        return list(found.values())
 
     def _agree(self, named_gradients: Mapping[str, Tensor]) -> None:
         """Check gradients of a new kind with the other ranks, before the first collective on them."""

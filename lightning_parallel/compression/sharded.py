@@ -64,10 +64,10 @@ class ShardedSteps(Transaction):
         self._undo.append(undo)
 
     @torch.no_grad()
-    def reduce(self, named: Mapping[str, Tensor]) -> None:
-        """Replace some of the gradients by their mean, in place."""
+    def reduce(self, named: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
+        """Replace some of the gradients by their mean, in place; see `Step.reduce_`."""
         self._device = next((gradient.device for gradient in named.values()), self._device)
-        self.step(self.group).reduce_(named)
+        self.step(self.group).reduce_(named, shards)
 
     @override
     def finish(self) -> bool:
