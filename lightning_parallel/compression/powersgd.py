@@ -54,6 +54,7 @@ class PowerSGD(Compressor):
 
     codecs: ClassVar[tuple[str, ...]] = ("Cast", "Quantize")
     unbiased = False
+    batched = True
 
     def __init__(
         self,

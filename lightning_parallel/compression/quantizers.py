@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, Optional, Union
 
 import torch
@@ -13,7 +13,7 @@ from lightning_parallel.compression.bits import pack_nibbles, pack_signs, unpack
 from lightning_parallel.compression.codec import Codec, Mean, as_bytes, from_bytes, pad
 from lightning_parallel.compression.compressor import Compressor
 from lightning_parallel.compression.draws import generator
-from lightning_parallel.compression.exchange import Exchange, Gather, Request, Sum, Swap, Traffic
+from lightning_parallel.compression.exchange import Exchange, Gather, Sum, Swap, Traffic
 from lightning_parallel.compression.feedback import Block, FeedbackName
 from lightning_parallel.compression.reducer import Step
 
@@ -160,20 +160,23 @@ class Quantize(Quantizer):
         return groups * extent * self.bits // 8 + 4 * groups
 
     def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
-        mean = yield from self._mean(work.flatten(1), step, block.names, block.keep_rest)
-        block.write(mean)
+        rows = work.flatten(1)
+        into = block.targets[0].view(1, -1) if len(block.targets) == 1 else torch.empty_like(rows)
+        yield from self._mean(rows, step, block.names, block.keep_rest, into)
+        block.write(into)
 
     def mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Mean:
         rest = rows.clone() if keep else rows
-        mean = yield from self._mean(rest, step, purpose, keep)
+        mean = torch.empty_like(rows)
+        yield from self._mean(rest, step, purpose, keep, mean)
         return mean, rest.sub_(rows).neg_() if keep else None
 
     def mean_traffic(self, n: int, world_size: int) -> list[Traffic]:
         chunk_bytes = self.packed_bytes(math.ceil(n / world_size))
         return [Traffic("all_to_all", world_size * chunk_bytes), Traffic("all_gather", chunk_bytes)]
 
-    def _mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Generator[Request, Tensor, Tensor]:
-        """The mean of `rows` (rows, n), which become what was not sent, if that is to `keep`."""
+    def _mean(self, rows: Tensor, step: Step, purpose: object, keep: bool, mean: Tensor) -> Exchange:
+        """Put the mean of `rows` (rows, n) into `mean`; they become what was not sent, if that is to `keep`."""
         size, rank, n = step.group.size, step.group.rank, rows.shape[1]
         chunk = math.ceil(n / size)
         parts = [rows[:, index * chunk : (index + 1) * chunk] for index in range(size)]  # the last ones may be short
@@ -192,10 +195,8 @@ class Quantize(Quantizer):
             parts[rank].add_(mine[:, : parts[rank].shape[1]], alpha=size)
         everyone = (yield Gather(packed_mine.flatten())).reshape(packed.shape)
         step.watch(self._scales(everyone, chunk))
-        mean = torch.empty_like(rows)
         for index, row in enumerate(everyone):
             self._decode(row, mean[:, index * chunk : (index + 1) * chunk], chunk)
-        return mean
 
     def _encode(
         self, rows: Tensor, packed: Tensor, n: int, noise: Optional[torch.Generator], rest: bool = False
@@ -235,13 +236,16 @@ class Quantize(Quantizer):
         scales = self._scales(packed, n).to(numbers.dtype).unsqueeze(2)
         for begin, end in self._pieces(numbers, n):
             integers = packed[:, begin * extent * self.bits // 8 : end * extent * self.bits // 8]
-            levels = (integers.view(torch.int8) if self.bits == 8 else unpack_nibbles(integers)).to(numbers.dtype)
-            levels.unflatten(1, (end - begin, extent)).mul_(scales[:, begin:end])
-            piece = numbers[:, begin * extent : end * extent]
-            if add:
-                piece.add_(levels[:, : piece.shape[1]])
+            levels = integers.view(torch.int8) if self.bits == 8 else unpack_nibbles(integers)
+            levels = levels.unflatten(1, (end - begin, extent))
+            piece, some = numbers[:, begin * extent : end * extent], scales[:, begin:end]
+            if piece.shape[1] < (end - begin) * extent:
+                found = (levels.to(numbers.dtype) * some).flatten(1)[:, : piece.shape[1]]
+                piece.copy_(piece + found if add else found)
+            elif add:
+                piece.view(levels.shape).addcmul_(levels.to(numbers.dtype), some)
             else:
-                piece.copy_(levels[:, : piece.shape[1]])
+                piece.view(levels.shape).copy_(levels).mul_(some)
 
     def _pieces(self, rows: Tensor, n: int) -> Iterator[tuple[int, int]]:
         """Ranges of groups to look at in one go."""
