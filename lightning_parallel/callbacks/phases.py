@@ -1,11 +1,18 @@
-"""Where Lightning names what it does: its profiler is told of every start and stop, whatever the strategy."""
+"""Where Lightning names what it does: its profiler is told of every start and stop, whatever the strategy.
+
+The backward is taken from the strategy itself: under manual optimization the profiler is not told of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import Strategy
 
 from lightning_parallel import recorder
 from lightning_parallel.recorder import OTHER, OpenSpan
@@ -32,7 +39,6 @@ _ACTIONS = {
     "train_dataloader_next": "data_wait",
     "batch_to_device": "data_wait",
     "training_step": "forward",
-    "backward": "backward",
     "optimizer_step": "optimizer",
     "optimizer_zero_grad": "optimizer",
     "save_checkpoint": "checkpoint",
@@ -41,15 +47,22 @@ _OWNERS = ("[Strategy]", "[LightningModule]", "[_TrainingEpochLoop]")
 
 
 def phase_of(action: str) -> str | None:
-    """The phase of an action as Lightning names it: `[Strategy]DDPStrategy.backward` is `backward`."""
+    """The phase of an action as Lightning names it: `[Strategy]DDPStrategy.training_step` is `forward`."""
     if action.startswith(_OWNERS):
         return _ACTIONS.get(action.rpartition(".")[2])
     return _ACTIONS.get(action)
 
 
 @contextmanager
-def lightning_phases(profiler: Profiler) -> Iterator[None]:
-    """Inside the block, record as phases what Lightning reports to `profiler`, which still does its own work."""
+def lightning_phases(trainer: Trainer) -> Iterator[None]:
+    """Inside the block, record as phases what Lightning does."""
+    with _named_actions(trainer.profiler), _backward(trainer.strategy):  # type: ignore[attr-defined]
+        yield
+
+
+@contextmanager
+def _named_actions(profiler: Profiler) -> Iterator[None]:
+    """Inside the block, `profiler` records phases besides what it does by itself."""
     phases: dict[str, str | None] = {}
     opened: list[tuple[str, OpenSpan]] = []
     start, stop = profiler.start, profiler.stop
@@ -74,3 +87,19 @@ def lightning_phases(profiler: Profiler) -> Iterator[None]:
         yield
     finally:
         del profiler.start, profiler.stop  # those of the class are back
+
+
+@contextmanager
+def _backward(strategy: Strategy) -> Iterator[None]:
+    backward = strategy.backward
+
+    @wraps(backward)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        with recorder.span("backward", "backward"):
+            return backward(*args, **kwargs)
+
+    strategy.backward = recorded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del strategy.backward  # that of the class is back

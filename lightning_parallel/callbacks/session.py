@@ -116,7 +116,7 @@ class Session:
         clock = CudaClock(self.device) if self.device.type == "cuda" else None
         self.recorder = Recorder(clock=clock, absorbing=ABSORBING, calls=self.calls)
         self._context.enter_context(recorder.activate(self.recorder))
-        self._context.enter_context(lightning_phases(trainer.profiler))  # type: ignore[attr-defined]
+        self._context.enter_context(lightning_phases(trainer))
         if trainer.world_size > 1:
             self._foreign = foreign_of(trainer, self.mesh)
             self._context.enter_context(watching(self._foreign))
