@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -147,7 +146,7 @@ def balance(group: Group, console: Console, repeats: int) -> None:
     engines = []
     for how in ("uniform", "auto"):
         model = make()
-        engines.append((_engine(model, group, schedule, batch, how)))
+        engines.append(_engine(model, group, schedule, batch, how))
     runs: list[Callable[[], Any]] = [alone, *(run for _, run in engines)]
     single, *taken = in_turn(runs, group, max(1, repeats // 2))
     table = Table("balance", "layers", "speed-up", "target", "step / simulated", "target", title="unbalanced layers")
@@ -165,35 +164,39 @@ def balance(group: Group, console: Console, repeats: int) -> None:
 def _engine(
     model: nn.Sequential, group: Group, schedule: Any, batch: Tensor, how: Any
 ) -> tuple[PipelineEngine, Callable[[], Any]]:
+    rows = len(batch) // schedule.num_microbatches
+
     def step(microbatch: Tensor) -> Tensor:
         return model(microbatch).square().mean()
 
-    example = (step, batch[: len(batch) // schedule.num_microbatches])
-    engine = PipelineEngine(model, group, schedule, example=example, balance=how)
-    return engine, lambda: engine.forward_backward(step, batch)
+    def split(batch: Tensor, count: int) -> list[Tensor]:
+        return list(batch.split(rows))
+
+    engine = PipelineEngine(model, group, schedule, example=(step, batch[:rows]), balance=how, split=split)
+    return engine, lambda part=batch: engine.forward_backward(step, part)
 
 
 def memory(group: Group, console: Console, repeats: int) -> None:
-    """What is alive at most beyond one microbatch under way, in microbatches."""
+    """What is alive at most: the microbatches in flight, and a few messages that are under way."""
     width, rows = 256, 512
-    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2 * RANKS)]
-    model = nn.Sequential(*layers)
-    batch = torch.randn(rows * MICROBATCHES, width)
-    table = Table("schedule", "rank", "planned", "one microbatch", "peak", "held", title="activations, in bytes")
-    for name in ("gpipe", "1f1b"):
+    table = Table("schedule", "rank", "peak bytes", "planned", "messages beyond", title="activations held")
+    for name in ("gpipe", "1f1b", "interleaved_1f1b"):
         schedule = build_schedule(name, RANKS, MICROBATCHES)
-        ours = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2 * RANKS)))
-        engine, run = _engine(ours, group, schedule, batch, "uniform")
-        run()
-        peaks = []
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(schedule.num_stages)))
+        engine, run = _engine(model, group, schedule, torch.randn(rows * MICROBATCHES, width), "uniform")
+        batch, peaks = torch.randn(rows * MICROBATCHES, width), []
         for part in (batch[:rows], batch):
+            run(part)
             with LiveBytes() as live:
-                engine.forward_backward(lambda microbatch: ours(microbatch).square().mean(), part)
+                run(part)
             peaks.append(live.peak)
-        stage_bytes = 2 * 2 * rows * width * 4  # input of the linear layer, output of tanh
-        for rank, (one, peak) in enumerate(comm.all_gather_object(tuple(peaks), group)):
-            held = 1 + (peak - one) / stage_bytes
-            table.add_row(name, str(rank), str(schedule.max_in_flight[rank]), str(one), str(peak), f"{held:.2f}")
+        # A stage keeps its output, and its input if that was received.
+        message = rows * width * 4
+        kept = statistics.mean(1 + (stage > 0) for stage in engine.stages) * message
+        planned = schedule.max_in_flight[group.rank]
+        beyond = (peaks[1] - peaks[0] - (planned - 1) * kept) / message
+        for rank, facts in enumerate(comm.all_gather_object((f"{peaks[1]:,}", str(planned), f"{beyond:.1f}"), group)):
+            table.add_row(name if rank == 0 else "", str(rank), *facts)
     console.print(table)
 
 

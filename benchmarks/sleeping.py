@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -138,9 +139,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if type(leaf) is Tensor and leaf.device.type != "meta":
-                self._note(leaf.untyped_storage())
+        before = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in before:
+                self._note(storage)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -154,3 +156,9 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_leaves(value):
+        if type(leaf) in (Tensor, nn.Parameter) and leaf.device.type != "meta":
+            yield leaf.untyped_storage()

@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 __all__ = [
     "Action",
+    "Channel",
     "Kind",
     "Schedule",
     "activations_held",
@@ -103,6 +105,10 @@ def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
 def producer(action: Action) -> Action:
     """Name an action by what it hands on: `B` and `I` both produce the gradient of the stage's input."""
     return action._replace(kind=Kind.I) if action.kind is Kind.B else action
+
+
+Channel = tuple[int, int, Kind]
+"""Sending rank, receiving rank, and `F` for activations or `I` for gradients."""
 
 
 def run_order(rows: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
@@ -194,6 +200,26 @@ class Schedule:
         """Whether there is any backward."""
         return any(action.kind is not Kind.F for row in self.rows for action in row)
 
+    @cached_property
+    def channels(self) -> dict[Channel, tuple[Action, ...]]:
+        """What each rank sends to each other rank, in the order in which it is made: `F`, or `B` / `I`."""
+        sent: dict[Channel, list[Action]] = {}
+        for rank, row in enumerate(self.rows):
+            for action in row:
+                target = action.stage + (1 if action.kind is Kind.F else -1)
+                if action.kind is Kind.W or not 0 <= target < self.num_stages:
+                    continue
+                receiver = self.stage_ranks[target]
+                if receiver != rank:
+                    sent.setdefault((rank, receiver, producer(action).kind), []).append(action)
+        return {channel: tuple(made) for channel, made in sent.items()}
+
+    @cached_property
+    def forwards(self) -> Schedule:
+        """See `forward_only`."""
+        rows = tuple(tuple(action for action in row if action.kind is Kind.F) for row in self.rows)
+        return Schedule(rows, self.stage_ranks, self.num_microbatches, (0,) * self.num_ranks, "forward_only")
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Give the stages that `rank` holds, in model order."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
@@ -271,5 +297,4 @@ def in_flight_peaks(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Keep the forward actions, in their order: validation, test and prediction. Nothing is held for a backward."""
-    rows = tuple(tuple(action for action in row if action.kind is Kind.F) for row in schedule.rows)
-    return Schedule(rows, schedule.stage_ranks, schedule.num_microbatches, (0,) * schedule.num_ranks, "forward_only")
+    return schedule.forwards

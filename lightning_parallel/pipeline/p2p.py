@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ from torch import Tensor
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule
-from lightning_parallel.pipeline.validate import channels
 
 __all__ = ["Agreements", "Boundary", "Links", "Message", "TensorSpec"]
 
@@ -119,10 +118,11 @@ class Links:
         self.stage_ranks = schedule.stage_ranks
         self._local: dict[tuple[Kind, int, int], Any] = {}
         self._sent: dict[_Key, tuple[Boundary, list[Pending]]] = {}
-        self._sending: list[Pending] = []
+        self._returned: dict[int, deque[list[Pending]]] = {rank: deque() for rank in range(group.size)}
+        self._used = {rank: _used_before(schedule, rank, group.rank) for rank in range(group.size)}
         self._activations: dict[int, _Activations] = {}
         self._gradients: dict[int, _Gradients] = {}
-        for (sender, receiver, kind), made in channels(schedule).items():
+        for (sender, receiver, kind), made in schedule.channels.items():
             if receiver == group.rank:
                 if kind is Kind.F:
                     self._activations[sender] = _Activations(self, sender, made)
@@ -159,7 +159,10 @@ class Links:
         sender = self.stage_ranks[stage - 1]
         if sender == self.group.rank:
             return self._local.pop((Kind.F, stage - 1, microbatch))
-        return self._activations[sender].take(action)
+        message = self._activations[sender].take(action)
+        for _ in range(next(self._used[sender])):  # these have arrived, so this does not wait; it frees the gradients
+            self._finish_sends(self._returned[sender].popleft())
+        return message
 
     def send_gradients(self, stage: int, microbatch: int, gradients: Sequence[Tensor]) -> None:
         """Hand the gradients of the input of `stage` back to the stage before."""
@@ -167,11 +170,13 @@ class Links:
         if receiver == self.group.rank:
             self._local[Kind.I, stage, microbatch] = list(gradients)
             return
-        self._sending += [
-            comm.isend(gradient.contiguous(), self.gradient_group, receiver, _TAGS[Kind.I])
-            for gradient in gradients
-            if gradient.numel()
-        ]
+        self._returned[receiver].append(
+            [
+                comm.isend(gradient.contiguous(), self.gradient_group, receiver, _TAGS[Kind.I])
+                for gradient in gradients
+                if gradient.numel()
+            ]
+        )
 
     def receive_gradients(self, action: Action) -> list[Tensor]:
         """The gradients of the output of `action`'s stage, for those tensors of it that need one."""
@@ -195,9 +200,10 @@ class Links:
         """Wait until everything has been sent."""
         for _, sends in self._sent.values():
             self._finish_sends(sends)
-        self._finish_sends(self._sending)
+        for returned in self._returned.values():
+            while returned:
+                self._finish_sends(returned.popleft())
         self._sent.clear()
-        self._sending = []
 
     def boundary_sent(self, stage: int, microbatch: int) -> Boundary | None:
         """What the output of `stage` looked like, if it has been sent already."""
@@ -224,6 +230,19 @@ class Links:
     def _finish_sends(sends: Sequence[Pending]) -> None:
         for pending in sends:
             pending.wait()
+
+
+def _used_before(schedule: Schedule, sender: int, receiver: int) -> Iterator[int]:
+    """Count, for each activation that `sender` makes for `receiver`, the gradients from there used since the last."""
+    used = 0
+    for kind, stage, _ in schedule.rows[sender]:
+        if kind is Kind.W or stage + 1 == schedule.num_stages or schedule.stage_ranks[stage + 1] != receiver:
+            continue
+        if kind is Kind.F:
+            yield used
+            used = 0
+        else:
+            used += 1
 
 
 @lru_cache(maxsize=4096)

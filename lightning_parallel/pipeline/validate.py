@@ -21,7 +21,7 @@ from lightning_parallel.pipeline.actions import (
 )
 from lightning_parallel.pipeline.schedule import SCHEDULES
 
-__all__ = ["Channel", "ScheduleError", "channels", "describe_waits", "validate"]
+__all__ = ["ScheduleError", "describe_waits", "validate"]
 
 _WINDOW = 6
 _MOST_FAULTS = 4
@@ -29,10 +29,6 @@ _MOST_FAULTS = 4
 
 class ScheduleError(ValueError):
     """A schedule that cannot be run. The message prints the row at fault."""
-
-
-Channel = tuple[int, int, Kind]
-"""Sending rank, receiving rank, and `F` for activations or `I` for gradients."""
 
 
 def validate(schedule: Schedule) -> None:
@@ -56,25 +52,6 @@ def validate(schedule: Schedule) -> None:
         rest = len(faults) - _MOST_FAULTS
         more = [f"... and {rest} more"] if rest > 0 else []
         raise ScheduleError("\n".join([_title(schedule), *faults[:_MOST_FAULTS], *more]))
-
-
-def channels(schedule: Schedule) -> dict[Channel, list[Action]]:
-    """List what each rank sends to each other rank, in the order in which it is made.
-
-    Returns:
-        For each (sender, receiver, `F` or `I`), the producing actions: `F`, or `B` / `I`.
-    """
-    sent: dict[Channel, list[Action]] = {}
-    for rank, row in enumerate(schedule.rows):
-        for action in row:
-            step = 1 if action.kind is Kind.F else -1
-            target = action.stage + step
-            if action.kind is Kind.W or not 0 <= target < schedule.num_stages:
-                continue
-            receiver = schedule.stage_ranks[target]
-            if receiver != rank:
-                sent.setdefault((rank, receiver, producer(action).kind), []).append(action)
-    return sent
 
 
 def describe_waits(schedule: Schedule) -> str:
@@ -209,7 +186,7 @@ def _channel_faults(schedule: Schedule) -> list[str]:
     """Compare the order in which messages are made with the order in which the other end uses them."""
     places = _places(schedule)
     faults = []
-    for (sender, receiver, kind), messages in channels(schedule).items():
+    for (sender, receiver, kind), messages in schedule.channels.items():
         step = 1 if kind is Kind.F else -1
         uses = [places[Action(kind, a.stage + step, a.microbatch)][1] for a in messages]
         for (first, at), (second, next_at) in zip(zip(messages, uses), zip(messages[1:], uses[1:])):

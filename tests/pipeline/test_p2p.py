@@ -2,6 +2,7 @@
 
 import os
 import time
+import weakref
 
 import pytest
 import torch
@@ -94,6 +95,30 @@ def test_what_comes_next_is_received_ahead(group):
         time.sleep(1)
         assert links.receive_activations(Action(Kind.F, 1, 1)).tensors[0][0] == 1
     comm.barrier(group)
+
+
+@distributed(world_size=2)
+def test_gradients_are_freed_once_the_sender_of_an_activation_must_have_used_them(group):
+    """Rank 0 runs F0 F1 B0 F2 B1 F3 B2 B3: the activation of F3 says that the gradients 0 and 1 have arrived."""
+    links = Links(group, build_schedule("1f1b", 2, 4), CPU, Agreements())
+    links.post()
+    sent = []
+    for action in build_schedule("1f1b", 2, 4).rows[group.rank]:
+        _, stage, number = action
+        if action.kind is Kind.F and group.rank == 0:
+            links.send_activations(0, number, message(torch.ones(3, requires_grad=True)))
+        elif action.kind is Kind.F:
+            links.receive_activations(action)
+            alive = [number for number, gradient in enumerate(sent) if gradient() is not None]
+            assert alive == {0: [], 1: [0], 2: [1], 3: [2]}[number]
+        elif group.rank == 0:
+            links.receive_gradients(action)
+        else:
+            gradient = torch.ones(3)
+            sent.append(weakref.ref(gradient))
+            links.send_gradients(1, number, [gradient])
+            del gradient
+    links.finish()
 
 
 @distributed(world_size=2)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, build_schedule, forward_only
-from lightning_parallel.pipeline.validate import ScheduleError, channels, describe_waits, validate
+from lightning_parallel.pipeline.validate import ScheduleError, describe_waits, validate
 
 
 def changed(schedule, rank, change):
@@ -159,7 +159,7 @@ def test_evaluation_needs_forwards_only():
 
 
 def test_channels_list_what_is_sent_in_order():
-    sent = channels(build_schedule("1f1b", 2, 2))
+    sent = build_schedule("1f1b", 2, 2).channels
     assert {key: [str(action) for action in made] for key, made in sent.items()} == {
         (0, 1, Kind.F): ["0F0", "0F1"],
         (1, 0, Kind.I): ["1B0", "1B1"],
@@ -167,7 +167,7 @@ def test_channels_list_what_is_sent_in_order():
 
 
 def test_stages_on_one_rank_hand_over_without_a_channel():
-    assert (2, 2, Kind.F) not in channels(build_schedule("zbv", 3, 4))
+    assert (2, 2, Kind.F) not in build_schedule("zbv", 3, 4).channels
 
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 6), st.integers(1, 12), st.data())
