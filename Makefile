@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 train: .venv/installed
 	cd examples/gpt && ../../$(BIN)/python main.py fit --config base.yaml --config hybrid.yaml
 
-test: .venv/installed
+test: .venv/browser
 	$(BIN)/python -m pytest -q -m "not gpu"
 
 test-gpu: .venv/installed
@@ -38,3 +38,8 @@ clean:
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $@
+
+# The report's page is tested in Chromium: the system's, or one that playwright downloads; else those tests are skipped.
+.venv/browser: .venv/installed
+	@for browser in chromium chromium-browser google-chrome; do command -v $$browser && touch $@ && exit 0; done; \
+	$(BIN)/python -m playwright install chromium && touch $@ || echo "no browser: the tests of pages will be skipped"

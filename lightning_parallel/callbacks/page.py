@@ -73,7 +73,7 @@ def run_facts(run: Report) -> str:
         run.get("precision"),
         run.get("device"),
         f"{run['steps']} steps in {seconds_text(run['seconds'])}" if "seconds" in run else f"{run['steps']} steps",
-        run.get("started"),
+        run.get("started", "")[:16],
     ]
     return " · ".join(fact for fact in facts if fact)
 

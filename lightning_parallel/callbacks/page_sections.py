@@ -215,7 +215,7 @@ def communication(report: Report) -> str:
     for group in found_by(report, "CommunicationProfiler").get("desynchronised", []):
         where = f"Ranks {group['group']} did not issue the same collectives along {group['axis'].replace('_', ' ')}."
         body += f"<p class=ending><b>{escape(where)}</b> {escape(group['detail'])}</p>"
-    lead = "Mean of a step on one rank, by the mesh axis along which the ranks talk."
+    lead = "Mean of a step on one rank, by the mesh axis along which the ranks talk; on the right, what it sends."
     return section("communication", "Communication", lead, body)
 
 
