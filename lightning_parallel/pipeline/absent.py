@@ -1,7 +1,8 @@
 """What modules of other stages answer: their structure is kept, their parameters are gone, their outputs are ghosts.
 
 An absent module is asked once per input signature, by running its own `forward` on ghosts, and the answer is
-remembered. Layers of one kind share what they remember.
+remembered. Layers of one kind share what they remember. A module whose outputs are also collected elsewhere, by a hook
+or in a list that it was given, is asked each time, so that what is collected has a ghost for it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_parallel import comm
 from lightning_parallel.pipeline.ghost import Ghost, GhostError
+from lightning_parallel.pipeline.made_up import is_listened_to, parameter_lists, replaced, run_made_up
 
 __all__ = ["Answers", "Call", "absent", "autocast_dtype", "forget_parameters", "spared"]
 
@@ -39,10 +41,13 @@ class Answers:
 
     Args:
         device: Where the stage computes.
+        faithful: Ask each module each time, and let it change the objects it is given. Otherwise those are spared: a
+            layer that is here finds in a key-value cache what it put there, and nobody else reads it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, faithful: bool = False) -> None:
+        self.device, self.faithful = device, faithful
+        self._inside: dict[nn.Module, list[nn.Module]] = {}
         self._recipes: dict[Any, _Recipe | None] = {}
         self._last: tuple[Any, Any, Any, _Recipe] | None = None
 
@@ -58,6 +63,9 @@ class Answers:
             GhostError: If the module cannot answer.
         """
         origin = f"the output of `{name}`"
+        inside = self._inside.get(module) or self._inside.setdefault(module, list(module.modules()))
+        if self.faithful or is_listened_to(inside):
+            return self.ask(origin, module, call, args, kwargs)
         state = (kind, module.training, autocast_dtype(self.device))
         recipe = self._last[3] if self._last and _alike(self._last, state, args, kwargs) else None
         if recipe is None:
@@ -77,17 +85,29 @@ class Answers:
         """Let go of the last call's arguments."""
         self._last = None
 
-    def ask(self, origin: str, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        """As `answer`, but run the module on ghosts in any case; on made-up data if it has to see some."""
+    def ask(self, origin: str, module: nn.Module, call: Call, args: Any, kwargs: Any, live: bool = False) -> Any:
+        """As `answer`, but run the module on ghosts in any case; on made-up data if it has to see some.
+
+        Args:
+            live: Whether what the module makes counts as present; see `Ghost`.
+        """
+        return self._play(origin, module, call, args, kwargs, live)[0]
+
+    def _play(
+        self, origin: str, module: nn.Module, call: Call, args: Any, kwargs: Any, live: bool = False
+    ) -> tuple[Any, bool]:
+        """What the module returns, and whether it changed a list or dict that it was given."""
         originals: dict[int, Any] = {}
         with comm.rehearsal(), _random_state_kept():
             try:
-                with absent(module, self.device):
-                    spare_args, spare_kwargs = spared((args, kwargs), originals)
-                    result = call(*spare_args, **spare_kwargs)
+                given = spared((args, kwargs), originals)
+                with absent(module, self.device, live):
+                    result = call(*given[0], **given[1])
             except Exception as error:
+                originals.clear()
+                given = spared((args, kwargs), originals)
                 try:
-                    result = self._ask_made_up(module, call, *spared((args, kwargs), originals))
+                    result, given = run_made_up(origin, module, call, given[0], given[1], self.device, live)
                 except Exception:
                     raise GhostError(
                         f"cannot tell what {origin} looks like without computing it on true data ({error})"
@@ -96,15 +116,20 @@ class Answers:
 
         def finished(leaf: Any) -> Any:
             if type(leaf) is Ghost and id(leaf) not in handed_on:
-                return Ghost(leaf.meta, self.device, origin)
+                return Ghost(leaf.meta, self.device, origin, live=live or leaf.live)
             return originals.get(id(leaf), (leaf,))[0]
 
-        return tree_map(finished, result)
+        if self.faithful:
+            for original, spare in originals.values():
+                getattr(original, "__dict__", {}).update(getattr(spare, "__dict__", {}))
+        return tree_map(finished, result), _adopt((args, kwargs), given, finished)
 
-    def _ask(self, origin: str, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+    def _ask(self, origin: str, module: nn.Module, call: Call, args: Any, kwargs: Any) -> tuple[Any, _Recipe | None]:
         inputs = tree_flatten((args, kwargs))[0]
         places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, _PLAIN)}
-        result = self.ask(origin, module, call, args, kwargs)
+        result, changed = self._play(origin, module, call, args, kwargs)
+        if changed:
+            return result, None
         leaves, tree = tree_flatten(result)
         recipe: list[tuple[str, Any]] = []
         for leaf in leaves:
@@ -124,43 +149,12 @@ class Answers:
             return Ghost(what, self.device, origin)
         return inputs[what] if how == "input" else what
 
-    def _ask_made_up(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        """Run the module on made-up data, and parameters where it has none; keep the shapes of what it returns."""
-        inputs, tree = tree_flatten((args, kwargs))
-        data = [_made_up(leaf, self.device) if isinstance(leaf, Ghost) else leaf for leaf in inputs]
-        handed_on = {id(made): leaf for made, leaf in zip(data, inputs)}
-        args, kwargs = tree_unflatten(data, tree)
-        with torch.no_grad(), _replaced(module, lambda path, child: _data(child, self.device)):
-            result = call(*args, **kwargs)
-
-        def finished(tensor: Tensor) -> Tensor:
-            return handed_on[id(tensor)] if id(tensor) in handed_on else Ghost.like(tensor, "", self.device)
-
-        return tree_map_only(Tensor, finished, result)
-
 
 @contextmanager
-def absent(module: nn.Module, device: torch.device) -> Iterator[None]:
+def absent(module: nn.Module, device: torch.device, live: bool = False) -> Iterator[None]:
     """Hide the parameters and buffers of `module` behind ghosts inside the block."""
-    with _replaced(module, lambda path, child: _stand_ins(child, path, device)):
+    with replaced(module, lambda path, child: _stand_ins(child, path, device, live)):
         yield
-
-
-@contextmanager
-def _replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, Any]]) -> Iterator[None]:
-    """Put attributes, as `stand_ins` gives them for each submodule and its path, in front of its own."""
-    replaced = []
-    for path, child in module.named_modules():
-        attributes = stand_ins(path, child)
-        replaced.append((child, {name: vars(child)[name] for name in attributes if name in vars(child)}, attributes))
-        child.__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        for child, before, attributes in replaced:
-            for name in attributes:
-                del child.__dict__[name]
-            child.__dict__.update(before)
 
 
 def forget_parameters(module: nn.Module, names: set[int], device: torch.device, labels: dict[int, str]) -> None:
@@ -172,55 +166,24 @@ def forget_parameters(module: nn.Module, names: set[int], device: torch.device, 
         assert value is not None
         ghosts[key] = Ghost.like(value, f"the parameter `{labels[key]}`", device, labels[key])
         module.__dict__[name] = ghosts[key]
-    module.__dict__.update(_lists(module, ghosts))
+    module.__dict__.update(parameter_lists(module, ghosts))
 
 
-def _stand_ins(module: nn.Module, path: str, device: torch.device) -> dict[str, Any]:
+def _stand_ins(module: nn.Module, path: str, device: torch.device, live: bool) -> dict[str, Any]:
     """Ghosts for the parameters and buffers that `module` itself still holds, by attribute; copies of constants."""
     own = {name: value for name, value in module._parameters.items() if value is not None}
     held = {**own, **{name: value for name, value in module._buffers.items() if value is not None}}
     ghosts: dict[str, Any] = {
         name: value.clone()
         if name in module._non_persistent_buffers_set and not value.is_meta
-        else Ghost.like(value, f"`{f'{path}.' if path else ''}{name}`", device)
+        else Ghost.like(value, f"`{f'{path}.' if path else ''}{name}`", device, live=live)
         for name, value in held.items()
         if name not in module.__dict__
     }
     return {
         **ghosts,
-        **_lists(module, {id(value): ghosts.get(name, vars(module).get(name)) for name, value in own.items()}),
+        **parameter_lists(module, {id(value): ghosts.get(name, vars(module).get(name)) for name, value in own.items()}),
     }
-
-
-def _data(module: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Tensors with data for the parameters and buffers of `module` itself, made up where they are not here."""
-    data: dict[str, Any] = {}
-    places: dict[int, Any] = {}
-    hidden = {name: value for name, value in vars(module).items() if isinstance(value, Ghost)}
-    for name, value in {**hidden, **module._parameters, **module._buffers}.items():
-        if value is not None:
-            is_here = not (value.is_meta or isinstance(value, Ghost))
-            data[name] = _made_up(value, device) if not is_here else value.clone() if name in module._buffers else value
-            places.update({id(other): data[name] for other in (value, hidden.get(name))})
-    return {**data, **_lists(module, places)}
-
-
-def _lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, list[Any]]:
-    """The lists of parameters that `module` keeps, as recurrent layers do, with those that stand in, by id."""
-    return {
-        name: [stand_ins.get(id(item), item) for item in value]
-        for name, value in vars(module).items()
-        if isinstance(value, list) and any(id(item) in stand_ins for item in value)
-    }
-
-
-def _made_up(tensor: Tensor, device: torch.device) -> Tensor:
-    if isinstance(tensor, Ghost) and tensor.value is not None:
-        return tensor.value
-    shape, dtype = tensor.signature if isinstance(tensor, Ghost) else (tensor.shape, tensor.dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=dtype, device=device)
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def spared(arguments: Any, originals: dict[int, Any]) -> Any:
@@ -239,6 +202,36 @@ def spared(arguments: Any, originals: dict[int, Any]) -> Any:
         return spare
 
     return tree_map(copied, arguments)
+
+
+def _adopt(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
+    """Bring what a module did to copies of lists and dicts back to the originals; tell whether it did anything."""
+    if type(new) is not type(old) or not isinstance(old, (tuple, list, dict)):
+        return False
+    before = old if isinstance(old, dict) else dict(enumerate(old))
+    after = new if isinstance(new, dict) else dict(enumerate(new))
+    changed = any([_adopt(before[key], after[key], finished) for key in before.keys() & after.keys()])  # noqa: C419
+    entries = {
+        key: before[key] if key in before and _same(before[key], item, finished) else tree_map(finished, item)
+        for key, item in after.items()
+    }
+    kept = entries.keys() == before.keys() and all(entries[key] is item for key, item in before.items())
+    if kept or isinstance(old, tuple):
+        return changed
+    old.clear()
+    if isinstance(old, dict):
+        old.update(entries)
+    else:
+        old.extend(entries.values())
+    return True
+
+
+def _same(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
+    if type(new) is type(old) and isinstance(old, (list, dict)):
+        return True  # its entries are compared by themselves
+    if type(new) is type(old) and isinstance(old, tuple):
+        return len(old) == len(new) and all(_same(o, n, finished) for o, n in zip(old, new))
+    return finished(new) is old or (isinstance(old, _PLAIN) and new == old)
 
 
 def _note_copies(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
@@ -276,14 +269,15 @@ def _alike(last: tuple[Any, Any, Any, _Recipe], state: Any, args: Any, kwargs: A
     last_state, last_args, last_kwargs, _ = last
     if state != last_state or len(args) != len(last_args) or len(kwargs) != len(last_kwargs):
         return False
-    for new, old in zip(args, last_args):
-        if new is not old and not (type(new) is Ghost and type(old) is Ghost and new.signature == old.signature):
-            return False
-    for name, new in kwargs.items():
-        old = last_kwargs.get(name, _alike)
-        if new is not old and not (type(new) is Ghost and type(old) is Ghost and new.signature == old.signature):
-            return False
-    return True
+    return all(map(_alike_leaf, args, last_args)) and all(
+        name in last_kwargs and _alike_leaf(new, last_kwargs[name]) for name, new in kwargs.items()
+    )
+
+
+def _alike_leaf(new: Any, old: Any) -> bool:
+    if type(new) is Ghost:
+        return type(old) is Ghost and new.signature == old.signature
+    return new is old and type(new) not in (list, dict)  # which may have changed since
 
 
 def _signature(value: Any) -> Any:

@@ -22,7 +22,15 @@ __all__ = ["Ghost", "GhostError", "missing", "reveal", "watch_parameters"]
 
 
 class GhostError(RuntimeError):
-    """A computation on this stage needs data that are on another stage."""
+    """A computation on this stage needs data that are on another stage.
+
+    Attributes:
+        lost: Whether the data would be missing in earnest too, and not in a trial only.
+    """
+
+    def __init__(self, message: str, ghosts: Iterable[Ghost] = ()) -> None:
+        super().__init__(message)
+        self.lost = any(not ghost.live for ghost in ghosts)
 
 
 class Ghost(Tensor):
@@ -33,10 +41,10 @@ class Ghost(Tensor):
         device: The device that the ghost claims to be on.
         origin: What it stands for, in the words of an error message ("the output of `model.embed`").
         parameter: Name of the parameter that it stands in for, if it does.
+        live: In a trial without data, whether the data would be there. What is made of live ghosts only is live.
 
     Attributes:
         value: The data, once they have been received; None before.
-        live: In a trial without data, whether the data would be there. What is made of live ghosts only is live.
         signature: (shape, dtype), without the cost of asking a tensor subclass.
     """
 
@@ -48,10 +56,12 @@ class Ghost(Tensor):
     signature: tuple[torch.Size, torch.dtype]
 
     @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, origin: str, parameter: str | None = None) -> Ghost:
+    def __new__(
+        cls, meta: Tensor, device: torch.device, origin: str, parameter: str | None = None, live: bool = False
+    ) -> Ghost:
         ghost = Tensor._make_wrapper_subclass(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)
         ghost.meta, ghost.origin, ghost.parameter, ghost.value = meta, origin, parameter, None
-        ghost.signature, ghost.live = (meta.shape, meta.dtype), False
+        ghost.signature, ghost.live = (meta.shape, meta.dtype), live
         return ghost
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,17 +69,22 @@ class Ghost(Tensor):
 
     @classmethod
     def like(
-        cls, tensor: Tensor, origin: str, device: torch.device | None = None, parameter: str | None = None
+        cls,
+        tensor: Tensor,
+        origin: str,
+        device: torch.device | None = None,
+        parameter: str | None = None,
+        live: bool = False,
     ) -> Ghost:
         """A ghost with the shape, strides and dtype of `tensor`, on its device unless another is given."""
-        return cls(_to_meta(tensor), tensor.device if device is None else device, origin, parameter)
+        return cls(_to_meta(tensor), tensor.device if device is None else device, origin, parameter, live)
 
     def __repr__(self) -> str:  # type: ignore[override]
         shape, dtype = self.signature
         return f"Ghost({tuple(shape)}, {dtype}, {self.origin}{', received' if self.value is not None else ''})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
-        return Ghost(self.meta, self.device, self.origin, self.parameter)
+        return Ghost(self.meta, self.device, self.origin, self.parameter, self.live)
 
     def receive(self, value: Tensor) -> None:
         """Let `value` stand for this ghost from now on.
@@ -116,7 +131,8 @@ class Ghost(Tensor):
         except (RuntimeError, NotImplementedError) as error:
             raise GhostError(
                 f"`{func}` needs the data of {ghosts[0].origin}, which this pipeline stage does not hold ({error}). "
-                "Compute it from the batch, inside one of the repeated layers, or after them"
+                "Compute it from the batch, inside one of the repeated layers, or after them",
+                ghosts,
             ) from error
         live = all(ghost.live for ghost in ghosts)
         if written is not None:
@@ -146,14 +162,17 @@ class watch_parameters:
 
 
 def reveal(value: Any) -> Any:
-    """Put the data of received ghosts in their places, in nested lists, tuples and dicts too."""
-    kind = type(value)
-    if kind is Ghost:
+    """Put the data of received ghosts in their places; lists and dicts that have some stay the same objects."""
+    if isinstance(value, Ghost):
         return value if value.value is None else value.value
-    if kind is tuple or kind is list:
-        return kind(map(reveal, value))
-    if kind is dict:
-        return {key: reveal(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        if type(value) is tuple:
+            return tuple(map(reveal, value))
+        return type(value)(*map(reveal, value)) if hasattr(value, "_fields") else value
+    if isinstance(value, (list, dict)):
+        for place, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if isinstance(item, (Ghost, tuple, list, dict)):
+                value[place] = reveal(item)
     return value
 
 
@@ -207,7 +226,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _collect([args, kwargs], ghosts)
         raise GhostError(
             f"`{func}` writes {ghosts[0].origin}, which is on another pipeline stage, into a tensor of this stage. "
-            "Build the tensor out of place (`torch.cat`, `torch.where`) instead"
+            "Build the tensor out of place (`torch.cat`, `torch.where`) instead",
+            ghosts,
         )
     return written
 
@@ -276,9 +296,7 @@ def _on_meta(value: Any, copied: bool = False) -> Any:
 
 def _wrap(value: Any, device: torch.device, origin: str, live: bool) -> Any:
     if isinstance(value, Tensor):
-        ghost = Ghost(value, torch.device(device), origin)
-        ghost.live = live
-        return ghost
+        return Ghost(value, torch.device(device), origin, live=live)
     if isinstance(value, (list, tuple)):
         return type(value)(_wrap(item, device, origin, live) for item in value)
     return value

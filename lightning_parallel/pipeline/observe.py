@@ -88,7 +88,7 @@ def try_stages(
     Raises:
         ValueError: If a connection skips over a cut, or a stage cannot get to its layers; says which and why.
     """
-    answers = Answers(device)
+    answers = Answers(device, faithful=True)
     doors = _install(module, trunk)
     with _named_ghosts(module, device) as ghosts:
         trials = []
@@ -172,7 +172,7 @@ class _Trial(Forward):
             self.left = leave.leaves
         except Exception as error:
             # Once it has data, a stage may look at them, which a trial cannot follow.
-            if not self.entered or isinstance(error, CutError):
+            if not self.entered or isinstance(error, CutError) or getattr(error, "lost", False):
                 raise ValueError(f"cannot run stage {self.stage} of the pipeline on its own: {error}") from error
         else:
             lost = next(filter(missing, tree_leaves(result)), None)
@@ -190,7 +190,7 @@ class _Trial(Forward):
             raise CutError(REENTRANT)
         self.entry = positions
         self._hold()
-        return [_alive(Ghost(leaves[p].meta, leaves[p].device, leaves[p].origin)) for p in positions]
+        return [Ghost(leaves[p].meta, leaves[p].device, leaves[p].origin, live=True) for p in positions]
 
     def _hold(self) -> None:
         for ghost in self.held:
@@ -201,17 +201,12 @@ class _Trial(Forward):
         return tree_map_only(Ghost, _differentiable, answer) if torch.is_grad_enabled() else answer
 
     def _run(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        return tree_map_only(Ghost, _alive, self.answers.answer(door.name, door.kind, module, call, args, kwargs))
+        return self.answers.ask(f"the output of `{door.name}`", module, call, args, kwargs, live=True)
 
 
 def _differentiable(ghost: Ghost) -> Tensor:
     """A ghost that requires a gradient and is no leaf, as the output of a layer with parameters."""
     return ghost.requires_grad_() * 1 if ghost.signature[1].is_floating_point else ghost
-
-
-def _alive(ghost: Ghost) -> Ghost:
-    ghost.live = True
-    return ghost
 
 
 class _Watcher:

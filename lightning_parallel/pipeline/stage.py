@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from lightning_parallel.pipeline.absent import Answers, Call
 from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing, reveal
@@ -194,12 +194,12 @@ class Forward:
 
     def _enter(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.on_entry()
-        leaves, tree = tree_flatten((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         positions = wanted(leaves)
         for position, value in zip(positions, self.receive(index, leaves, positions)):
             leaves[position].receive(value)
         self.entered = True
-        return tree_unflatten([reveal(leaf) for leaf in leaves], tree)
+        return reveal(args), reveal(kwargs)
 
 
 @dataclass(frozen=True)
