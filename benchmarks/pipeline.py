@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +201,61 @@ def memory(group: Group, console: Console, repeats: int) -> None:
     console.print(table)
 
 
+def cut(group: Group, console: Console, repeats: int) -> None:
+    """What a stage of a Llama-like model takes besides its own layers and the wait for its input."""
+    table = Table("layers", "stage", "of them", "before", "after", "sum", "target", title="ms per microbatch and stage")
+    for counts in ([6, 6, 6, 6], [14, 14, 14, 6]):
+        clock, rows = _StageClock(sum(counts)), 2
+        ids = torch.randint(64, (rows * MICROBATCHES, 16))
+        schedule = build_schedule("gpipe", RANKS, MICROBATCHES)
+        engine = PipelineEngine(clock.model, group, schedule, example=(clock.step, ids[:rows]), balance=counts)
+        start = sum(counts[: group.rank])
+        clock.watch(start, start + counts[group.rank] - 1)
+        spent = [clock.spent(lambda: engine.forward(clock.step, ids)) for _ in range(repeats + 1)][1:]
+        before, after = (min(part) * 1e3 for part in zip(*spent))
+        after *= group.rank < RANKS - 1  # norm, head and loss are the last stage's own
+        for rank, parts in enumerate(comm.all_gather_object((before, after, before + after), group)):
+            shown = (f"{part:.2f}" for part in parts)
+            total = str(sum(counts)) if rank == 0 else ""
+            table.add_row(total, str(rank), str(counts[rank]), *shown, _at_most(parts[2], 1.0))
+    console.print(table)
+
+
+class _StageClock:
+    """A model, and when its step enters and leaves the layers of this stage."""
+
+    def __init__(self, layers: int) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+        self.model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, use_cache=False))
+        self.moments: list[float] = []
+
+    def _note(self, *_: Any) -> None:
+        self.moments.append(time.perf_counter())
+
+    def step(self, ids: Tensor) -> Tensor:
+        self._note()
+        try:
+            return self.model(input_ids=ids, labels=ids).loss
+        finally:
+            self._note()
+
+    def watch(self, first: int, last: int) -> None:
+        self.model.model.layers[first].register_forward_pre_hook(self._note)
+        self.model.model.layers[last].register_forward_hook(self._note)
+
+    def spent(self, run: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds before and after the layers, mean over the microbatches."""
+        self.moments.clear()
+        with comm.record() as records:
+            run()
+        waited_s = sum(record.blocked_s for record in records if record.op == "recv")
+        begun, entered, left, ended = (sum(self.moments[part::4]) for part in range(4))
+        return (entered - begun - waited_s) / MICROBATCHES, (ended - left) / MICROBATCHES
+
+
 def _at_most(value: float, target: float | None) -> str:
     return "" if target is None else f"[{'green' if value <= target else 'red'}]<= {target}"
 
@@ -208,7 +264,7 @@ def _at_least(value: float, target: float) -> str:
     return f"[{'green' if value >= target else 'red'}]>= {target}"
 
 
-SECTIONS = {section.__name__: section for section in (schedules, transformer, balance, memory)}
+SECTIONS = {section.__name__: section for section in (schedules, transformer, balance, memory, cut)}
 
 
 def _rank(rank: int, folder: str, options: argparse.Namespace) -> None:
