@@ -26,10 +26,11 @@ from lightning_parallel.compression.hooks_fsdp1 import compress_fsdp, fsdp_hook
 from lightning_parallel.compression.hooks_fsdp2 import compress_fully_shard, shard_ranks
 from lightning_parallel.compression.policy import Policy
 from lightning_parallel.compression.powersgd import PowerSGD
-from lightning_parallel.compression.quantizers import Cast, Quantize, Sign
+from lightning_parallel.compression.quantizers import Cast, Quantize
 from lightning_parallel.compression.reducer import Reducer, Step
 from lightning_parallel.compression.schedule import Schedule
 from lightning_parallel.compression.sharded import ShardedSteps
+from lightning_parallel.compression.sign import Sign
 from lightning_parallel.compression.sparsifiers import BlockTopK, RandomK, TopK
 
 __all__ = [

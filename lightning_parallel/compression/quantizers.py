@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Literal, Optional, Union
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.bits import pack_nibbles, pack_signs, unpack_nibbles, unpack_signs
-from lightning_parallel.compression.codec import Codec, Mean, as_bytes, from_bytes, pad
+from lightning_parallel.compression.bits import pack_nibbles, unpack_nibbles
+from lightning_parallel.compression.codec import Codec, Mean, as_bytes, by_rank, from_bytes, pad
 from lightning_parallel.compression.compressor import Compressor
 from lightning_parallel.compression.draws import generator
-from lightning_parallel.compression.exchange import Exchange, Gather, Sum, Swap, Traffic
+from lightning_parallel.compression.exchange import Exchange, Gather, Request, Scatter, Sum, Swap, Traffic
 from lightning_parallel.compression.feedback import Block, FeedbackName
 from lightning_parallel.compression.reducer import Step
 
-__all__ = ["Cast", "Quantize", "Sign"]
+__all__ = ["Cast", "Quantize"]
 
 _GROUP = 512  # elements that share a scale, at most
 _PIECE = 1 << 16  # elements that a CPU looks at in one go
@@ -26,6 +26,10 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16,
 
 class Quantizer(Compressor, Codec):
     """A compressor of whole tensors that can also encode what another one sends."""
+
+    @property
+    def scatters(self) -> bool:
+        return self.feedback.kind != "ef21"  # which remembers the whole mean
 
     def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
         rows = work.flatten(1)
@@ -83,15 +87,33 @@ class Cast(Quantizer):
     def packed_bytes(self, n: int) -> int:
         return n * self.dtype.itemsize
 
+    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+        if block.shard is None:
+            yield from super().compress(work, block, step)
+            return
+        rows = work.flatten(1)
+        short, sent = self._shorten(rows, step.group.size, block.keep_rest)
+        mine = yield Scatter(by_rank(short, step.group.size, block.shard).flatten(1))
+        step.watch(mine)
+        if sent is not None:
+            rows.sub_(sent)
+        block.write_shard(mine.view(-1, block.shard), step.group.rank)
+
     def mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Mean:
-        short = (rows if step.group.size == 1 else rows / step.group.size).to(self.dtype, copy=True)
-        sent = short.to(rows.dtype).mul_(step.group.size) if keep else None
+        short, sent = self._shorten(rows, step.group.size, keep)
         total = yield Sum(short)
         step.watch(total)
         return total.to(rows.dtype), sent
 
+    def _shorten(self, rows: Tensor, size: int, keep: bool) -> tuple[Tensor, Optional[Tensor]]:
+        short = (rows if size == 1 else rows / size).to(self.dtype, copy=True)
+        return short, short.to(rows.dtype).mul_(size) if keep else None
+
     def mean_traffic(self, n: int, world_size: int) -> list[Traffic]:
         return [Traffic("all_reduce", self.packed_bytes(n))]
+
+    def scatter_traffic(self, shard: int, world_size: int) -> list[Traffic]:
+        return [Traffic("reduce_scatter", self.packed_bytes(world_size * shard))]
 
     def __repr__(self) -> str:
         return f"Cast({str(self.dtype).removeprefix('torch.')!r})"
@@ -105,7 +127,7 @@ class Quantize(Quantizer):
     The mean is taken in two phases, each of n bits/8 bytes per rank whatever the number of ranks:
 
         1. rank r receives part r of every rank's integers and takes the mean, in the working dtype
-        2. it encodes that mean again and all ranks gather it
+        2. it encodes that mean again and all ranks gather it; left out where each rank needs its part only
 
     With error feedback the owner of a part also keeps what the second encoding lost, times the number of ranks, so that
     the mean of all residuals accounts for both. Not linear; unbiased with `stochastic` and without feedback.
@@ -161,6 +183,12 @@ class Quantize(Quantizer):
 
     def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
         rows = work.flatten(1)
+        if block.shard is not None:
+            noise = self._noise(rows, step, block.names)
+            mine = yield from self._mean_part(rows, step, block.shard, noise, block.keep_rest)
+            step.watch(mine)
+            block.write_shard(mine, step.group.rank)
+            return
         into = block.targets[0].view(1, -1) if len(block.targets) == 1 else torch.empty_like(rows)
         yield from self._mean(rows, step, block.names, block.keep_rest, into)
         block.write(into)
@@ -175,28 +203,41 @@ class Quantize(Quantizer):
         chunk_bytes = self.packed_bytes(math.ceil(n / world_size))
         return [Traffic("all_to_all", world_size * chunk_bytes), Traffic("all_gather", chunk_bytes)]
 
+    def scatter_traffic(self, shard: int, world_size: int) -> list[Traffic]:
+        return [Traffic("all_to_all", world_size * self.packed_bytes(shard))]
+
     def _mean(self, rows: Tensor, step: Step, purpose: object, keep: bool, mean: Tensor) -> Exchange:
         """Put the mean of `rows` (rows, n) into `mean`; they become what was not sent, if that is to `keep`."""
         size, rank, n = step.group.size, step.group.rank, rows.shape[1]
         chunk = math.ceil(n / size)
-        parts = [rows[:, index * chunk : (index + 1) * chunk] for index in range(size)]  # the last ones may be short
-        noise = generator(rows.device, self.seed, step.number, purpose, rank) if self.stochastic else None
+        noise = self._noise(rows, step, purpose)
+        mine = yield from self._mean_part(rows, step, chunk, noise, keep)
+        packed_mine = self._new_packed(rows, len(rows), chunk)
+        self._encode(mine, packed_mine, chunk, noise, rest=keep)
+        if keep:
+            part = rows[:, rank * chunk : (rank + 1) * chunk]
+            part.add_(mine[:, : part.shape[1]], alpha=size)
+        everyone = (yield Gather(packed_mine.flatten())).reshape(size, *packed_mine.shape)
+        step.watch(self._scales(everyone, chunk))
+        for index, row in enumerate(everyone):
+            self._decode(row, mean[:, index * chunk : (index + 1) * chunk], chunk)
+
+    def _mean_part(
+        self, rows: Tensor, step: Step, chunk: int, noise: Optional[torch.Generator], keep: bool
+    ) -> Generator[Request, Tensor, Tensor]:
+        """The first phase: this rank's part (rows, chunk) of the mean. The last parts of `rows` may be short."""
+        size = step.group.size
         packed = self._new_packed(rows, size, len(rows), chunk)
-        for part, row in zip(parts, packed):
-            self._encode(part, row, chunk, noise, rest=keep)
+        for index, row in enumerate(packed):
+            self._encode(rows[:, index * chunk : (index + 1) * chunk], row, chunk, noise, rest=keep)
         received = yield Swap(packed.view(size, -1))
         mine = torch.empty_like(rows[:, :chunk])
         for index, row in enumerate(received.reshape(packed.shape)):
             self._decode(row, mine, chunk, add=index > 0)
-        mine.div_(size)
-        packed_mine = self._new_packed(rows, len(rows), chunk)
-        self._encode(mine, packed_mine, chunk, noise, rest=keep)
-        if keep:
-            parts[rank].add_(mine[:, : parts[rank].shape[1]], alpha=size)
-        everyone = (yield Gather(packed_mine.flatten())).reshape(packed.shape)
-        step.watch(self._scales(everyone, chunk))
-        for index, row in enumerate(everyone):
-            self._decode(row, mean[:, index * chunk : (index + 1) * chunk], chunk)
+        return mine.div_(size)
+
+    def _noise(self, rows: Tensor, step: Step, purpose: object) -> Optional[torch.Generator]:
+        return generator(rows.device, self.seed, step.number, purpose, step.group.rank) if self.stochastic else None
 
     def _encode(
         self, rows: Tensor, packed: Tensor, n: int, noise: Optional[torch.Generator], rest: bool = False
@@ -270,101 +311,3 @@ class Quantize(Quantizer):
 
     def __repr__(self) -> str:
         return f"Quantize({self.bits}{', stochastic=True' if self.stochastic else ''})"
-
-
-class Sign(Compressor):
-    """Send one bit per element and one scale per tensor, in the two phases of `Quantize`.
-
-        C(x) = s sign(x),  s = mean|x|,  sign(0) = 1
-
-    Both phases have their own residual: each rank for its tensors, and the owner of part r for the mean it encodes,
-
-        M_i = g_i + e_i        c = mean(C(M_i)) + d        out = C(c)        d' = c - C(c)
-
-    Not linear, biased; it needs error feedback to converge. On a small CNN of 500 steps the loss ended 1.3 % above the
-    dense one.
-
-    Args:
-        feedback: Error feedback; None turns off both residuals.
-        decay: How much of the old residual `decayed` keeps.
-        start_step: Steps with plain means before compression begins.
-        min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
-
-    Sources: EF-signSGD, Karimireddy et al. 2019, arXiv 1901.09847; two phases: 1-bit Adam, arXiv 2102.02888.
-    """
-
-    linear = False
-    unbiased = False
-    collective = "two_phase"
-
-    def __init__(
-        self,
-        feedback: Optional[FeedbackName] = "classic",
-        decay: float = 0.5,
-        start_step: int = 0,
-        min_numel: int = 1024,
-    ) -> None:
-        super().__init__(feedback, decay, start_step, min_numel)
-
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
-        rows, size = work.flatten(1), step.group.size
-        n, chunk = rows.shape[1], _sign_chunk(rows.shape[1], size)
-        scales = rows.abs().mean(1).float()
-        bits = pack_signs(pad(rows, size * chunk).view(len(rows), size, chunk))
-        send = torch.cat([bits, as_bytes(scales.unsqueeze(1)).unsqueeze(1).expand(-1, size, -1)], dim=2)
-        received = yield Swap(send.transpose(0, 1).reshape(size, -1))
-        parts = received.reshape(size, len(rows), -1)
-        mine = _mean_of((_decode_signs(part, rows.dtype) for part in parts), size)
-        if block.keep_rest:
-            sent = unpack_signs(bits, rows.dtype).flatten(1)[:, :n]
-            rows.sub_(sent.mul_(scales.to(rows.dtype).unsqueeze(1)))
-        everyone = yield Gather(self._encode_part(mine, n, block, step).flatten())
-        everyone = _decode_signs(everyone.reshape(size, len(rows), -1), rows.dtype)
-        step.watch(everyone)
-        block.write(everyone.transpose(0, 1).flatten(1)[:, :n])
-
-    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
-        chunk_bytes = _sign_chunk(math.prod(shape), world_size) // 8 + 4
-        return [Traffic("all_to_all", world_size * chunk_bytes), Traffic("all_gather", chunk_bytes)]
-
-    @staticmethod
-    def _encode_part(part: Tensor, n: int, block: Block, step: Step) -> Tensor:
-        """Encode this rank's part (names, chunk) of the mean, with its residual."""
-        chunk = part.shape[1]
-        valid = min(max(n - step.group.rank * chunk, 0), chunk)
-        part[:, valid:] = 0
-        if block.keep_rest:
-            held = [step.memory.read("server_residual", name, block.device) for name in block.names]
-            for row, old in zip(part, held):
-                if old is not None:
-                    row.add_(old)
-        scales = (part.abs().sum(1) / max(valid, 1)).float()
-        bits = pack_signs(part)
-        if block.keep_rest:
-            staged = step.memory.stage("server_residual", block.names, (chunk,), part.dtype, part.device)
-            torch.addcmul(
-                part, unpack_signs(bits, part.dtype), scales.to(part.dtype).unsqueeze(1), value=-1, out=staged
-            )
-            staged[:, valid:] = 0
-        return torch.cat([bits, as_bytes(scales.unsqueeze(1))], dim=1)
-
-    def __repr__(self) -> str:
-        return "Sign()"
-
-
-def _mean_of(tensors: Iterator[Tensor], count: int) -> Tensor:
-    """The mean of `count` tensors, summed in order; the first is overwritten."""
-    total = next(tensors)
-    for other in tensors:
-        total.add_(other)
-    return total.div_(count)
-
-
-def _decode_signs(messages: Tensor, dtype: torch.dtype) -> Tensor:
-    scales = from_bytes(messages[..., -4:], torch.float32).to(dtype)
-    return unpack_signs(messages[..., :-4], dtype).mul_(scales)
-
-
-def _sign_chunk(n: int, size: int) -> int:
-    """Elements of each rank's part: whole bytes."""
-    return 8 * math.ceil(n / (8 * size))

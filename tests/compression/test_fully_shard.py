@@ -112,10 +112,10 @@ def test_what_loses_nothing_equals_one_process(layout, group):
         assert steps.compressor.step == 5
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", ["powersgd", "topk_int8", "policy"])
 @distributed(world_size=4)
 def test_the_mean_is_that_of_the_same_compressor_in_an_own_loop(name, group):
-    """Bit for bit, on whole gradients."""
+    """Where the method needs the whole mean; the others leave out their second phase."""
     model = shard(network().double(), meshes("sharded")[0])
     compress_fully_shard(model, LOSSY[name]())
     found = train(model, group)
