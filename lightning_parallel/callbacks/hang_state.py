@@ -95,14 +95,13 @@ def _torch_groups() -> dict[str, dict[str, Any]]:
     if dump is None:
         return {}
     trace = json.loads(dump())
-    members = {name: json.loads(group["ranks"]) for name, group in trace.get("pg_config", {}).items() if group["ranks"]}
     groups: dict[str, dict[str, Any]] = {}
     for entry in trace.get("entries", ()):
         name, description = entry["process_group"]
         count = entry["collective_seq_id"]
         if not entry["is_p2p"] and count >= groups.get(name, {"count": -1})["count"]:
             last = entry["profiling_name"].partition(":")[2]
-            groups[name] = {"count": count, "last": last, "name": description, "ranks": members.get(name, [])}
+            groups[name] = {"count": count, "last": last, "name": description}
     return groups
 
 
@@ -134,7 +133,8 @@ def blame(states: Mapping[int, State], world_size: int) -> list[str]:
     """
     silent = [rank for rank in range(world_size) if rank not in states]
     lines = [f"rank {rank} does not answer: it is stopped, gone, or keeps Python's lock" for rank in silent]
-    absences = sorted(_absences(states), key=lambda absence: -absence[0])
+    absences = list(_absences(states, waited_for=True)) or list(_absences(states, waited_for=False))
+    absences.sort(key=lambda absence: -absence[0])
     waiting = {waiter for _, waiters, _, _ in absences for waiter in waiters}
     roots = [absence for absence in absences if absence[2] not in waiting]
     if not roots and not silent:  # in a circle: who made the others wait first
@@ -155,12 +155,13 @@ Absence = tuple[float, list[int], int, str]
 """Seconds for which ranks have been waiting, which, the rank that did not come, and that in words."""
 
 
-def _absences(states: Mapping[int, State]) -> Iterator[Absence]:
+def _absences(states: Mapping[int, State], waited_for: bool) -> Iterator[Absence]:
+    """What keeps ranks waiting; or what they have begun and may be waiting for where it cannot be seen, as in C++."""
     seen = set()
     for state in states.values():
         for flight in state.get("in_flight", ()):
             key = (flight["axis"], *flight["ranks"], flight["sequence"], flight["peer"], flight["tag"])
-            if flight["waited_for"] and key not in seen:
+            if flight["waited_for"] == waited_for and key not in seen:
                 seen.add(key)
                 yield from _absent(flight, state["rank"], states)
 
@@ -191,16 +192,15 @@ def _count(state: State, axis: str, ranks: list[int], op: str = "", peer: int | 
 def _behind(states: Mapping[int, State]) -> list[str]:
     """Ranks that have issued fewer collectives of torch's, or have done less, than others."""
     lines = []
-    groups = {name: group for state in states.values() for name, group in state.get("torch_groups", {}).items()}
+    groups = {name: made for state in states.values() for name, made in state.get("torch_groups", {}).items()}
     for name, group in groups.items():
-        made = {r: states[r]["torch_groups"].get(name, {}).get("count", 0) for r in group["ranks"] if r in states}
-        most = max(made.values(), default=0)
-        last = next((states[r]["torch_groups"][name]["last"] for r, count in made.items() if count == most), "")
-        late = [r for r, count in made.items() if count < most]
+        known = {r: state["torch_groups"][name] for r, state in states.items() if name in state.get("torch_groups", {})}
+        most = max(made["count"] for made in known.values())
+        last = next(made["last"] for made in known.values() if made["count"] == most)
+        late = [str(rank) for rank, made in known.items() if made["count"] < most]
         if late:
-            who = ", ".join(map(str, late))
-            lines.append(f"rank {who} did not enter {last}, call {most} of torch's group of ranks {group['ranks']}")
+            lines.append(f"rank {', '.join(late)} did not enter {last}, call {most} of torch's group {group['name']}")
     most = max((state["progress"] for state in states.values()), default=0)
     ahead = next((state["where"] for state in states.values() if state["progress"] == most), "")
-    late = [rank for rank, state in states.items() if state["progress"] < most]
-    return lines or [f"rank {rank} is behind: others have got to {ahead}" for rank in late]
+    behind = [rank for rank, state in states.items() if state["progress"] < most]
+    return lines or [f"rank {rank} is behind: others have got to {ahead}" for rank in behind]
