@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["fingerprint", "fingerprints"]
+__all__ = ["fingerprint", "fingerprints", "row_fingerprints"]
 
 _MIXER = 0x5851F42D4C957F2D  # odd, with bits all over; products wrap around
 _CHUNK = 1 << 20  # elements at a time, as they are widened to eight bytes
@@ -44,3 +44,15 @@ def _sum(tensor: Tensor) -> Tensor:
         values = integers[start : start + _CHUNK].to(torch.int64)
         total += (values * (places[: len(values)] + 2 * start)).mul_(_MIXER).sum()
     return total
+
+
+@torch.no_grad()
+def row_fingerprints(tensor: Tensor, elements: int = 256) -> Tensor:
+    """A 64-bit hash of each row, (rows,), of up to `elements` of its elements, evenly spread; on the same device."""
+    flat = tensor.detach().reshape(len(tensor), -1)
+    flat = flat[:, :: max(1, flat.shape[1] // elements)].contiguous()
+    if flat.element_size() not in _INTEGERS:
+        flat = torch.view_as_real(flat).flatten(1)
+    integers = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    places = 2 * torch.arange(integers.shape[1], device=flat.device) + 1
+    return (integers * places).sum(1).mul_(_MIXER)

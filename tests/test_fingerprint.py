@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_parallel.fingerprint import fingerprint, fingerprints
+from lightning_parallel.fingerprint import fingerprint, fingerprints, row_fingerprints
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex128]
 
@@ -35,3 +35,15 @@ def test_tensors_are_left_alone_and_longer_ones_hash_in_pieces(monkeypatch):
     monkeypatch.setattr("lightning_parallel.fingerprint._CHUNK", 32)
     assert fingerprints(tensors) == whole
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies))
+
+
+def test_rows_are_told_apart_by_evenly_spread_elements():
+    rows = torch.randn(4, 3, 1000)
+    hashes = row_fingerprints(rows)
+    assert hashes.shape == (4,)
+    assert torch.equal(row_fingerprints(rows.flip(0)), hashes.flip(0))
+    changed = rows.clone()
+    changed[2] += 1
+    assert (row_fingerprints(changed) != hashes).tolist() == [False, False, True, False]
+    assert len(set(row_fingerprints(torch.arange(5)).tolist())) == 5
+    assert row_fingerprints(torch.zeros(3, 0)).tolist() == [0, 0, 0]

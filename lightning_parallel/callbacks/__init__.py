@@ -3,6 +3,7 @@
 from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.communication import CommunicationProfiler
 from lightning_parallel.callbacks.compression_monitor import CompressionMonitor
+from lightning_parallel.callbacks.data_sharding import DataShardingMonitor
 from lightning_parallel.callbacks.hang import HangReporter
 from lightning_parallel.callbacks.memory import MemoryProfiler
 from lightning_parallel.callbacks.pipeline_timeline import PipelineTimeline
@@ -16,6 +17,7 @@ __all__ = [
     "Accumulator",
     "CommunicationProfiler",
     "CompressionMonitor",
+    "DataShardingMonitor",
     "HangReporter",
     "MeasuringCallback",
     "MemoryProfiler",
