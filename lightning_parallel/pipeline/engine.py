@@ -25,7 +25,7 @@ from lightning_parallel.pipeline.linear import split_linears
 from lightning_parallel.pipeline.measure import Costs, count_parameters, measure
 from lightning_parallel.pipeline.microbatch import Split, num_samples, split_batch
 from lightning_parallel.pipeline.observe import Step, observe, read_off, try_stages
-from lightning_parallel.pipeline.p2p import Agreements
+from lightning_parallel.pipeline.p2p import Agreements, Channels
 from lightning_parallel.pipeline.partition import Balance, cut_layers, stage_costs
 from lightning_parallel.pipeline.runtime import Run, StepResult
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
@@ -58,7 +58,7 @@ class PipelineEngine:
         split: Splits a batch into microbatches; by default along the sample dimension.
         weigh: Gives the weight of a microbatch in the loss; by default its number of samples. To weight by tokens,
             count them here, and return the mean over tokens from the step.
-        gradient_group: A second group of the same ranks, for a backend that cannot tell messages apart by tag (NCCL).
+        channels: Groups of the same ranks, for a backend that cannot tell messages apart by tag (NCCL).
         alike: The ranks whose models must be cut alike, the world in a mesh of several axes; by default `group`.
 
     Raises:
@@ -78,10 +78,10 @@ class PipelineEngine:
         device: torch.device | None = None,
         split: Split = split_batch,
         weigh: Callable[[Any], float] = num_samples,
-        gradient_group: Group | None = None,
+        channels: Channels | None = None,
         alike: Group | None = None,
     ) -> None:
-        self.module, self.group, self.gradient_group = module, group, gradient_group
+        self.module, self.group, self.channels = module, group, channels
         self.split, self.weigh = split, weigh
         trunk = find_trunk(module, group.size if callable(schedule) else schedule.num_stages, layers)
         device = device or next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
@@ -253,7 +253,7 @@ class PipelineEngine:
             self._demands,
             scale,
             seed=int(torch.randint(2**62, ()).item()),
-            gradient_group=self.gradient_group,
+            channels=self.channels,
         )
         return run()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,12 +28,17 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule
 
-__all__ = ["Agreements", "Boundary", "Links", "Message", "TensorSpec"]
+__all__ = ["Agreements", "Boundary", "Channels", "Links", "Message", "TensorSpec"]
 
 _TAGS = {Kind.F: 1, Kind.I: 2}
 _HEADER_BYTES = 24
 _SMALL_BYTES = 1 << 16  # up to here a message costs more than a copy
 _Key = tuple[int, int]
+Channels = Mapping[tuple[Kind, bool], Group]
+"""A group of the same ranks for each kind of message (F or I) and direction (to a higher rank?).
+
+For NCCL, which knows no tags: between two ranks, messages of one group are carried one after the other, both ways.
+"""
 
 
 class TensorSpec(NamedTuple):
@@ -102,7 +107,7 @@ class Links:
         schedule: What will run; `group`'s position r runs row r.
         device: Where the tensors are.
         agreements: Kept from step to step.
-        gradient_group: The group for gradients, where a backend cannot tell messages apart by tag.
+        channels: See `Channels`; by default all messages pass through `group`.
     """
 
     def __init__(
@@ -111,10 +116,10 @@ class Links:
         schedule: Schedule,
         device: torch.device,
         agreements: Agreements,
-        gradient_group: Group | None = None,
+        channels: Channels | None = None,
     ) -> None:
         self.group, self.device, self.agreements = group, device, agreements
-        self.gradient_group = gradient_group or group
+        self.channels = channels or {}
         self.stage_ranks = schedule.stage_ranks
         self._local: dict[tuple[Kind, int, int], Any] = {}
         self._sent: dict[_Key, tuple[Boundary, list[Pending]]] = {}
@@ -128,6 +133,10 @@ class Links:
                     self._activations[sender] = _Activations(self, sender, made)
                 else:
                     self._gradients[sender] = _Gradients(self, sender, made)
+
+    def channel(self, kind: Kind, sender: int, receiver: int) -> Group:
+        """The group through which messages of a kind go from one rank to another."""
+        return self.channels.get((kind, receiver > sender), self.group)
 
     def send_activations(self, stage: int, microbatch: int, message: Message) -> None:
         """Hand the output of `stage` on to the next."""
@@ -148,7 +157,8 @@ class Links:
             self.agreements.sent[stage] = boundary
             wire.append(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self.device))
             wire += message.tensors
-        sends = [comm.isend(t.contiguous(), self.group, receiver, _TAGS[Kind.F]) for t in wire if t.numel()]
+        to = self.channel(Kind.F, self.group.rank, receiver)
+        sends = [comm.isend(t.contiguous(), to, receiver, _TAGS[Kind.F]) for t in wire if t.numel()]
         self._sent[stage, microbatch] = (boundary, sends)
         for gradients in self._gradients.values():
             gradients.post()
@@ -170,9 +180,10 @@ class Links:
         if receiver == self.group.rank:
             self._local[Kind.I, stage, microbatch] = list(gradients)
             return
+        to = self.channel(Kind.I, self.group.rank, receiver)
         self._returned[receiver].append(
             [
-                comm.isend(gradient.contiguous(), self.gradient_group, receiver, _TAGS[Kind.I])
+                comm.isend(gradient.contiguous(), to, receiver, _TAGS[Kind.I])
                 for gradient in gradients
                 if gradient.numel()
             ]
@@ -271,6 +282,7 @@ class _Activations:
 
     def __init__(self, links: Links, sender: int, made: Sequence[Action]) -> None:
         self.links, self.sender = links, sender
+        self.group = links.channel(Kind.F, sender, links.group.rank)
         self.coming = deque((action.stage, action.microbatch) for action in made)
         self.header: _Posted | None = None
         self.expected: list[_Posted] = []
@@ -321,7 +333,7 @@ class _Activations:
         return torch.empty(count, dtype=torch.uint8, device=self.links.device)
 
     def _begin(self, tensor: Tensor) -> _Posted:
-        return _Posted.begin(tensor, self.links.group, self.sender, _TAGS[Kind.F])
+        return _Posted.begin(tensor, self.group, self.sender, _TAGS[Kind.F])
 
     def _begin_all(self, boundary: Boundary) -> list[_Posted]:
         return [self._begin(spec.empty(self.links.device)) for spec in boundary.tensors]
@@ -337,6 +349,7 @@ class _Gradients:
 
     def __init__(self, links: Links, sender: int, made: Sequence[Action]) -> None:
         self.links, self.sender = links, sender
+        self.group = links.channel(Kind.I, sender, links.group.rank)
         self.coming = deque((action.stage - 1, action.microbatch) for action in made)
         self.expected: list[_Posted] | None = None
 
@@ -345,9 +358,9 @@ class _Gradients:
             boundary = self.links.boundary_sent(*self.coming[0])
             if boundary is not None:
                 specs = [spec for spec in boundary.tensors if spec.requires_grad]
-                group = self.links.gradient_group
                 self.expected = [
-                    _Posted.begin(spec.empty(self.links.device), group, self.sender, _TAGS[Kind.I]) for spec in specs
+                    _Posted.begin(spec.empty(self.links.device), self.group, self.sender, _TAGS[Kind.I])
+                    for spec in specs
                 ]
 
     def take(self, action: Action) -> list[Tensor]:

@@ -26,7 +26,7 @@ from lightning_parallel.pipeline.actions import Action, Kind, Schedule
 from lightning_parallel.pipeline.cut import Cut
 from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing
 from lightning_parallel.pipeline.observe import Step
-from lightning_parallel.pipeline.p2p import Agreements, Boundary, Links, Message, TensorSpec
+from lightning_parallel.pipeline.p2p import Agreements, Boundary, Channels, Links, Message, TensorSpec
 from lightning_parallel.pipeline.randomness import mixed, random_state_kept, seed_all, seed_torch, seeded
 from lightning_parallel.pipeline.simulate import Timeline
 from lightning_parallel.pipeline.stage import (
@@ -101,12 +101,12 @@ class Run:
         demands: dict[int, list[Demand]],
         scale: float | Tensor = 1.0,
         seed: int = 0,
-        gradient_group: Group | None = None,
+        channels: Channels | None = None,
     ) -> None:
         self.cut, self.group, self.schedule, self.step = cut, group, schedule, step
         self.microbatches, self.weights, self.scale, self.seed = microbatches, weights, scale, seed
         self.demands = demands
-        self.links = Links(group, schedule, cut.device, agreements, gradient_group)
+        self.links = Links(group, schedule, cut.device, agreements, channels)
         self.training = schedule.is_training
         self.anchor = torch.empty(0, device=cut.device, requires_grad=True)
         self.flights: dict[tuple[int, int], _Flight] = {}

@@ -22,6 +22,7 @@ from lightning_parallel import comm
 from lightning_parallel import stage_checkpoint as stages
 from lightning_parallel.compression import Reducer
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
+from lightning_parallel.pipeline.actions import Kind
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.join import join_outputs
 from lightning_parallel.pipeline.microbatch import num_samples, split_batch
@@ -149,10 +150,12 @@ class HybridParallelStrategy(TensorParallelStrategy):
         trainer = module.trainer
         if "_pipeline_order" not in module.__dict__:
             module.__dict__["_pipeline_order"] = tuple(module.state_dict()), tuple(dict(module.named_parameters()))
-        gradient_group = self.groups.another(PIPELINE) if self.root_device.type == "cuda" else None
+        channels = None
+        if self.root_device.type == "cuda":
+            channels = {(kind, up): self.groups.another(PIPELINE) for kind in (Kind.F, Kind.I) for up in (True, False)}
         example = self._example(trainer) if "_pipeline_engine" not in module.__dict__ else None
         with undone(module):
-            self.engine = cut_stages(module, self.pipelining, self.groups, self.root_device, example, gradient_group)
+            self.engine = cut_stages(module, self.pipelining, self.groups, self.root_device, example, channels)
         assert self.engine is not None
         share_metrics(module, self.groups.pipeline_parallel, self.engine.last_rank, lambda: self._in_step)
 

@@ -26,6 +26,7 @@ from lightning_parallel.pipeline.choose import Workload, choose_schedule
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.measure import Costs
 from lightning_parallel.pipeline.microbatch import Split, num_samples
+from lightning_parallel.pipeline.p2p import Channels
 from lightning_parallel.pipeline.partition import Balance
 from lightning_parallel.pipeline.schedule import Schedule, build_schedule
 from lightning_parallel.strategies import replicas
@@ -88,12 +89,13 @@ def cut_stages(
     groups: MeshGroups,
     device: torch.device,
     example: tuple[Callable[[Any], Any], Any] | None,
-    gradient_group: Group | None = None,
+    channels: Channels | None = None,
 ) -> PipelineEngine | None:
     """Divide `module` over the pipeline axis, once.
 
     Args:
         example: A step, and the first batch for it.
+        channels: Groups for messages between stages.
 
     Raises:
         ValueError: On every rank: see `PipelineEngine`; also if the module was cut for other ranks.
@@ -114,7 +116,7 @@ def cut_stages(
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     failure: Exception | None = None
     try:
-        engine = _cut(module, how, groups, device, example, gradient_group)
+        engine = _cut(module, how, groups, device, example, channels)
     except (TypeError, ValueError) as error:
         failure = error
     comm.raise_together(failure, groups.world)
@@ -146,7 +148,7 @@ def _cut(
     groups: MeshGroups,
     device: torch.device,
     example: tuple[Callable[[Any], Any], Any] | None,
-    gradient_group: Group | None,
+    channels: Channels | None,
 ) -> PipelineEngine:
     ranks = groups.pipeline_parallel.size
     samples = None if example is None else _samples(how.split(example[1], 1))
@@ -176,7 +178,7 @@ def _cut(
         device=device,
         split=how.split,
         weigh=how.weigh,
-        gradient_group=gradient_group,
+        channels=channels,
         alike=groups.world,
     )
 

@@ -1,8 +1,14 @@
 """A step through the pipeline against the same step in one process: loss and every gradient by name."""
 
+from unittest import mock
+
 import pytest
 import torch
 
+from lightning_parallel import comm
+from lightning_parallel.comm import MeshGroups
+from lightning_parallel.mesh import PIPELINE, Mesh
+from lightning_parallel.pipeline.actions import Kind
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import build_schedule
 from tests.harness import distributed
@@ -83,3 +89,16 @@ def test_four_ranks(group, builder, schedule):
 @distributed(world_size=2)
 def test_both_ends_on_one_rank(group, builder):
     compare(group, builder, "zbv", 3)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
+@distributed(world_size=2)
+def test_channels_of_their_own(group, schedule):
+    groups = MeshGroups(Mesh(pipeline_parallel=2))
+    channels = {(kind, up): groups.another(PIPELINE) for kind in (Kind.F, Kind.I) for up in (True, False)}
+    with mock.patch.object(comm, "isend", wraps=comm.isend) as sent:
+        compare(groups.pipeline_parallel, "mlp", schedule, channels=channels)
+    directions = {(call.args[1].process_group, call.args[2] > group.rank) for call in sent.call_args_list}
+    used = {process_group for process_group, _ in directions}
+    assert len(directions) == len(used), "one direction per group"
+    assert used <= {channel.process_group for channel in channels.values()}
