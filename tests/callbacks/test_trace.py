@@ -1,6 +1,10 @@
 """The trace of all ranks: valid, on one clock, with every message's arrow."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 
@@ -189,3 +193,25 @@ def test_events_of_the_profiler_lie_within_the_span_that_they_ran_in(tmp_path):
     assert product["pid"] == 0
     with pytest.raises(ValueError, match="rank 7"):
         add_kineto(trace, read_trace(tmp_path / "kineto.json"), rank=7)
+
+
+CLOCK_SCRIPT = """
+import sys, torch.distributed as dist
+from lightning_parallel.callbacks.clock import clock_id, compare_clocks
+from lightning_parallel.comm import Group
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+print(compare_clocks(Group.of(), clock_id()).offset_ns)
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_a_process_in_another_time_namespace_is_set_back(tmp_path):
+    command = [sys.executable, "-c", CLOCK_SCRIPT, str(tmp_path / "rendezvous")]
+    inside = ["unshare", "-T", "--monotonic", "5000", "--fork", *command, "1"]
+    if subprocess.run(["unshare", "-T", "true"], capture_output=True).returncode:
+        pytest.skip("this kernel has no time namespaces, or does not let us make one")
+    ranks = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for words in ([*command, "0"], inside)]
+    first, second = (int(rank.communicate(timeout=90)[0].split()[-1]) for rank in ranks)
+    assert first == 0
+    assert second / 1e9 == pytest.approx(-5000, abs=0.1)
