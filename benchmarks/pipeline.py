@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -211,7 +212,7 @@ def cut(group: Group, console: Console, repeats: int) -> None:
         engine = PipelineEngine(clock.model, group, schedule, example=(clock.step, ids[:rows]), balance=counts)
         start = sum(counts[: group.rank])
         clock.watch(start, start + counts[group.rank] - 1)
-        spent = [clock.spent(lambda: engine.forward(clock.step, ids)) for _ in range(repeats + 1)][1:]
+        spent = [clock.spent(partial(engine.forward, clock.step, ids)) for _ in range(repeats + 1)][1:]
         before, after = (min(part) * 1e3 for part in zip(*spent))
         after *= group.rank < RANKS - 1  # norm, head and loss are the last stage's own
         for rank, parts in enumerate(comm.all_gather_object((before, after, before + after), group)):

@@ -1,0 +1,131 @@
+"""A data-parallel training step: the gradient reducer beside torch's DistributedDataParallel, as ratios.
+
+    python benchmarks/data_parallel.py [--ranks 2] [--threads 1] [--rounds 12]
+
+Both sides train equal copies of a model in one process group, in turn, a few steps each; which of them begins
+alternates. A step is forward, backward with its reduction, and SGD. The ratio of medians is over all steps, the ratio
+of minima over the best step of each; the range is that of the ratios of each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_parallel.comm import Group
+from lightning_parallel.data_parallel import GradientReducer
+
+STEPS = 4
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    """Few large weights."""
+    layers = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(8)]
+    return nn.Sequential(*layers), torch.randn(64, 1024)
+
+
+def transformer(width: int, depth: int, tokens: int) -> tuple[nn.Module, Tensor]:
+    """Encoder blocks as torch has them, norms and biases included."""
+    layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False), torch.randn(tokens // 64, 64, width)
+
+
+def deep() -> tuple[nn.Module, Tensor]:
+    """Very many small weights."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(200))), torch.randn(64, 64)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "MLP, 8 x 1024": mlp,
+    "transformer, 8 x 256, 256 tokens": lambda: transformer(256, 8, 256),
+    "transformer, 8 x 512, 256 tokens": lambda: transformer(512, 8, 256),
+    "transformer, 8 x 512, 1024 tokens": lambda: transformer(512, 8, 1024),
+    "200 layers of 64": deep,
+}
+
+
+def sides(build: Callable[[], tuple[nn.Module, Tensor]], group: Group) -> list[Callable[[], None]]:
+    """One step of ours, one step of torch's."""
+    torch.manual_seed(0)
+    module, x = build()
+    peer, _ = build()
+    peer.load_state_dict(module.state_dict())
+    reducer = GradientReducer(dict(module.named_parameters()), group)
+    wrapped = DistributedDataParallel(peer)
+
+    def stepper(called: nn.Module, reduce: Callable[[], None]) -> Callable[[], None]:
+        optimizer = torch.optim.SGD(called.parameters(), lr=1e-3)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            called(x).square().mean().backward()
+            reduce()
+            optimizer.step()
+
+        return step
+
+    return [stepper(module, reducer.reduce), stepper(wrapped, lambda: None)]
+
+
+def compare(steps: list[Callable[[], None]], rounds: int) -> list[list[list[float]]]:
+    """Seconds of each step by side and round; every step begins together on all ranks."""
+    times: list[list[list[float]]] = [[], []]
+    for number in range(rounds + 1):
+        for side in (0, 1) if number % 2 else (1, 0):
+            taken = []
+            for _ in range(STEPS):
+                dist.barrier()
+                start = time.perf_counter()
+                steps[side]()
+                taken.append(time.perf_counter() - start)
+            times[side].append(taken)
+    return [side[1:] for side in times]  # the first round is for warming up
+
+
+def work(rank: int, ranks: int, threads: int, rounds: int, file: str) -> None:
+    """Measure every model; rank 0 prints."""
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+    group = Group.of(axis="data_parallel")
+    for name, build in MODELS.items():
+        ours, peer = compare(sides(build, group), rounds)
+        flat = [sum(side, []) for side in (ours, peer)]
+        median, best = ([reduce(side) for side in flat] for reduce in (statistics.median, min))
+        by_round = [statistics.median(a) / statistics.median(b) for a, b in zip(ours, peer)]
+        if rank == 0:
+            print(
+                f"{name:36} {median[0] * 1e3:9.2f} {median[1] * 1e3:9.2f} {median[0] / median[1]:9.3f}"
+                f" {best[0] / best[1]:9.3f}   {min(by_round):.2f} .. {max(by_round):.2f}",
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="computing threads of each rank")
+    parser.add_argument("--rounds", type=int, default=12)
+    arguments = parser.parse_args()
+    print(f"{arguments.ranks} ranks, gloo, {arguments.threads} threads each; target: <= 1.05")
+    print(f"{'':36} {'ours ms':>9} {'DDP ms':>9} {'medians':>9} {'minima':>9}   rounds")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(
+            work,
+            args=(arguments.ranks, arguments.threads, arguments.rounds, f"{folder}/ranks"),
+            nprocs=arguments.ranks,
+        )
+
+
+if __name__ == "__main__":
+    main()
