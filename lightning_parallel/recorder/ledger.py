@@ -35,15 +35,25 @@ class Ledger:
 
     def enter(self, phase: str, now_ns: int) -> None:
         """Charge what follows to `phase`, until `leave`."""
-        self._charge(now_ns)
         around = self._phases[-1]
+        self._charged[around] += now_ns - self.last_ns
+        self.last_ns = now_ns
         self._phases.append(around if around in self._absorbing else phase)
 
     def leave(self, now_ns: int) -> None:
         """Charge what follows to the phase around the current one."""
-        self._charge(now_ns)
-        if len(self._phases) > 1:
-            self._phases.pop()
+        phases = self._phases
+        self._charged[phases[-1]] += now_ns - self.last_ns
+        self.last_ns = now_ns
+        if len(phases) > 1:
+            phases.pop()
+
+    def spend(self, phase: str, start_ns: int, end_ns: int) -> None:
+        """Charge the time between two moments to `phase`, as `enter` and `leave` would; nothing happened between."""
+        around = self._phases[-1]
+        self._charged[around] += start_ns - self.last_ns
+        self._charged[around if around in self._absorbing else phase] += end_ns - start_ns
+        self.last_ns = end_ns
 
     def move(self, phase: str, start_ns: int, end_ns: int, now_ns: int) -> int:
         """Charge the time between two moments to `phase` instead of the current one, as far as the latter has any."""

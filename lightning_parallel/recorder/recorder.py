@@ -7,6 +7,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
 from types import TracebackType
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 Facts = tuple[Any, ...]
+
+_new_span = partial(tuple.__new__, Span)  # a third of the time of `Span(...)`
 
 
 class DeviceClock(Protocol):
@@ -126,11 +129,12 @@ class Flight:
 
     def __enter__(self) -> None:
         """The calling thread is held up, between stages by the pipeline."""
-        between_stages = self.peer is not None or self.axis == "pipeline_parallel"
-        self._held.append(self._recorder.enter("pipeline_wait" if between_stages else "communication_exposed"))
+        self._held.append(self._recorder.now())
 
     def __exit__(self, *_: object) -> None:
-        self._held.append(self._recorder.leave())
+        between_stages = self.peer is not None or self.axis == "pipeline_parallel"
+        phase = "pipeline_wait" if between_stages else "communication_exposed"
+        self._held.append(self._recorder.spend(phase, self._held[-1]))
 
     def held_until(self, end: Any) -> Any:
         """Others held the calling thread up until `end`, from when it was last let go, which is returned."""
@@ -142,11 +146,12 @@ class Flight:
         """The calling thread has the result: since `end`, or since it was last held up."""
         recorder = self._recorder
         recorder.in_flight.pop(id(self), None)
+        held = self._held
         if end is None:
-            end = self._held[-1] if self._held else recorder.now()
-        group = (self.ranks, self.peer, self.dtype, get_ident(), self.sequence, self.tag)
-        facts = ("communication", self.op, recorder.step, None, None, self.axis, self.op, self.bytes, *group)
-        recorder.add(facts, self.start, end, self.complete, *self._held)
+            end = held[-1] if held else recorder.now()
+        who = self.ranks, self.peer, self.dtype, get_ident()
+        what = "communication", self.op, recorder.step, None, None, self.axis, self.op, self.bytes
+        recorder.add((*what, *who, self.sequence, self.tag), self.start, end, self.complete, *held)
 
 
 class Recorder:
@@ -162,6 +167,7 @@ class Recorder:
         step: Number of the open window.
         now: Reads the clock: nanoseconds, or a mark of the device clock.
         in_flight: Communications that have begun and not ended.
+        add: Keeps a finished span, see `_keep`.
         calls: What was issued in each group, by axis and ranks; messages by axis, ranks, operation, peer and tag.
     """
 
@@ -184,6 +190,7 @@ class Recorder:
         self._ended: list[Span] = []
         self._windows: list[Window] = []
         self._unread: deque[tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = deque()
+        self.add: Callable[..., None] = self._keep if clock is None else self._keep_later
 
     # ------------------------------------------------------------------------------------------------------- phases
 
@@ -213,6 +220,16 @@ class Recorder:
                 self._unread.append((self._ledger.leave, (), (now,)))
         return now
 
+    def spend(self, phase: str, start: Any) -> Any:
+        """Charge the main thread's time since `start`, in which no phase began or ended; returns `now()`."""
+        now = self.now()
+        if get_ident() == self.main_thread or self.is_main_thread():
+            if self.clock is None:
+                self._ledger.spend(phase, start, now)
+            else:
+                self._unread.append((self._ledger.spend, (phase,), (start, now)))
+        return now
+
     def move(self, phase: str, start: Any, end: Any) -> None:
         """Charge the time between two moments, as `now()` gave them, to `phase` instead of the innermost one."""
         if self.is_main_thread():
@@ -220,46 +237,44 @@ class Recorder:
 
     # -------------------------------------------------------------------------------------------------------- spans
 
-    def add(self, facts: Facts, start: Any, end: Any, complete: Any = None, *held: Any) -> None:
-        """Keep a finished span, with its times as `now()` gave them.
-
-        Args:
-            facts: The fields of `Span` in their order, but those that are times.
-            start: When it began.
-            end: When it ended.
-            complete: When a communication was over, if that is known.
-            held: From when to when the calling thread was held up, any number of times.
-        """
-        if self.clock is None:
-            self._keep(facts, start, end, complete, *held)
-        else:
-            self._unread.append((self._keep, (facts,), (start, end, complete, *held)))
-
     def calls_of(
         self, axis: str, ranks: tuple[int, ...], op: str = "", peer: int | None = None, tag: int | None = None
     ) -> Calls:
         """What was issued in a group; messages count apart, by peer, direction and tag."""
         key = (axis, ranks) if peer is None else (axis, ranks, op, peer, tag)
-        if key not in self.calls:
-            self.calls[key] = Calls()
-        return self.calls[key]
+        calls = self.calls.get(key)
+        if calls is None:
+            calls = self.calls[key] = Calls()
+        return calls
 
     def last_steps(self, count: int) -> list[Span]:
         """The spans of the last `count` steps, oldest first; from any thread."""
         first = self.step - count
         return [span for span in list(self.spans) if span.step > first]
 
-    def _keep(self, facts: Facts, start_ns: int, end_ns: int, complete_ns: int | None, *held_ns: int) -> None:
+    def _keep(self, facts: Facts, start_ns: int, end_ns: int, complete_ns: int | None = None, *held_ns: int) -> None:
+        """Keep a finished span, with its times as `now()` gave them.
+
+        Args:
+            facts: The fields of `Span` in their order, but those that are times.
+            start_ns: When it began.
+            end_ns: When it ended.
+            complete_ns: When a communication was over, if that is known.
+            held_ns: From when to when the calling thread was held up, any number of times.
+        """
         category, name, step, stage, microbatch, axis, op, num_bytes, ranks, peer, dtype, thread, sequence, tag = facts
-        blocked_ns = sum(max(0, end - begin) for begin, end in zip(held_ns[::2], held_ns[1::2]))
+        blocked_ns = 0
+        for index in range(0, len(held_ns), 2):
+            blocked_ns += max(0, held_ns[index + 1] - held_ns[index])
         in_flight = None if complete_ns is None else complete_ns - start_ns
-        where = (stage, microbatch, axis, op, num_bytes)
-        span = Span(
-            *(category, name, start_ns, end_ns, step, *where, blocked_ns),
-            *(ranks, peer, dtype, thread, in_flight, sequence, tag),
-        )
+        where = stage, microbatch, axis, op, num_bytes
+        who = ranks, peer, dtype, thread
+        span = _new_span((category, name, start_ns, end_ns, step, *where, blocked_ns, *who, in_flight, sequence, tag))
         self.spans.append(span)
         self._ended.append(span)
+
+    def _keep_later(self, facts: Facts, start: Any, end: Any, complete: Any = None, *held: Any) -> None:
+        self._unread.append((self._keep, (facts,), (start, end, complete, *held)))
 
     # ------------------------------------------------------------------------------------------------------ windows
 

@@ -1,0 +1,196 @@
+"""What measuring costs: a step with all callbacks beside one without, in turn, and the cost of a span.
+
+    python benchmarks/profiling.py [--step 0.05] [--blocks 8] [--steps 25] [--ranks 2]
+
+Every step waits for `--step` seconds, as if a device computed, and runs a small tensor-parallel model besides, whose
+collectives are recorded. Runs with and without callbacks alternate, so that a change of the machine's speed meets both;
+what is compared are medians over all steps. Exchanges between ranks come every 10 steps, five times as often as by
+default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+from sleeping import pause
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import TensorParallelStrategy, recorder
+from lightning_parallel.callbacks import (
+    CommunicationProfiler,
+    MemoryProfiler,
+    PipelineTimeline,
+    StepBreakdown,
+    StragglerMonitor,
+    Throughput,
+)
+from lightning_parallel.callbacks.communication import CommunicationAccumulator
+from lightning_parallel.callbacks.step_breakdown import BreakdownAccumulator
+from lightning_parallel.recorder import Flight, Recorder
+
+MOST_SHARE, MOST_SPAN_S = 0.01, 3e-6
+WARMUP = 3
+
+
+class Model(LightningModule):
+    """Eight tensor-parallel blocks, and a wait."""
+
+    def __init__(self, step_s: float) -> None:
+        super().__init__()
+        self.step_s = step_s
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(8))
+        )
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        """The mean square of what the blocks give."""
+        pause(self.step_s)
+        return self.blocks(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Clock(Callback):
+    """The time from the end of one step to the end of the next."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Note the time."""
+        self.ends.append(time.perf_counter())
+
+    @property
+    def steps(self) -> list[float]:
+        """Seconds of each step after the first."""
+        return [end - start for start, end in zip(self.ends[WARMUP:], self.ends[WARMUP + 1 :])]
+
+
+def _measuring() -> list[Callback]:
+    often = {"exchange_every": 10, "show_table": False}
+    makers: tuple[Callable[..., Callback], ...] = (
+        StepBreakdown,
+        CommunicationProfiler,
+        PipelineTimeline,
+        Throughput,
+        StragglerMonitor,
+    )
+    return [*(make(**often) for make in makers), MemoryProfiler(show_table=False)]
+
+
+def _block(arguments: argparse.Namespace, callbacks: list[Callback]) -> list[float]:
+    """Step times of one run."""
+    clock = Clock()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=arguments.ranks,
+        strategy=TensorParallelStrategy(arguments.ranks) if arguments.ranks > 1 else "auto",
+        callbacks=[*callbacks, clock],
+        max_steps=arguments.steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    torch.manual_seed(0)
+    trainer.fit(Model(arguments.step), DataLoader(torch.randn(4 * arguments.steps, 64), batch_size=4))
+    return clock.steps
+
+
+def _worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(arguments.ranks))
+    torch.set_num_threads(1)
+    if arguments.ranks > 1:
+        store = dist.FileStore(f"{folder}/rendezvous", arguments.ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.ranks)
+    off, on = list[float](), list[float]()
+    for block in range(2 * arguments.blocks):
+        measured = block % 2 == 1
+        (on if measured else off).extend(_block(arguments, _measuring() if measured else []))
+    if rank == 0:
+        _print(arguments, off, on)
+
+
+def _print(arguments: argparse.Namespace, off: list[float], on: list[float]) -> None:
+    cost = statistics.median(on) - statistics.median(off)
+    table = Table(title=f"all callbacks, {len(on)} steps each, {arguments.ranks} rank(s)")
+    for header in ("", "found", "at most"):
+        table.add_column(header, justify="right")
+    share = cost / statistics.median(off)
+    table.add_row("cost of measuring a step / the step", f"{share:.2%}", f"{MOST_SHARE:.0%}")
+    for name, seconds in _spans().items():
+        limit = f"{MOST_SPAN_S * 1e6:.0f} us" if "off" not in name else ""
+        table.add_row(name, f"{seconds * 1e6:.2f} us", limit)
+    Console().print(table)
+    print(
+        f"median step without callbacks {statistics.median(off) * 1e3:.2f} ms, with {statistics.median(on) * 1e3:.2f} ms"
+    )
+
+
+def _spans(count: int = 20_000, repeats: int = 5) -> dict[str, float]:
+    """Seconds of one span: as a phase, as a communication, what the accumulators add to that, and with nothing on."""
+
+    def phases() -> None:
+        for _ in range(count):
+            with recorder.span("forward", "forward"):
+                pass
+
+    def communications() -> None:
+        active = recorder.active()
+        assert active is not None
+        for _ in range(count):
+            flight = Flight(active, "all_reduce", "tensor_parallel", (0, 1), 1024, "float32", None)
+            with flight:
+                pass
+            flight.land()
+
+    def accumulation() -> None:
+        communication, breakdown = CommunicationAccumulator(0, True, {}, []), BreakdownAccumulator({"rank": 0})
+        communication.add(window)
+        breakdown.add(window)
+
+    found = {"a span with recording off": min(_seconds(phases) for _ in range(repeats)) / count}
+    with recorder.activate(Recorder()) as active:
+        found["a phase"] = min(_seconds(phases) for _ in range(repeats)) / count
+        active.close_step()
+        found["a communication"] = min(_seconds(communications) for _ in range(repeats)) / count
+        (window,) = active.close_step()
+    found["adding it up"] = min(_seconds(accumulation) for _ in range(repeats)) / len(window.spans)
+    return found
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Compare and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", type=float, default=0.05, help="seconds of a step")
+    parser.add_argument("--blocks", type=int, default=8, help="runs with, and as many without")
+    parser.add_argument("--steps", type=int, default=25, help="steps of a run")
+    parser.add_argument("--ranks", type=int, default=2)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_worker, (arguments, folder), nprocs=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()
