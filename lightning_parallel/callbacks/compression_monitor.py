@@ -34,7 +34,7 @@ class CompressionAccumulator(Accumulator):
         self._reducer = reducer
         self._seen, self._counted_after = reducer.step, reducer.step + warmup_steps
         self._compared = reducer.compared
-        self._steps = 0
+        self._steps = self._timed = 0
         self._seconds = dict.fromkeys(TIMES, 0.0)
         self._bytes: dict[str, Numbers] = {}  # by compressor
         self._names: dict[str, set[str]] = {}
@@ -54,7 +54,9 @@ class CompressionAccumulator(Accumulator):
         if self._seen <= self._counted_after:
             return
         self._steps += 1
-        seconds = {key: getattr(self._reducer.seconds, key) for key in TIMES}
+        # Plain means that DDP takes by itself are not timed.
+        seconds = {} if self._reducer.plain else {key: getattr(self._reducer.seconds, key) for key in TIMES}
+        self._timed += bool(seconds)
         for key, value in seconds.items():
             self._seconds[key] += value
         sent: Numbers = {"dense_bytes": 0, "sent_bytes": 0}
@@ -92,7 +94,7 @@ class CompressionAccumulator(Accumulator):
             for label, total in self._bytes.items()
         }
         sent = {key: sum(row[key] for row in rows.values()) for key in ("dense_bytes", "sent_bytes")}
-        times = {key: value / self._steps for key, value in self._seconds.items()}
+        times = {key: value / self._timed for key, value in self._seconds.items()} if self._timed else {}
         total = {**sent, **self._loss(""), **_norm_of(self._residuals, self._residuals), **times}
         names = {label: sorted(names) for label, names in self._names.items()}
         return {"steps": self._steps, "total": total, "compressors": rows, "names": names}
@@ -116,7 +118,7 @@ class CompressionAccumulator(Accumulator):
             for label in labels
         ]
         total = _mean_of_ranks([rank["total"] for rank in ranks])
-        slowest = {key: max(rank["total"][key] for rank in ranks) for key in TIMES}
+        slowest = {key: max(rank["total"][key] for rank in ranks) for key in TIMES if key in total}
         return {"steps": ranks[0]["steps"], **total, **slowest, "compressors": rows}
 
     @override

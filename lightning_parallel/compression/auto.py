@@ -27,8 +27,10 @@ _WARM_UP = 1  # steps whose times are not counted: the first ones allocate
 class Auto(Reducer):
     """Measures plain means and the candidates on the first gradients, then keeps the fastest for good.
 
-    While it measures, gradients are averaged as they are; the candidates work on copies. The slowest rank's seconds
-    count, so all ranks choose alike. The verdict is logged and kept in `verdict`.
+    While it measures, gradients are averaged as they are; the candidates work on copies. The time of the slowest rank
+    counts, so all ranks choose alike, and times on a busy host vary: a candidate's slowest step is compared with the
+    fastest of plain means. The verdict is logged and kept in `verdict`. Where plain means win DDP takes them by itself
+    from then on: also steps with a gradient that is not finite.
 
     Args:
         candidates: Compressors to try; 8-bit quantization and PowerSGD of rank 4 when omitted.
@@ -45,7 +47,7 @@ class Auto(Reducer):
         self.choice: Optional[Reducer] = None
         self.verdict = "still measuring"
         self._dense = Dense()
-        self._seconds = [0.0] * (1 + len(self.candidates))
+        self._seconds: list[list[float]] = []  # by step, of plain means and of each candidate
 
     @property
     def linear(self) -> bool:  # type: ignore[override]
@@ -58,6 +60,10 @@ class Auto(Reducer):
     @property
     def collective(self) -> str:  # type: ignore[override]
         return self._chosen.collective
+
+    @property
+    def plain(self) -> bool:
+        return self.choice is self._dense
 
     @property
     def _chosen(self) -> Reducer:
@@ -89,21 +95,23 @@ class Auto(Reducer):
         return {"choice": index, "verdict": self.verdict}
 
     def _decide(self, group: Group, device: torch.device) -> None:
-        seconds = torch.tensor(self._seconds, dtype=torch.float64, device=device)
-        dense, *others = (comm.all_reduce_(seconds, group, "max") / self.steps).tolist()
+        seconds = torch.tensor(self._seconds[_WARM_UP:], dtype=torch.float64, device=device)
+        fastest, slowest = comm.all_reduce_(seconds, group, "max").aminmax(dim=0)
+        dense, others = fastest[0].item(), slowest[1:].tolist()
         best = min(range(len(others)), key=others.__getitem__, default=None)
         gain = 1 - others[best] / dense if best is not None else 0.0
         wins = best is not None and gain >= self.min_gain
         self.choice = self.candidates[best] if wins and best is not None else self._dense
         times = ", ".join(f"{c!r} {s * 1e3:.2f} ms" for c, s in zip(self.candidates, others))
         self.verdict = (
-            f"plain means take {dense * 1e3:.2f} ms a step, {times}: the best gains {gain:.0%}, at least "
+            f"plain means take at least {dense * 1e3:.2f} ms a step, at most {times}: the best gains {gain:.0%}, "
             f"{self.min_gain:.0%} is asked for; using {self.choice!r}"
         )
         if group.rank == 0:
             _log.info("Gradient compression: %s", self.verdict)
         for candidate in self.candidates:
             candidate.memory = Memory()
+        self._seconds = []
 
     def __repr__(self) -> str:
         return f"Auto({self.candidates})" if self.choice is None else repr(self.choice)
@@ -117,18 +125,23 @@ class _MeasuringStep(Step):
     def __init__(self, reducer: Auto, group: Group) -> None:
         super().__init__(reducer, group)
         self._device = torch.device("cpu")
+        self._taken = [0.0] * (1 + len(reducer.candidates))
 
     def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
+        flat = torch.cat([gradient.detach().flatten() for gradient in named_gradients.values()])
+        self._time(0, lambda: comm.all_reduce_(flat, self.group).div_(self.group.size))
         for index, candidate in enumerate(self.reducer.candidates):
             copies = {name: gradient.detach().clone() for name, gradient in named_gradients.items()}
             self._time(1 + index, lambda candidate=candidate, copies=copies: candidate.reduce_(copies, self.group))
-        self._time(0, lambda: super(_MeasuringStep, self).reduce_(named_gradients, shards))
+        super().reduce_(named_gradients, shards)
         self._device = next((gradient.device for gradient in named_gradients.values()), self._device)
 
     def commit(self) -> bool:
         finite = super().commit()
-        if finite and self.reducer.step == _WARM_UP + self.reducer.steps:
-            self.reducer._decide(self.group, self._device)
+        if finite:
+            self.reducer._seconds.append(self._taken)
+            if len(self.reducer._seconds) == _WARM_UP + self.reducer.steps:
+                self.reducer._decide(self.group, self._device)
         return finite
 
     def _time(self, index: int, call: Any) -> None:
@@ -137,8 +150,7 @@ class _MeasuringStep(Step):
         start = time.perf_counter()
         call()
         self._wait()
-        if self.number >= _WARM_UP:
-            self.reducer._seconds[index] += time.perf_counter() - start
+        self._taken[index] += time.perf_counter() - start
 
     def _wait(self) -> None:
         if self._device.type != "cpu":

@@ -24,7 +24,7 @@ __all__ = ["GroupLike", "Method", "Part", "Reducer", "Step"]
 GroupLike = Union[Group, dist.ProcessGroup, None]
 _LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
 
-_CACHED = 1 << 17  # elements that stay in a CPU's cache from one operation to the next
+_CACHED = 1 << 19  # elements that stay in a CPU's cache from one operation to the next
 
 
 class Method(abc.ABC):
@@ -109,6 +109,15 @@ class Reducer(abc.ABC):
         self.memory = Memory()
         self._group_size = 1
         self._agreed: set[tuple[Any, ...]] = set()
+
+    @property
+    def plain(self) -> bool:
+        """Whether whoever has an all-reduce of its own for plain means may use that instead, and call `pass_by`."""
+        return False
+
+    def pass_by(self) -> None:
+        """Count a step of plain means that somebody else has taken."""
+        self.step += 1
 
     @abc.abstractmethod
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import CompressedDDPStrategy, Policy, PowerSGD, Quantize, Sign, TopK, comm
-from lightning_parallel.compression import Dense, HookState, compression_hook
+from lightning_parallel.compression import Auto, Dense, HookState, compression_hook
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 
@@ -65,6 +65,17 @@ def test_plain_means_equal_ddp(options, accumulate, group):
     trainer = fit(module, CompressedDDPStrategy(Dense(), **options), group, accumulate_grad_batches=accumulate)
     assert_equal(module, expected)
     assert trainer.strategy.compression.step == trainer.global_step == 8 // accumulate, "optimizer steps, not backwards"
+
+
+@distributed(world_size=2)
+def test_auto_that_stays_dense_is_ddp(group):
+    expected, module = Net().double(), Net().double()
+    fit(expected, DDPStrategy(**TWO_BUCKETS), group)
+    auto = Auto(min_gain=0.999999, steps=1)
+    trainer = fit(module, CompressedDDPStrategy(auto, **TWO_BUCKETS), group)
+    assert auto.plain
+    assert auto.step == trainer.global_step == 8
+    assert_equal(module, expected)
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
