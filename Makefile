@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: train test test-gpu lint format bench clean
 
 train: .venv/installed
-	cd examples/gpt && ../../$(BIN)/python main.py fit --config base.yaml --config hybrid.yaml
+	cd examples/gpt && ../../$(BIN)/python main.py fit --config base.yaml --config hybrid.yaml --config profile.yaml
 
 test: .venv/browser
 	$(BIN)/python -m pytest -q -m "not gpu"
@@ -27,7 +27,8 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 bench: .venv/installed
-	$(BIN)/python benchmarks/tensor_parallel.py
+	for name in tensor_parallel strategies data_parallel pipeline compression_kernels profiling; do \
+		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:
 	rm -rf .venv build dist *.egg-info

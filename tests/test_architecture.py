@@ -10,6 +10,7 @@ LAYERS = {
     "mesh": 0,
     "fingerprint": 0,
     "recorder": 0,
+    "terminal": 0,
     "weight_gradients": 0,
     "comm": 1,
     "tensor": 2,

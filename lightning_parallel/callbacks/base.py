@@ -23,13 +23,13 @@ from typing import Any, Optional
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
 from lightning_parallel.callbacks.session import Session
 from lightning_parallel.mesh import AXES
 from lightning_parallel.recorder import Window
+from lightning_parallel.terminal import show
 
 __all__ = ["VERSION", "Accumulator", "MeasuringCallback", "place"]
 
@@ -241,7 +241,7 @@ class MeasuringCallback(Callback, ABC):
             self.write(self.dirpath)
         table = self.table(self.report()) if self.show_table else None
         if table is not None:
-            Console().print(table)
+            show(table)
 
 
 def place(session: Session) -> dict[str, Any]:

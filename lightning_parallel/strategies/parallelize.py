@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
-from rich.console import Console
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -34,6 +33,7 @@ from lightning_parallel.strategies.stage_table import choice_table, stage_table
 from lightning_parallel.tensor.discovery import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
 from lightning_parallel.tensor.table import sharding_table
+from lightning_parallel.terminal import show
 
 __all__ = ["Pipelining", "cut_stages", "shard_tensors"]
 
@@ -202,9 +202,9 @@ def _samples(parts: list[Any]) -> int | None:
 
 @rank_zero_only
 def _print(shown: Any) -> None:
-    Console().print(shown)
+    show(shown)
 
 
 @rank_zero_only
 def _show(module: nn.Module, sharding: Sharding, ranks: int) -> None:
-    Console().print(sharding_table(module, sharding, ranks))
+    show(sharding_table(module, sharding, ranks))
