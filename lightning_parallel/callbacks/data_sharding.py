@@ -269,6 +269,7 @@ class DataShardingMonitor(MeasuringCallback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         assert self._reader is not None
         self._epoch = trainer.current_epoch
         self._reader.note(trainer.global_step, batch)
@@ -286,6 +287,7 @@ class DataShardingMonitor(MeasuringCallback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._reader is not None
         self._exchange(trainer, self._reader.take(epoch_is_over=True))
+        super().on_train_epoch_end(trainer, pl_module)
 
     def _exchange(self, trainer: Trainer, reading: Reading) -> None:
         assert self.session is not None
@@ -307,6 +309,7 @@ class DataShardingMonitor(MeasuringCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = dict(state_dict)
 
+    @override
     def _leave(self) -> None:
         self._undo.close()
         for loader in self._loaders:

@@ -155,6 +155,8 @@ class MemoryProfiler(MeasuringCallback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._watching.close()  # of a batch that was skipped
         self._is_due = trainer.global_step < 2 or trainer.global_step % self.every_n_steps == 0
         if self._is_due and self.activations and _tells_activations(trainer.strategy):
             assert trainer.strategy.model is not None
@@ -167,6 +169,7 @@ class MemoryProfiler(MeasuringCallback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        super().on_before_optimizer_step(trainer, pl_module, optimizer)
         if self._is_due:
             self._count(trainer, pl_module)
 
@@ -184,9 +187,9 @@ class MemoryProfiler(MeasuringCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def _leave(self) -> None:
         self._watching.close()
-        super().on_exception(trainer, pl_module, exception)
+        super()._leave()
 
     def _count(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = trainer.strategy
@@ -202,17 +205,30 @@ class MemoryProfiler(MeasuringCallback):
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:
         ranks = report["ranks"]
-        keys = [
-            key for key in dict.fromkeys(key for rank in ranks for key in rank) if key not in ("rank", "coordinate")
-        ]
-        if not keys:
+        shown = {key: header for key, header in _HEADERS.items() if any(rank.get(key) for rank in ranks)}
+        if not shown:
             return None
         table = Table(title="Memory held, at most", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for header in ("rank", *keys):
-            table.add_column(header.replace("_", " "), justify="right")
+        for header in ("rank", *shown.values()):
+            table.add_column(header, justify="right", no_wrap=True)
         for rank in ranks:
-            table.add_row(str(rank["rank"]), *(bytes_text(rank[key]) if key in rank else "-" for key in keys))
+            table.add_row(str(rank["rank"]), *(bytes_text(rank[key]) if key in rank else "-" for key in shown))
         return table
+
+
+_HEADERS = {
+    "parameters": "weights",
+    "buffers": "buffers",
+    "gradients": "grads",
+    "optimizer": "optimizer",
+    "compression": "compr.",
+    "activations_peak": "activ.",
+    "activations": "graph left",
+    "resident_peak": "process",
+    "allocated_peak": "allocated",
+    "reserved_peak": "reserved",
+}
+"""Columns of the table; those that are zero everywhere are left out."""
 
 
 # ---------------------------------------------------------------------------------------------- what a strategy holds

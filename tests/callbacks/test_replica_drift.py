@@ -5,15 +5,19 @@ import os
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_parallel import (
     CompressedDDPStrategy,
     CompressedFSDPStrategy,
     HybridParallelStrategy,
     PowerSGD,
+    Quantize,
     TensorParallelStrategy,
+    TopK,
     comm,
 )
 from lightning_parallel.callbacks.holdings import Held, Key
@@ -310,3 +314,43 @@ def test_pieces_under_fsdp(sharding, group):
         step, name, ranks = names(monitor)[0]
         assert (step, name) == (2, "net.4.bias")
         assert ranks == ([3] if sharding == "NO_SHARD" else [1, 3])
+
+
+class WithDTensors(Net):
+    """As people write it for Lightning's `ModelParallelStrategy`."""
+
+    def configure_model(self):
+        styles = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], styles)
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+@distributed(world_size=4)
+def test_pieces_of_dtensors(group):
+    monitor = ReplicaDriftMonitor(every_n_steps=1, show_table=False)
+    spoil = Spoil(2, [1], lambda module, optimizer: flip(module.net[3].weight.to_local()))
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="4")
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    trainer = trainer_for(strategy, 4, callbacks=[spoil, monitor], max_epochs=1)
+    trainer.fit(WithDTensors(), loader(2, group.rank // 2, dtype=torch.float32))
+    # Two halves of what the tensor axis does not divide: the norm, the bias after it, and the last layer.
+    assert monitor.report()["compared"]["parameter"] == 2 * 5
+    assert names(monitor)[0] == (2, "net.3.weight", [0, 1])
+    assert all(step >= 2 for step, _, _ in names(monitor))
+
+
+@distributed(world_size=2)
+def test_two_hundred_lossy_steps_are_clean(group):
+    model, compressor = nn.Linear(12, 8), TopK(0.1, min_numel=16) | Quantize(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    audit = DriftAccumulator(group, lambda value: comm.all_gather_object(value, group))
+    torch.manual_seed(group.rank)
+    for step in range(200):
+        optimizer.zero_grad()
+        model(torch.randn(4, 12)).square().mean().backward()
+        compressor.reduce_({name: parameter.grad for name, parameter in model.named_parameters()}, group)
+        optimizer.step()
+        if step % 10 == 9:
+            held = {Key("parameter", name): Held(parameter) for name, parameter in model.named_parameters()}
+            assert audit.check(step, held) == []
+    assert audit.checks == 20
