@@ -17,6 +17,7 @@ from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_compressed_ddp import COMPRESSORS, SMALL, fit
 
+SOME = ("powersgd", "topk_int8", "sign")
 HYBRID = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
 
 
@@ -47,8 +48,18 @@ def train(module, strategy, group, **kwargs):
     return weights(module, trainer)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize(
+    ("sharding", "accumulate"),
+    [
+        ("FULL_SHARD", 1),
+        ("FULL_SHARD", 2),
+        ("SHARD_GRAD_OP", 1),
+        ("NO_SHARD", 1),
+        ("HYBRID_SHARD", 1),
+        ("HYBRID_SHARD", 2),
+        ("_HYBRID_SHARD_ZERO2", 1),
+    ],
+)
 @distributed(world_size=4)
 def test_what_loses_nothing_equals_fsdp_and_one_process(sharding, accumulate, group):
     options = {"sharding_strategy": sharding, "auto_wrap_policy": {nn.Linear}}
@@ -78,7 +89,7 @@ class Equal(Callback):
         self.steps += 1
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", SOME)
 @distributed(world_size=4)
 def test_replicas_stay_equal(name, group):
     watch, strategy = Equal(group), CompressedFSDPStrategy(COMPRESSORS[name](), **HYBRID)
@@ -87,7 +98,7 @@ def test_replicas_stay_equal(name, group):
     assert sum(comm.all_gather_object(strategy.compression.residual_norm, group)) > 0
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("layout", ["sharded", "full"])
 @distributed(world_size=2)
 def test_resumes_bit_for_bit(layout, name, group, tmp_path):
@@ -165,7 +176,7 @@ class Weights(Callback):
 
 @pytest.mark.parametrize("options", [{}, HYBRID])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.parametrize("name", ["powersgd", "topk_int8", "int8"])
+@pytest.mark.parametrize("name", ["powersgd", "int8"])
 @distributed(world_size=4)
 def test_overflow_on_one_rank_is_skipped_alike(name, precision, options, group):
     seen, compression = Weights(), COMPRESSORS[name]()

@@ -79,8 +79,7 @@ def test_plain_means_equal_one_process(layout, options, group):
     assert compression.step == (4 if "accumulate_grad_batches" in options else 8)
 
 
-@pytest.mark.parametrize("distributed_checkpoint", [False, True])
-@pytest.mark.parametrize("name", ["powersgd", "topk_int8"])
+@pytest.mark.parametrize(("name", "distributed_checkpoint"), [("powersgd", False), ("topk_int8", True)])
 @LAYOUTS
 @distributed(world_size=4)
 def test_resumes_bit_for_bit(layout, name, distributed_checkpoint, group, tmp_path):
