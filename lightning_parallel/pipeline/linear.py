@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_parallel import weight_gradients
 
-__all__ = ["split_linears"]
+__all__ = ["split_linears", "splitting"]
 
 
 def split_linears(module: nn.Module) -> int:
@@ -27,6 +29,18 @@ def split_linears(module: nn.Module) -> int:
             child.__class__ = _SplitLinear
             count += 1
     return count
+
+
+@contextmanager
+def splitting(module: nn.Module) -> Iterator[None]:
+    """As `split_linears`, inside the block."""
+    before = [child for child in module.modules() if type(child) is nn.Linear]
+    split_linears(module)
+    try:
+        yield
+    finally:
+        for child in before:
+            child.__class__ = nn.Linear
 
 
 class _SplitLinear(nn.Linear):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,11 +19,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.pipeline.absent import Call, autocast_dtype, spared
+from lightning_parallel.pipeline.linear import splitting
 from lightning_parallel.pipeline.observe import Observation, Step
 from lightning_parallel.pipeline.randomness import seeded
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import Door, Gate, guard
 from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
+from lightning_parallel.weight_gradients import WeightGradients, deferring
 
 __all__ = ["Costs", "count_parameters", "measure"]
 
@@ -55,7 +58,8 @@ def measure(
 ) -> Costs:
     """Run `step` on `microbatch` for real and clock its parts; the model is left as it was.
 
-    Seconds are the least of a few runs; a W is what a backward pass takes beyond its I.
+    Seconds are the least of a few runs; a W is what a backward pass takes beyond its I, which leaves out only what the
+    runtime can put off.
     """
     gradients = {parameter: parameter.grad for parameter in module.parameters()}
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -95,6 +99,7 @@ def measure(
 class _Call:
     """A layer with the arguments of its call, to be run again."""
 
+    module: nn.Module
     call: Call
     parameters: list[Tensor]
     arguments: Any
@@ -134,7 +139,7 @@ class _Clock:
         if door.kind not in self.calls:
             parameters: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
             arguments = tree_map_only(Tensor, _cut_off, spared((args, kwargs), {}))
-            self.calls[door.kind] = _Call(call, parameters, arguments, autocast_dtype(self.device))
+            self.calls[door.kind] = _Call(module, call, parameters, arguments, autocast_dtype(self.device))
         result = tree_map_only(Tensor, _cut_off, call(*args, **kwargs))
         self.begun_s = self._now()
         return result
@@ -150,19 +155,16 @@ class _Clock:
         return [known[self.kinds[i]] if i in self.kinds else Cost() for i in range(len(self.trunk.layers))]
 
     def _measured(self, noted: _Call) -> Cost:
-        whole = [self._run(noted, noted.parameters) for _ in range(_REPEATS)]
-        for parameter in noted.parameters:
-            parameter.requires_grad_(False)
-        inputs_only = [self._run(noted, ()) for _ in range(_REPEATS)]
-        for parameter in noted.parameters:
-            parameter.requires_grad_(True)
-        input_s = min(run.input_gradient_s for run in inputs_only)
-        weight_s = min(run.input_gradient_s for run in whole) - input_s
+        whole = [self._run(noted) for _ in range(_REPEATS)]
+        with splitting(noted.module):
+            put_off = [self._run(noted, WeightGradients()) for _ in range(_REPEATS)]
         forward_s = min(run.forward_s for run in whole)
-        return replace(whole[0], forward_s=forward_s, input_gradient_s=input_s, weight_gradient_s=max(weight_s, 0.0))
+        backward_s = min(run.input_gradient_s for run in whole)
+        input_s = min(backward_s, *(run.input_gradient_s for run in put_off))
+        return replace(whole[0], forward_s=forward_s, input_gradient_s=input_s, weight_gradient_s=backward_s - input_s)
 
-    def _run(self, noted: _Call, parameters: Sequence[Tensor]) -> Cost:
-        """Forward and the whole backward, noted as an I."""
+    def _run(self, noted: _Call, later: WeightGradients | None = None) -> Cost:
+        """Forward and backward, noted as an I, without what can be left for `later`."""
         args, kwargs = tree_map_only(Tensor, _cut_off, spared(noted.arguments, {}))
         saved: dict[int, int] = {}
 
@@ -173,10 +175,12 @@ class _Clock:
         autocast = torch.autocast(self.device.type, noted.autocast, enabled=noted.autocast is not None)
         with autocast, saved_tensors_hooks(note, lambda tensor: tensor):
             forward_s, result = self._timed(lambda: noted.call(*args, **kwargs))
-        for parameter in parameters:
+        for parameter in noted.parameters:
             saved.pop(parameter.untyped_storage().data_ptr(), None)
         sent = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        return Cost(forward_s, self._backward_s(_differentiable(result)), 0.0, sum(saved.values()), _bytes(sent))
+        with nullcontext() if later is None else deferring(later):
+            backward_s = self._backward_s(_differentiable(result))
+        return Cost(forward_s, backward_s, 0.0, sum(saved.values()), _bytes(sent))
 
     def _backward_s(self, roots: Sequence[Tensor], keep: bool = False) -> float:
         """Seconds of differentiating `roots`, as far back as their graph goes."""

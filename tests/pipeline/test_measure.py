@@ -5,6 +5,7 @@ import time
 import torch
 from torch import nn
 
+from lightning_parallel import weight_gradients
 from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.measure import count_parameters, measure
@@ -64,6 +65,50 @@ def test_the_epilogue_counts_in_the_cut():
         model, Group.alone("pipeline_parallel"), schedule, example=(step, batch), layers="1", balance="measured"
     )
     assert engine.layers_per_stage == (4, 2)
+
+
+class _Product(torch.autograd.Function):
+    """A weight gradient that takes long; whether it is put off is up to the layer."""
+
+    @staticmethod
+    def forward(ctx, x, weight, may_wait):
+        ctx.may_wait = may_wait
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        def compute():
+            time.sleep(0.03)
+            return gradient.sum(0)
+
+        (weight,), waiting = ctx.saved_tensors, weight_gradients.waiting()
+        time.sleep(0.01)
+        if ctx.may_wait and waiting is not None and waiting.defer(weight, compute):
+            return gradient * weight, None, None
+        return gradient * weight, compute(), None
+
+
+class Product(nn.Module):
+    def __init__(self, may_wait):
+        super().__init__()
+        self.may_wait, self.weight = may_wait, nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return _Product.apply(x, self.weight, self.may_wait)
+
+
+def test_only_what_can_be_put_off_counts_as_w():
+    model, batch = nn.Sequential(Product(True), Product(False)), torch.ones(2, 4)
+
+    def step(x):
+        return model(x).mean()
+
+    trunk = find_trunk(model, 2)
+    costs = measure(model, trunk, observe(model, trunk, step, batch, CPU), step, batch, CPU).layers
+    shares = [cost.weight_gradient_s / (cost.input_gradient_s + cost.weight_gradient_s) for cost in costs]
+    assert shares[0] > 0.5 > shares[1]
+    assert model[0].weight.grad is None
 
 
 def test_every_model_can_be_measured():
