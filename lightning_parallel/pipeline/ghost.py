@@ -11,14 +11,15 @@ Once its data have been received, a ghost has a `value`, which then stands for i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Ghost", "GhostError", "missing", "reveal", "watch_parameters"]
+__all__ = ["Ghost", "GhostError", "missing", "reveal", "trial", "watch_parameters"]
 
 
 class GhostError(RuntimeError):
@@ -124,9 +125,9 @@ class Ghost(Tensor):
         device = kwargs.get("device") or ghosts[0].device
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
+        if torch.Tag.inplace_view in func.tags:
+            _require_shape(func, written, args, kwargs)
         try:
-            if torch.Tag.inplace_view in func.tags:
-                _require_shape(func, written, args, kwargs)
             result = _shapes(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise GhostError(
@@ -178,7 +179,21 @@ def reveal(value: Any) -> Any:
 
 def missing(value: Any) -> bool:
     """Whether `value` is a ghost whose data are not here."""
-    return type(value) is Ghost and value.value is None and not value.live
+    return type(value) is Ghost and value.value is None and not (_on_trial and value.live)
+
+
+_on_trial = False
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """Inside the block live ghosts count as present. Outside they do not: a module may have kept one."""
+    global _on_trial
+    _on_trial = True
+    try:
+        yield
+    finally:
+        _on_trial = False
 
 
 def _collect(value: Any, into: list[Ghost]) -> None:

@@ -53,7 +53,10 @@ def run_made_up(
 
 @contextmanager
 def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, Any]]) -> Iterator[None]:
-    """Put attributes, as `stand_ins` gives them for each submodule and its path, in front of its own."""
+    """Put attributes, as `stand_ins` gives them for each submodule and its path, in front of its own.
+
+    Tensors that the module sets anew inside the block stay.
+    """
     done = []
     for path, child in module.named_modules():
         attributes = stand_ins(path, child)
@@ -63,9 +66,10 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
         yield
     finally:
         for child, before, attributes in done:
-            for name in attributes:
-                del child.__dict__[name]
-            child.__dict__.update(before)
+            for name, stand_in in attributes.items():
+                if vars(child).get(name) is stand_in or isinstance(stand_in, list):
+                    child.__dict__.pop(name, None)
+                    child.__dict__.update({name: before[name]} if name in before else {})
 
 
 def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, list[Any]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.pipeline.absent import Answers, Call
-from lightning_parallel.pipeline.ghost import Ghost, missing, watch_parameters
+from lightning_parallel.pipeline.ghost import Ghost, missing, trial, watch_parameters
 from lightning_parallel.pipeline.randomness import seeded
 from lightning_parallel.pipeline.stage import REENTRANT, CutError, Door, Forward, Gate, Leave, guard
 from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
@@ -90,18 +90,18 @@ def try_stages(
     """
     answers = Answers(device, faithful=True)
     doors = _install(module, trunk)
-    with _named_ghosts(module, device) as ghosts:
+    with trial(), _named_ghosts(module, device) as ghosts:
         trials = []
         for stage in range(stage_of[-1] + 1):
             here = {name for name, places in seen.parameters.items() if stage in {stage_of[place] for place in places}}
             for door in doors.units:
                 door.present = stage in {stage_of[place] for place in seen.units[door.name]}
-            trial = _Trial(stage, stage_of, answers, [ghost for ghost in ghosts if ghost.parameter in here])
-            trial.play(step, microbatch, doors)
-            trials.append(trial)
+            played = _Trial(stage, stage_of, answers, [ghost for ghost in ghosts if ghost.parameter in here])
+            played.play(step, microbatch, doors)
+            trials.append(played)
     for before, after in pairwise(trials):
         handed_on = [before.left[position] for position in after.entry] if before.left else []
-        lost = next(filter(missing, handed_on), None)
+        lost = next((value for value in handed_on if isinstance(value, Ghost) and not value.live), None)
         if lost is not None:
             raise ValueError(
                 f"stage {after.stage} needs {lost.origin}, which is on an earlier stage and does not pass through "
