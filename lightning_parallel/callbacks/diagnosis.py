@@ -7,40 +7,15 @@ first, then what costs time, the costliest first, then remarks without a gain.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
+from lightning_parallel.callbacks.advice import WORTH_SAYING, Advice
+from lightning_parallel.callbacks.diagnosis_pipeline import diagnose_pipeline
 from lightning_parallel.callbacks.units import bytes_text, percent, seconds_text
 
-__all__ = ["Advice", "diagnose"]
-
-WORTH_SAYING = 0.03
-"""Share of a step from which a loss of time is mentioned."""
+__all__ = ["diagnose"]
 
 Report = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Advice:
-    """One finding.
-
-    Attributes:
-        kind: `wrong` (results cannot be trusted), `slow` (time is lost), `note`, or `good`.
-        title: What was found, with its figure.
-        text: What to do.
-        gain: Share of the step's time that can be saved at most; None where no time is lost.
-        figures: The numbers that the sentences rest on.
-    """
-
-    kind: Literal["wrong", "slow", "note", "good"]
-    title: str
-    text: str
-    gain: float | None
-    figures: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give a form that JSON can hold."""
-        return asdict(self)
 
 
 def diagnose(report: Report) -> list[Advice]:
@@ -49,16 +24,16 @@ def diagnose(report: Report) -> list[Advice]:
     Args:
         report: `reports` by callback name, with the keys of each callback's `report()`; `run` with facts of the run.
     """
-    reports = report.get("reports", {})
+    reports, run = report.get("reports", {}), report.get("run", {})
     ranks = reports.get("StepBreakdown", {}).get("ranks", [])
     found = [*_wrong(reports)]
     if ranks:
-        found += [*_data(ranks), *_communication(ranks, report), *_lateness(ranks, reports), *_rare(ranks)]
-    found += [*_bubble(reports, ranks, report.get("run", {})), *_compression(reports, ranks)]
+        found += [*_data(ranks), *_lateness(ranks, reports), *_rare(ranks), *_compression(reports, ranks)]
+        if len(ranks) == run.get("world_size", len(ranks)) > 1:
+            found += [*_communication(ranks, report), *_uneven(ranks, reports)]
+    found += diagnose_pipeline(reports, ranks, run)
     found.sort(key=lambda advice: (advice.kind != "wrong", -(advice.gain or 0.0)))
-    if ranks and not found:
-        found.append(_nothing(ranks))
-    return [*found, *_learning_rate(report), *_memory(reports)]
+    return [*found, *_complete(ranks, run, bool(found)), *_learning_rate(report), *_memory(reports)]
 
 
 # ------------------------------------------------------------------------------------------------------------ wrong
@@ -116,7 +91,7 @@ def _data(ranks: Sequence[Report]) -> Iterator[Advice]:
 def _communication(ranks: Sequence[Report], report: Report) -> Iterator[Advice]:
     """What every rank waits at least is communication; what some wait beyond that is lateness of the others."""
     waits = [rank["communication_exposed"] for rank in ranks if "communication_exposed" in rank]
-    if not waits or len(ranks) < 2:
+    if not waits:
         return
     wall, wait = _wall(ranks), min(waits)
     share = wait / wall
@@ -153,6 +128,28 @@ def _remedy(axis: str, report: Report) -> str:
             "compressed gradients (`compression=Cast('bf16')` sends half the bytes, `PowerSGD(rank=4)` a small part)"
         )
     return f"Exchange gradients less often, or fewer bytes: {'; '.join(steps)}."
+
+
+def _uneven(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:
+    """Waits for ranks that come later, beyond what every rank waits; `_lateness` names ranks that always do."""
+    waits = [(rank["communication_exposed"], rank["rank"]) for rank in ranks if "communication_exposed" in rank]
+    monitor = reports.get("StragglerMonitor")
+    if not waits or (monitor or {}).get("stragglers"):
+        return
+    (least, _), (most, waiter) = min(waits), max(waits)
+    wall, mean = _wall(ranks), sum(wait for wait, _ in waits) / len(waits)
+    if (mean - least) / wall < WORTH_SAYING:
+        return
+    why = (
+        "Add `StragglerMonitor()`, which names ranks that are late in most steps."
+        if monitor is None
+        else "No rank is late in most steps: look for inputs of unequal length, and for other load on the machines."
+    )
+    title = (
+        f"Ranks wait for each other: rank {waiter} for {seconds_text(most)} of a {seconds_text(wall)} step, others for"
+        f" {seconds_text(least)} only"
+    )
+    yield Advice("slow", title, why, (mean - least) / wall, {"most": most, "least": least, "wall": wall})
 
 
 def _lateness(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:
@@ -198,72 +195,7 @@ def _rare(ranks: Sequence[Report]) -> Iterator[Advice]:
             yield Advice("slow", f"{title} ({percent(share)})", remedy, share, {phase: max(times), "wall": wall})
 
 
-# -------------------------------------------------------------------------------------------------------- pipeline
-
-
-def _bubble(reports: Report, ranks: Sequence[Report], run: Report) -> Iterator[Advice]:
-    bubble = reports.get("PipelineTimeline", {}).get("bubble", {})
-    measured, ideal, simulated = (bubble.get(key) for key in ("measured", "ideal", "simulated"))
-    share = _pipeline_share(ranks)
-    if ideal is not None and measured is not None and ideal >= WORTH_SAYING:
-        text, target = _smaller_bubble(ideal, run)
-        yield Advice(
-            "slow",
-            f"Pipeline ranks idle for {percent(measured)} of the time in the pipeline; {percent(ideal)} is the"
-            " schedule's own bubble",
-            text,
-            share * (1 - (1 - ideal) / (1 - target)),
-            {"measured": measured, "ideal": ideal},
-        )
-    if simulated is not None and ideal is not None and simulated - ideal >= WORTH_SAYING:
-        yield Advice(
-            "slow",
-            f"Unequal stages add {percent(simulated - ideal)} to the pipeline's bubble ({percent(ideal)} to"
-            f" {percent(simulated)})",
-            "Even out the stages: `balance='auto'` cuts by measured time, or give the layers of each stage.",
-            share * (1 - (1 - simulated) / (1 - ideal)),
-            {"simulated": simulated, "ideal": ideal},
-        )
-    if simulated is not None and measured is not None and measured - simulated >= WORTH_SAYING:
-        yield Advice(
-            "slow",
-            f"Messages between stages and uneven run times add {percent(measured - simulated)} to the pipeline's bubble"
-            f" ({percent(simulated)} to {percent(measured)})",
-            "Larger microbatches make messages fewer; keep neighbouring stages on one node, and look at the waits"
-            " before each action in the picture of the pipeline.",
-            share * (1 - (1 - measured) / (1 - simulated)),
-            {"measured": measured, "simulated": simulated},
-        )
-
-
-def _pipeline_share(ranks: Sequence[Report]) -> float:
-    """Share of the step in which the pipeline runs; all of it where that was not measured."""
-    inside = ("forward", "backward", "communication_exposed", "pipeline_wait")
-    shares = [sum(rank.get(phase, 0.0) for phase in inside) / rank["wall"] for rank in ranks]
-    return max(shares, default=1.0)
-
-
-def _smaller_bubble(ideal: float, run: Report) -> tuple[str, float]:
-    """What makes a schedule's bubble smaller, and how small twice the microbatches would make it."""
-    halved = ideal / (2 - ideal)  # (p-1)/(m+p-1) with twice as many; the same holds for the other schedules
-    count, samples = run.get("num_microbatches"), run.get("replica_batch")
-    if count and samples and count * 2 > samples:
-        text = (
-            f"The batch of {samples} samples is in {count} microbatches already: a larger batch, with twice as many,"
-            f" brings the schedule's bubble to {percent(halved)}."
-        )
-    else:
-        now = f" (now {count})" if count else ""
-        text = (
-            f"Split the batch into more microbatches{now}: twice as many bring the schedule's bubble to"
-            f" {percent(halved)}."
-        )
-    if run.get("schedule") in ("gpipe", "1f1b"):
-        text += (
-            " Schedules with `virtual_stages` (`interleaved_1f1b`) or a divided backward (`zb_h1`, `zbv`) have a"
-            " smaller one; `schedule='auto'` takes the best."
-        )
-    return text, halved
+# ----------------------------------------------------------------------------------------------------- compression
 
 
 def _compression(reports: Report, ranks: Sequence[Report]) -> Iterator[Advice]:
@@ -319,13 +251,24 @@ def _memory(reports: Report) -> Iterator[Advice]:
         )
 
 
-def _nothing(ranks: Sequence[Report]) -> Advice:
-    wall = sum(rank["wall"] for rank in ranks)
+def _complete(ranks: Sequence[Report], run: Report, found_any: bool) -> Iterator[Advice]:
+    """Whether more could be said."""
+    if not ranks:
+        return
+    expected = run.get("world_size", len(ranks))
+    if len(ranks) < expected:
+        known = ", ".join(str(rank["rank"]) for rank in ranks)
+        title = f"Only {len(ranks)} of {expected} ranks are known (rank {known}), so what holds the others up is not"
+        text = "The ranks could not exchange their figures; the reason is at the end of the page."
+        yield Advice("note", title, text, None, {"ranks": len(ranks), "expected": expected})
+        return
     useful = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks)
-    return Advice(
-        "good",
-        f"Nothing that was measured holds this run back: {percent(useful / wall)} of the time is forward and backward",
-        "To go faster, make the computation itself faster: lower precision, a compiled model, a larger batch.",
-        None,
-        {"useful": useful / wall},
-    )
+    share = useful / sum(rank["wall"] for rank in ranks)
+    if not found_any:
+        yield Advice(
+            "good",
+            f"Nothing that was measured holds this run back: {percent(share)} of the time is forward and backward",
+            "To go faster, make the computation itself faster: lower precision, a compiled model, a larger batch.",
+            None,
+            {"useful": share},
+        )

@@ -45,8 +45,8 @@ class ProfileReport(MeasuringCallback):
     It shows what was measured: add `StepBreakdown`, `CommunicationProfiler`, `PipelineTimeline` and others to the
     Trainer's callbacks, in any order. `lightning-parallel report DIR` makes the page again, and compares two runs.
 
-    After an error nothing can be exchanged any more: figures are those of the last exchange, and the ranks leave their
-    part of the trace in files, which rank 0 reads as far as they are there after 5 s.
+    After an error, or if the ranks could not exchange something before, figures are those of the last exchange, and the
+    ranks leave their part of the trace in files, which rank 0 reads as far as they are there after 5 s.
 
     Args:
         dirpath: Where to write; by default `profile` in the trainer's log folder.
@@ -116,8 +116,13 @@ class ProfileReport(MeasuringCallback):
         assert self.session is not None
         assert isinstance(self._accumulator, TraceAccumulator)
         if self.session.failure is None:
-            self._clock = compare_clocks(self.session.group, clock_id())
+            try:
+                self._clock = compare_clocks(self.session.group, clock_id())
+            except RuntimeError as error:  # a rank does not answer; training has ended well nevertheless
+                self.session.failure = str(error)
             self._parts = self.session.gather(self._accumulator.part(self._clock)) or ()
+        if not self._parts:
+            self._leave_part(self._accumulator.part(self._clock))
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -132,14 +137,18 @@ class ProfileReport(MeasuringCallback):
         part = self._accumulator.part(self._clock, self._measured.recorder.last_steps(1))
         self._run["error"] = f"{type(exception).__name__}: {exception}"
         try:
-            write_part(self.folder / f"part{part['rank']}.json.gz", {**part, "run": self._run["started"]})
+            self._leave_part(part)
             self._finish(trainer)
         except Exception as failure:  # whatever it is, it must not take the place of `exception`
             warnings.warn(f"the profile could not be written: {failure!r}", stacklevel=2)
 
+    def _leave_part(self, part: Mapping[str, Any]) -> None:
+        """Leave this rank's part of the trace to rank 0, where the ranks cannot exchange it."""
+        write_part(self.folder / f"part{part['rank']}.json.gz", {**part, "run": self._run["started"]})
+
     @rank_zero_only
     def _finish(self, trainer: Trainer) -> None:
-        if "error" in self._run:
+        if not self._parts:
             self._parts = read_parts(self.folder, trainer.world_size, self._run["started"], PATIENCE_S)
         assert self._measured is not None
         self._run |= {"seconds": time.perf_counter() - self._began_s, "steps": self._measured.steps}
