@@ -30,7 +30,7 @@ _WHOLE = (type(None), str, bytes, bool, int, float, complex, Enum, torch.dtype, 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Split `batch` into up to `num_microbatches` parts whose sizes differ by at most one sample, larger ones first.
 
-    Tensors and arrays are cut along dimension 0, lists of plain values with one entry per sample too; tuples, lists,
+    Tensors and arrays are cut along dimension 0, lists without tensors that have one entry per sample too; tuples, lists,
     dicts, named tuples, dataclasses and `UserDict`s (Hugging Face's `BatchEncoding`) are rebuilt around their parts;
     numbers, strings and tensors without dimensions are repeated. A batch of fewer samples gives fewer microbatches.
 
@@ -117,8 +117,9 @@ def _part(value: Any, start: int, stop: int, samples: int) -> Any:
             object.__setattr__(part, field.name, _part(getattr(value, field.name), start, stop, samples))
         return part
     if isinstance(value, (tuple, list)):
-        if len(value) == samples and all(isinstance(item, _WHOLE) for item in value):
+        is_named = hasattr(value, "_fields")
+        if len(value) == samples and not is_named and not any(len(entry.shape) for _, entry in _entries(value, "")):
             return value[start:stop]
         items_of = [_part(item, start, stop, samples) for item in value]
-        return type(value)(*items_of) if hasattr(value, "_fields") else type(value)(items_of)
+        return type(value)(*items_of) if is_named else type(value)(items_of)
     return value

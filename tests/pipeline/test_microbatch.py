@@ -66,6 +66,22 @@ def test_batch_encoding():
     assert batch["labels"].tolist() == [0, 1, 2, 3], "the batch itself is left alone"
 
 
+def test_lists_with_an_entry_per_sample():
+    targets = [{"label": 3, "box": (0.5, 1.0), "weight": torch.tensor(2.0)}, {"label": 4}, {"label": 5}]
+    point = Position(1.0, 2.0, 3.0)
+    first, second = split_batch({"x": torch.ones(3, 2), "targets": targets, "point": point, "views": [[1, 2]]}, 2)
+    assert first["targets"] == targets[:2]
+    assert second["targets"] == targets[2:]
+    assert first["point"] == second["point"] == point, "a named tuple is one thing"
+    assert second["views"] == [[1, 2]]
+
+
+class Position(NamedTuple):
+    x: float
+    y: float
+    z: float
+
+
 class Graph:
     pass
 
