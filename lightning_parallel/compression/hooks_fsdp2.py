@@ -127,13 +127,15 @@ def compress_fully_shard(
 
     Raises:
         ValueError: If nothing in `model` is fully sharded, it is over a mesh of shards and replicas, its modules
-            divide the ranks differently, or it has been compressed already.
+            divide the ranks differently, it has been compressed already, or replicas have no data yet.
         RuntimeError: If this version of torch lacks the hook.
     """
     sharded: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
     groups = _parameter_groups(model)
     shards = _check(groups, replicas)
     group = shards if replicas is None else _group(replicas)
+    if replicas is not None and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("expected parameters with data, which replicas are to share, found some on the meta device")
     steps = ShardedSteps(compressor, group, Group.of(axis="data_parallel"), scaler, alike=replicas is not None)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     for name, parameters in groups.items():

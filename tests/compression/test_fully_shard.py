@@ -277,6 +277,10 @@ def test_what_cannot_work_is_refused(group):
         compress_fully_shard(model, Dense())
     steps.close()
     compress_fully_shard(model, Dense()).close()
+    with torch.device("meta"):
+        empty = shard(network(), mesh["shard"])
+    with pytest.raises(ValueError, match="meta device"):
+        compress_fully_shard(empty, Dense(), mesh["replicate"])
     mixed = network()
     fully_shard(mixed[0], mesh=mesh["replicate"])
     fully_shard(mixed, mesh=mesh["shard"])

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from lightning_parallel import CompressedFSDPStrategy, PowerSGD, Quantize, RandomK, TopK, comm
-from lightning_parallel.compression import Cast, Dense, compress_fsdp
+from lightning_parallel.compression import Auto, Cast, Dense, compress_fsdp
 from lightning_parallel.compression.hooks_fsdp1 import _rows
 from lightning_parallel.compression.sharded import plain_name
 from tests.harness import distributed
@@ -200,6 +200,30 @@ def test_clips_by_norm(options, group):
     assert_close(found, dict(single.named_parameters()))
     free = train(Net(), CompressedFSDPStrategy(Dense(), **options), group)
     assert not torch.allclose(free["net.0.weight"], found["net.0.weight"], atol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, HYBRID])
+@distributed(world_size=4)
+def test_flat_parameters(options, group):
+    """`use_orig_params=False`: optimizers then own the shards of whole units."""
+
+    class Flat(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.trainer.model.parameters(), lr=self.lr, momentum=self.momentum)
+
+    single = Net()
+    trainer_for().fit(single, loader(dtype=torch.float32))
+    strategy = CompressedFSDPStrategy(PowerSGD(12, **SMALL), use_orig_params=False, **options)
+    found = train(Flat(), strategy, group)
+    assert_close(found, {name: parameter.detach() for name, parameter in single.named_parameters()})
+
+
+@distributed(world_size=2)
+def test_auto_measures_and_goes_on(group):
+    strategy = CompressedFSDPStrategy(Auto([Quantize(8, **SMALL)]), auto_wrap_policy={nn.Linear})
+    train(Net(), strategy, group)
+    assert strategy.compression.step == 8
+    assert strategy.compression.choice is not None
 
 
 @pytest.mark.parametrize("policy", [None, {nn.Linear}])

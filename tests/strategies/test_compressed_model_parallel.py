@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_parallel import CompressedModelParallelStrategy, Quantize, TopK, comm
@@ -152,6 +152,24 @@ def test_ranks_that_share_parameters_out_read_different_data(layout, readers, gr
     trainer.fit(module, torch.utils.data.DataLoader(Samples(dtype=torch.float32), batch_size=2))
     assert len(module.seen) == 32 // readers
     assert len({value for seen in comm.all_gather_object(module.seen, group) for value in seen}) == 32
+
+
+@pytest.mark.parametrize("layout", ["sharded", "hybrid"])
+@distributed(world_size=4)
+def test_fit_validate_and_fit_again(layout, group):
+    class Once(Project):
+        def configure_model(self):
+            if not any(isinstance(module, FSDPModule) for module in self.modules()):
+                super().configure_model()
+
+    module, parallel = Once(layout), strategy(layout, TopK(0.1, **SMALL))
+    trainer = trainer_for(parallel, 4, max_epochs=1, use_distributed_sampler=False)
+    batches = loader(4, group.rank, dtype=torch.float32)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, batches, batches)
+        trainer.validate(module, batches, verbose=False)
+    assert parallel.compression.step == 8
 
 
 @distributed(world_size=4)
