@@ -25,11 +25,11 @@ class BreakdownAccumulator(Accumulator):
 
     Args:
         place: `rank` and `coordinate` of this process.
-        unseen: Phases that cannot be observed in this run.
+        missing: What is not seen, in sentences; may grow until `summarize`.
     """
 
-    def __init__(self, place: Mapping[str, Any], unseen: Iterable[str] = ()) -> None:
-        self._place, self._unseen = dict(place), frozenset(unseen)
+    def __init__(self, place: Mapping[str, Any], missing: Sequence[str] = ()) -> None:
+        self._place, self._missing = dict(place), missing
         self._total: Counter[str] = Counter()
         self._logged: Counter[str] = Counter()
         self._steps = self._steps_logged = 0
@@ -52,12 +52,13 @@ class BreakdownAccumulator(Accumulator):
     def _means(self, total_ns: Mapping[str, int], steps: int) -> dict[str, float]:
         """Seconds per step; `wall` is the sum of the phases."""
         wall = sum(total_ns[phase] for phase in PHASES)
-        phases = {phase: total_ns[phase] for phase in (*PHASES[:4], HIDDEN, *PHASES[4:]) if phase not in self._unseen}
+        phases = {phase: total_ns[phase] for phase in (*PHASES[:4], HIDDEN, *PHASES[4:])}
         return {key: value / steps / 1e9 for key, value in {"wall": wall, **phases}.items()}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {"ranks": [rank for rank in shared if "wall" in rank]}
+        report: dict[str, Any] = {"ranks": [rank for rank in shared if "wall" in rank]}
+        return {**report, "missing": list(self._missing)} if self._missing else report
 
     @override
     def scalars(self) -> dict[str, float]:
@@ -89,10 +90,11 @@ class StepBreakdown(MeasuringCallback):
 
         ranks: [{rank, coordinate: {axis: index}, wall, data_wait, forward, backward, communication_exposed,
                  communication_hidden, pipeline_wait, optimizer, checkpoint, validation, other}]
+        missing: [sentence]
 
     `wall` is the sum of the phases. `communication_hidden` lies beside it: collectives in flight while the main thread
-    did other things. Keys that cannot be observed are left out. Validation and checkpoints after the last step are
-    shared out among the steps.
+    did other things. Validation and checkpoints after the last step are shared out among the steps. `missing`, only
+    where something is, says which communication of the strategy is not seen and so counts as forward or backward.
 
     Logged: `step_breakdown/<phase>`, seconds per step of rank 0, mean over the steps since the last logging.
     """
@@ -100,7 +102,7 @@ class StepBreakdown(MeasuringCallback):
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
         assert self.session is not None
-        return BreakdownAccumulator(place(self.session))
+        return BreakdownAccumulator(place(self.session), self.session.missing)
 
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:

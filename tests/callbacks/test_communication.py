@@ -116,24 +116,34 @@ def test_a_rank_with_a_collective_too_many_is_named():
 # ------------------------------------------------------------------------------------------------- waits and hiding
 
 
-@distributed(world_size=2)
-def test_a_late_peer_is_paid_for_by_the_one_who_waits(group):
-    for numel in (8, 1 << 20):
-        shared = comm.all_gather_object(_late(group, numel), group)
-        communication, breakdown = (
-            accumulator.summarize([ranks[index] for ranks in shared])
-            for index, accumulator in enumerate(accumulators(group))
-        )
-        first, late = breakdown["ranks"]
-        (record,) = communication["records"]
-        skew = record["skew"]
-        assert skew > 0.06
-        assert first["communication_exposed"] == pytest.approx(skew - first["backward"], abs=0.02)
-        assert first["communication_hidden"] == pytest.approx(first["backward"], abs=0.02)
-        assert late["communication_exposed"] < 0.02
-        assert record["payload_bytes"] == 4 * numel
-        assert record["latency"] < 0.03
-        assert record["exposed"] == pytest.approx((first["communication_exposed"] + late["communication_exposed"]) / 2)
+@pytest.mark.parametrize("numel", [8, 1 << 20])
+def test_a_late_peer_is_paid_for_by_the_one_who_waits(numel):
+    for _ in range(5):  # a busy host can delay either rank at any point
+        found, _ = run(_of_late_peer, 2, numel=numel)
+        truth = {"exposed": 0.03, "hidden": 0.05, "late_exposed": 0.0, "skew": 0.08, "latency": 0.0}
+        if all(found[key] == pytest.approx(seconds, abs=0.015) for key, seconds in truth.items()):
+            break
+    else:
+        pytest.fail(f"expected about {truth}, found {found}")
+    assert found["payload"] == 4 * numel
+    assert found["mean_exposed"] == pytest.approx((found["exposed"] + found["late_exposed"]) / 2)
+
+
+def _of_late_peer(group, numel):
+    shared = comm.all_gather_object(_late(group, numel), group)
+    communication, breakdown = (
+        accumulator.summarize([ranks[index] for ranks in shared])
+        for index, accumulator in enumerate(accumulators(group))
+    )
+    (first, late), (record,) = breakdown["ranks"], communication["records"]
+    return {
+        "exposed": first["communication_exposed"],
+        "hidden": first["communication_hidden"],
+        "late_exposed": late["communication_exposed"],
+        "mean_exposed": record["exposed"],
+        "payload": record["payload_bytes"],
+        **{key: record[key] for key in ("skew", "latency")},
+    }
 
 
 def accumulators(group, calls=None):

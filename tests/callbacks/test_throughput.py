@@ -75,16 +75,26 @@ def measure(sizes=None, replicas=1, **options):
     return callback.report()
 
 
+LAYOUTS = {
+    "one": ({}, 1),
+    "tensor": ({"sizes": {"tensor_parallel_size": 2}}, 1),
+    "pipeline": ({"sizes": {"pipeline_parallel_size": 2, "num_microbatches": 4}}, 1),
+    "data": ({"sizes": {"data_parallel_size": 2}, "replicas": 2}, 2),
+}
+
+
 def test_replicas_count_and_the_ranks_of_one_do_not():
-    single, *_ = run(measure, 2)
-    tensor, *_ = run(measure, 2, sizes={"tensor_parallel_size": 2})
-    pipeline, *_ = run(measure, 2, sizes={"pipeline_parallel_size": 2, "num_microbatches": 4})
-    data, *_ = run(measure, 2, sizes={"data_parallel_size": 2}, replicas=2)
-    for report, factor in ((single, 1), (tensor, 1), (pipeline, 1), (data, 2)):
-        rate = report["tokens_per_second"]
-        assert rate == pytest.approx(report["samples_per_second"] * LENGTH)
-        assert rate * report["seconds_per_step"] == pytest.approx(factor * BATCH * LENGTH, rel=1e-6)
-        assert rate / single["tokens_per_second"] == pytest.approx(factor, rel=0.25)
+    for _ in range(3):  # on a busy host a step may take longer than it should
+        reports = {name: run(measure, 2, **options)[0] for name, (options, _) in LAYOUTS.items()}
+        rates = [reports[name]["tokens_per_second"] / factor for name, (_, factor) in LAYOUTS.items()]
+        if max(rates) < 1.25 * min(rates):
+            break
+    else:
+        pytest.fail(f"expected equal rates of a replica, found {rates}")
+    for name, (_, factor) in LAYOUTS.items():
+        report = reports[name]
+        assert report["tokens_per_second"] == pytest.approx(report["samples_per_second"] * LENGTH)
+        assert report["tokens_per_second"] * report["seconds_per_step"] == pytest.approx(factor * BATCH * LENGTH)
         assert report["model_flops_per_sample"] == 3 * FORWARD_FLOPS
         assert report["model_flops_utilisation"] == pytest.approx(
             3 * FORWARD_FLOPS * report["samples_per_second"] / (1e9 * report["world_size"])
