@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightning-parallel", description="Tools around lightning_parallel.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     _add_simulate(commands)
+    _add_timeline(commands)
     _add_report(commands)
     options = parser.parse_args(arguments)
     try:
@@ -83,22 +84,51 @@ def _report(options: argparse.Namespace) -> None:
     print(output)
 
 
+def _add_timeline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "timeline",
+        help="draw the pipeline of a profiled run: as planned, and as it happened",
+        description="Draw a step of a run that was trained with `PipelineTimeline` and `ProfileReport`: the schedule "
+        "played with the times of each stage, and as it happened.",
+        epilog="example: lightning-parallel timeline runs/gpt/version_0 --output timeline.svg",
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run, or of its profile")
+    parser.add_argument("--output", type=Path, action="append", default=[], help="picture to write: .svg or .png")
+    parser.add_argument("--width", type=int, help="columns to print (default: the terminal's)")
+    parser.set_defaults(run=_timeline)
+
+
+def _timeline(options: argparse.Namespace) -> None:
+    folder, report = read_report(options.run_dir)
+    step = report["reports"].get("PipelineTimeline", {}).get("timeline")
+    if step is None:
+        raise ValueError(f"expected a run with a pipeline and `PipelineTimeline()`, found no timeline in {folder}")
+    console = Console(width=options.width, highlight=False)
+    planned, measured = (Timeline.from_dict(step[key]) for key in ("planned", "measured"))
+    name = _title(planned.schedule)
+    timelines = [(f"{name}: as planned", planned), (f"{name}: as it happened in step {step['step']}", measured)]
+    for titled in timelines:
+        _show(titled, console, several=True)
+    _write(timelines, options.output, console)
+
+
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "simulate",
         help="play a pipeline schedule and draw it",
         description="Play a pipeline schedule with given costs; print it, and write a picture of it.",
-        epilog="example: lightning-parallel simulate --ranks 4 --microbatches 8 --schedule zb_h1 --latency 0.1 "
-        "--output schedule.svg",
+        epilog="example: lightning-parallel simulate --ranks 4 --microbatches 8 --schedule 1f1b zb_h1 --costs 1,1,1 "
+        "--latency 0.1 --output schedules.svg",
     )
     parser.add_argument("--ranks", type=int, default=4, help="pipeline ranks (default: %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches of a step (default: %(default)s)")
     parser.add_argument(
         "--schedule",
-        default="1f1b",
+        nargs="+",
+        default=["1f1b"],
         metavar="NAME",
         help=f"{', '.join(SCHEDULES)}; `auto`: the fastest of them; or a file with a schedule of your own, as text or "
-        ".csv (default: %(default)s)",
+        ".csv; several are drawn one above the other (default: 1f1b)",
     )
     parser.add_argument("--virtual-stages", type=int, help="stages on each rank (default: what the schedule needs)")
     parser.add_argument("--warmup", type=float, help="forwards run ahead, per rank of distance to the last rank")
@@ -122,37 +152,61 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _simulate(options: argparse.Namespace) -> None:
+    if options.save is not None and len(options.schedule) > 1:
+        raise ValueError(f"expected one schedule to save, got {len(options.schedule)}")
     console = Console(width=options.width, highlight=False)
-    costs = _read_costs(options.costs)
-    link = Link(options.latency * 1e-3, options.bandwidth * 1e9)
-    if options.schedule == "auto":
-        choice = _choose(options, costs, link)
-        console.print(_choice_table(choice))
-        timeline = choice.best.timeline
-        schedule = timeline.schedule
-    else:
-        schedule = _read_schedule(options)
-        validate(schedule)
-        costs = _spread(costs, schedule)
-        timeline = simulate(schedule, costs, link)
-    title = f"{schedule.name}, simulated"
-    console.print(*draw_text(timeline, console.width), sep="\n", soft_wrap=True)
-    console.print(legend_text(timeline))
-    console.print(_rank_table(timeline))
-    for path in options.output:
-        write_picture(draw_picture([(title, timeline)]), path)
-        console.print(f"wrote {path}")
+    timelines = []
+    for name in options.schedule:
+        timeline = _play(name, options, console)
+        timelines.append((_title(timeline.schedule), timeline))
+        _show(timelines[-1], console, several=len(options.schedule) > 1)
+    _write(timelines, options.output, console)
     if options.save is not None:
+        schedule = timelines[0][1].schedule
         options.save.write_text(schedule.to_csv() if options.save.suffix == ".csv" else schedule.to_text())
         console.print(f"wrote {options.save}")
 
 
-def _read_schedule(options: argparse.Namespace) -> Schedule:
-    path = Path(options.schedule)
-    if options.schedule in SCHEDULES or not path.is_file():
-        return build_schedule(
-            options.schedule, options.ranks, options.microbatches, options.virtual_stages, options.warmup
-        )
+def _play(name: str, options: argparse.Namespace, console: Console) -> Timeline:
+    costs = _read_costs(options.costs)
+    link = Link(options.latency * 1e-3, options.bandwidth * 1e9)
+    if name == "auto":
+        choice = _choose(options, costs, link)
+        console.print(_choice_table(choice))
+        return choice.best.timeline
+    schedule = _read_schedule(name, options)
+    validate(schedule)
+    return simulate(schedule, _spread(costs, schedule), link)
+
+
+def _title(schedule: Schedule) -> str:
+    facts = [schedule.name]
+    if schedule.virtual_stages > 1:
+        facts.append(f"{schedule.virtual_stages} stages a rank")
+    if schedule.warmup is not None and schedule.warmup != build_schedule(schedule.name, schedule.num_ranks, 1).warmup:
+        facts.append(f"warm-up {schedule.warmup:g}")
+    return ", ".join(facts)
+
+
+def _show(titled: tuple[str, Timeline], console: Console, several: bool) -> None:
+    title, timeline = titled
+    if several:
+        console.print(f"\n[bold]{title}")
+    console.print(*draw_text(timeline, console.width), sep="\n", soft_wrap=True)
+    console.print(legend_text(timeline))
+    console.print(_rank_table(timeline))
+
+
+def _write(timelines: list[tuple[str, Timeline]], paths: list[Path], console: Console) -> None:
+    for path in paths:
+        write_picture(draw_picture(timelines), path)
+        console.print(f"wrote {path}")
+
+
+def _read_schedule(name: str, options: argparse.Namespace) -> Schedule:
+    path = Path(name)
+    if name in SCHEDULES or not path.is_file():
+        return build_schedule(name, options.ranks, options.microbatches, options.virtual_stages, options.warmup)
     return Schedule.from_csv(path.read_text()) if path.suffix == ".csv" else Schedule.from_text(path.read_text())
 
 

@@ -7,7 +7,10 @@ import sys
 import pytest
 
 from lightning_parallel.cli import main
+from lightning_parallel.pipeline.draw import duration_text
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+from lightning_parallel.pipeline.simulate import Cost, Link
+from lightning_parallel.pipeline.simulate import simulate as played
 
 
 def simulate(capsys, *words):
@@ -30,6 +33,32 @@ def test_the_default_is_1f1b_of_four_ranks(capsys):
 def test_every_schedule_is_played(capsys, name):
     out = simulate(capsys, "--schedule", name, "--costs", "1,1,1")
     assert out.count("rank ") >= 4
+
+
+def test_several_schedules_are_drawn_one_above_the_other(capsys, tmp_path):
+    out = simulate(capsys, "--schedule", "1f1b", "zbv", "--costs", "1,1,1", "--output", tmp_path / "a.svg")
+    assert out.index("1f1b") < out.index("step 33 ms") < out.index("zbv, 2 stages a rank") < out.index("step 25.5 ms")
+    picture = (tmp_path / "a.svg").read_text()
+    assert picture.index(">1f1b<") < picture.index(">zbv, 2 stages a rank<")
+    assert "one schedule to save, got 2" in refused(capsys, "--schedule", "1f1b", "zbv", "--save", tmp_path / "a.csv")
+
+
+def test_a_run_is_drawn_as_planned_and_as_it_happened(capsys, tmp_path):
+    planned = played(build_schedule("1f1b", 2, 2), Cost(1e-3, 2e-3))
+    measured = played(build_schedule("1f1b", 2, 2), Cost(1e-3, 2e-3), Link(1e-3))
+    step = {"step": 7, "planned": planned.to_dict(), "measured": measured.to_dict()}
+    (tmp_path / "report.json").write_text(json.dumps({"reports": {"PipelineTimeline": {"timeline": step}}}))
+    assert main(["timeline", str(tmp_path), "--width", "100", "--output", str(tmp_path / "a.svg")]) == 0
+    out = capsys.readouterr().out
+    took = f"step {duration_text(measured.makespan_s)}"
+    assert out.index("as planned") < out.index("step 9 ms") < out.index("in step 7") < out.index(took)
+    assert "as it happened in step 7" in (tmp_path / "a.svg").read_text()
+
+
+def test_a_run_without_a_pipeline_has_no_timeline(capsys, tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps({"reports": {"PipelineTimeline": {"missing": ["..."]}}}))
+    assert main(["timeline", str(tmp_path)]) == 2
+    assert "expected a run with a pipeline" in capsys.readouterr().err
 
 
 def test_latency_shows(capsys):

@@ -186,7 +186,7 @@ class Timeline:
         """Walk back from the last action to end, each time to what it waited for; first action first.
 
         The step back is to the rank's previous action if that left no gap, else to the dependency that ended
-        last on another rank.
+        last on another rank. One that had ended before the previous action began counts as having arrived by its end.
 
         Args:
             tolerance_s: A gap up to which the rank counts as not having waited; more than 0 for measured times.
@@ -202,6 +202,8 @@ class Timeline:
             previous = before.get(here)
             needs = (producer(need) for need in dependencies(here, self.schedule.num_stages))
             remote = [actual[need] for need in needs if need.stage != here.stage and need in actual]
+            if previous is not None:
+                remote = [need for need in remote if span_of[need][1] > span_of[previous][0]]
             waited = previous is None or start_s - span_of[previous][1] > tolerance_s
             here = max(remote, key=lambda action: span_of[action][1]) if waited and remote else previous
         return path[::-1]

@@ -226,6 +226,17 @@ def test_measured_gaps_within_the_tolerance_are_not_waiting():
     assert timeline.in_flight_peaks == [1, 1]
 
 
+def test_what_has_long_arrived_is_not_waited_for():
+    """Rank 1 is late with 1F1 by itself: 0F1 had ended before 1B0 began."""
+    timeline = Timeline(build_schedule("1f1b", 2, 2))
+    row0 = [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 5, 6), ("0B1", 9, 10)]
+    for action, start, end in row0:
+        timeline.record(0, Action.parse(action), start, end)
+    for action, start, end in [("1F0", 1, 3), ("1B0", 3, 5), ("1F1", 6, 7), ("1B1", 7, 9)]:
+        timeline.record(1, Action.parse(action), start, end)
+    assert [str(action) for action in timeline.critical_path(0.1)] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+
+
 @given(schedules(max_ranks=5, max_microbatches=8))
 def test_peaks_are_those_declared(schedule):
     costs = [Cost(1, 1, 1, activation_bytes=10, resident_bytes=1000)] * schedule.num_stages
