@@ -55,7 +55,8 @@ class ShardedSteps(Transaction):
         """End a step with the next forward pass of `module`, where nobody has called `finish`."""
 
         def finish(*_: Any) -> None:
-            self.finish()
+            if torch._C._current_graph_task_id() == -1:  # not where backward computes activations once more
+                self.finish()
 
         self.on_close(module.register_forward_pre_hook(finish).remove)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -196,6 +197,19 @@ def test_accumulates_without_communication(layout, group):
         model(batch(step, group.rank)).square().sum(1).mean().backward()
     assert steps.finish()
     assert steps.compressor.step == 2
+
+
+@distributed(world_size=2)
+def test_activations_computed_once_more_end_no_step(group):
+    """The modules that are computed again in backward are the outermost sharded ones."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(*(checkpoint_wrapper(fully_shard(nn.Linear(9, 9), mesh=mesh)) for _ in range(3)))
+    steps = compress_fully_shard(model, TopK(0.1, **SMALL))
+    for count in range(3):
+        model(batch(0, group.rank, torch.float32)).sum().backward()
+        assert steps.compressor.step == count, "ended by the next forward pass"
+    assert steps.finish()
+    assert steps.compressor.state_dict()["residual"].keys() == {"0.weight", "1.weight", "2.weight"}
 
 
 @LAYOUTS

@@ -219,6 +219,21 @@ def test_flat_parameters(options, group):
 
 
 @distributed(world_size=2)
+def test_names_are_those_of_the_plain_module(group):
+    """Whatever was wrapped around its layers."""
+    options = {"auto_wrap_policy": {nn.Linear}, "activation_checkpointing_policy": {nn.Linear}}
+    strategy = CompressedFSDPStrategy(TopK(0.1, **SMALL), **options)
+    plain = CompressedFSDPStrategy(TopK(0.1, **SMALL))
+    train(Net(), strategy, group)
+    train(Net(), plain, group)
+    found, expected = strategy.compression.state_dict(), plain.compression.state_dict()
+    assert found["residual"].keys() == {"net.0.weight", "net.2.weight", "net.4.weight"}
+    for name, residual in expected["residual"].items():
+        torch.testing.assert_close(found["residual"][name], residual)
+    assert strategy.compression.step == plain.compression.step == 8
+
+
+@distributed(world_size=2)
 def test_auto_measures_and_goes_on(group):
     strategy = CompressedFSDPStrategy(Auto([Quantize(8, **SMALL)]), auto_wrap_policy={nn.Linear})
     train(Net(), strategy, group)
