@@ -20,7 +20,7 @@ from lightning_parallel import (
     TopK,
     comm,
 )
-from lightning_parallel.callbacks.holdings import Held, Key
+from lightning_parallel.callbacks.holdings import Held, Key, _options
 from lightning_parallel.callbacks.replica_drift import (
     DriftAccumulator,
     ReplicaDriftMonitor,
@@ -75,6 +75,17 @@ def test_the_majority_is_right_and_without_one_all_are_named():
     assert (one.reference, one.different, one.ranks) == (1, (0,), (0,))
     (one,) = disagreements([{}, {a: 1}, {a: 2}])
     assert (one.reference, one.different, one.ranks, one.is_certain) == (1, (2,), (1, 2), False)
+
+
+def test_several_groups_of_different_stages_are_not_the_same():
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    one = torch.optim.SGD(model.parameters(), lr=0.1)
+    per_layer = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1 / (1 + i)} for i, layer in enumerate(model)])
+    stages = [{key for key, _ in _options(optimizer, "", stage)} for optimizer in (one, per_layer) for stage in "ab"]
+    assert stages[0] == stages[1]
+    assert Key("option", "lr of group 0") in stages[0]
+    assert stages[2].isdisjoint(stages[3])
+    assert Key("option", "lr of group 1", "a") in stages[2]
 
 
 @pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"action": "panic"}])
@@ -266,21 +277,29 @@ def test_heal_gives_the_run_that_was_not_disturbed(group):
 
 
 class Normalized(Net):
-    """Its replicas hold different running statistics."""
+    """Its replicas hold different statistics; those of `average` DDP would have to share."""
 
-    def __init__(self):
+    def __init__(self, averages):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+        self.averages = averages
+        self.register_buffer("average", torch.zeros(()))
+
+    def training_step(self, batch, index):
+        if self.averages:
+            self.average.add_(batch[0].mean())
+        return super().training_step(batch, index)
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
 @distributed(world_size=2)
 def test_statistics_of_each_rank_are_not_compared(broadcast, group):
     monitor = ReplicaDriftMonitor(every_n_steps=1, action="raise", show_table=False)
-    fit(Normalized().double(), DDPStrategy(broadcast_buffers=broadcast), group, [monitor], 2, max_epochs=1)
+    strategy = DDPStrategy(broadcast_buffers=broadcast)
+    fit(Normalized(averages=broadcast).double(), strategy, group, [monitor], 2, max_epochs=1)
     compared = monitor.report()["compared"]
     assert compared["parameter"] == 6
-    assert "buffer" not in compared
+    assert compared.get("buffer", 0) == (0 if broadcast else 1)
 
 
 class PlainFSDP(CompressedFSDPStrategy):
