@@ -131,25 +131,30 @@ def _remedy(axis: str, report: Report) -> str:
 
 
 def _uneven(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:
-    """Waits for ranks that come later, beyond what every rank waits; `_lateness` names ranks that always do."""
-    waits = [(rank["communication_exposed"], rank["rank"]) for rank in ranks if "communication_exposed" in rank]
+    """Waits of ranks of one stage beyond what all of them wait; `_lateness` names ranks that are always late."""
     monitor = reports.get("StragglerMonitor")
-    if not waits or (monitor or {}).get("stragglers"):
+    if (monitor or {}).get("stragglers"):
         return
-    (least, _), (most, waiter) = min(waits), max(waits)
-    wall, mean = _wall(ranks), sum(wait for wait, _ in waits) / len(waits)
-    if (mean - least) / wall < WORTH_SAYING:
+    stages: dict[int, list[tuple[float, int]]] = {}
+    for rank in ranks:
+        stage = rank.get("coordinate", {}).get("pipeline_parallel", 0)
+        if "communication_exposed" in rank:
+            stages.setdefault(stage, []).append((rank["communication_exposed"], rank["rank"]))
+    lost = {stage: sum(wait for wait, _ in waits) / len(waits) - min(waits)[0] for stage, waits in stages.items()}
+    worst, wall = max(lost, key=lambda stage: lost[stage], default=0), _wall(ranks)
+    if lost.get(worst, 0.0) / wall < WORTH_SAYING:
         return
+    (least, waited_for), (most, waiter) = min(stages[worst]), max(stages[worst])
     why = (
         "Add `StragglerMonitor()`, which names ranks that are late in most steps."
         if monitor is None
         else "No rank is late in most steps: look for inputs of unequal length, and for other load on the machines."
     )
     title = (
-        f"Ranks wait for each other: rank {waiter} for {seconds_text(most)} of a {seconds_text(wall)} step, others for"
-        f" {seconds_text(least)} only"
+        f"Ranks wait for each other: rank {waiter} for {seconds_text(most)} of a {seconds_text(wall)} step,"
+        f" rank {waited_for} for {seconds_text(least)}"
     )
-    yield Advice("slow", title, why, (mean - least) / wall, {"most": most, "least": least, "wall": wall})
+    yield Advice("slow", title, why, lost[worst] / wall, {"most": most, "least": least, "wall": wall})
 
 
 def _lateness(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:

@@ -209,26 +209,23 @@ def communication(report: Report) -> str:
     axes: dict[str, list[Report]] = {}
     for record in records:
         axes.setdefault(record["axis"], []).append(record)
-    body = charts.legend({"communication_exposed": "waited for", "communication_hidden": "behind computation"})
-    body += charts.bars([_axis_bar(axis, found) for axis, found in axes.items()], "Communication by axis")
+    body = charts.bars([_axis_bar(axis, found) for axis, found in axes.items()], "Communication by axis")
     body += _details("Every kind of call", _call_table(records))
     for group in found_by(report, "CommunicationProfiler").get("desynchronised", []):
         where = f"Ranks {group['group']} did not issue the same collectives along {group['axis'].replace('_', ' ')}."
         body += f"<p class=ending><b>{escape(where)}</b> {escape(group['detail'])}</p>"
-    lead = "Mean of a step on one rank, by the mesh axis along which the ranks talk; on the right, what it sends."
+    lead = (
+        "How long a rank waits in a step for communication along each axis of the mesh, and how much it sends; mean"
+        " over the ranks."
+    )
     return section("communication", "Communication", lead, body)
 
 
 def _axis_bar(axis: str, records: Sequence[Report]) -> Bar:
     exposed = sum((record.get("exposed") or 0.0) * record["count"] for record in records)
-    whole = sum((record.get("latency") or 0.0) * record["count"] for record in records)
     sent = sum((record.get("wire_bytes") or 0) * record["count"] for record in records)
-    hidden = max(whole - exposed, 0.0)
-    parts = [
-        Part("communication_exposed", exposed, seconds_text(exposed), " waited for"),
-        Part("communication_hidden", hidden, seconds_text(hidden), " behind computation"),
-    ]
-    return Bar(axis.replace("_", " "), parts, bytes_text(sent))
+    part = Part("communication_exposed", exposed, seconds_text(exposed))
+    return Bar(axis.replace("_", " "), [part], f"{seconds_text(exposed)}, {bytes_text(sent)}")
 
 
 def _call_table(records: Sequence[Report]) -> str:

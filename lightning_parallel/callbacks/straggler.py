@@ -138,7 +138,7 @@ class StragglerAccumulator(Accumulator):
                 together = [{rank: steps[rank][number] for rank in ranks} for number in common]
                 found += compare(ranks, together, self._threshold)
         if not found:
-            return {}
+            return {"missing": [f"No two ranks do the same for {MIN_STEPS} steps, so none can be called slow."]}
         rows = [
             {"rank": one.rank, "own": one.own, "excess": one.excess, "late": one.late}
             for one in sorted(found, key=lambda one: one.rank)

@@ -9,9 +9,10 @@ from lightning_parallel.callbacks.diagnosis import diagnose
 from tests.callbacks.sample import sample_report
 
 
-def rank(number, wall=0.1, **phases):
+def rank(number, wall=0.1, coordinate=None, **phases):
     rest = wall - sum(phases.values())
-    return {"rank": number, "wall": wall, "forward": rest / 3, "backward": rest * 2 / 3, **phases}
+    place = {"rank": number, "coordinate": coordinate or {}}
+    return {**place, "wall": wall, "forward": rest / 3, "backward": rest * 2 / 3, **phases}
 
 
 def report(ranks=None, run=None, **reports):
@@ -94,11 +95,16 @@ def test_waits_for_stages_that_were_not_looked_into():
 def test_ranks_that_wait_for_each_other_without_a_straggler():
     ranks = [rank(0, communication_exposed=0.001), rank(1, communication_exposed=0.021)]
     (advice,) = diagnose(report(ranks))
-    assert advice.title.startswith("Ranks wait for each other: rank 1 for 21 ms of a 100 ms step, others for 1 ms only")
+    assert advice.title.startswith("Ranks wait for each other: rank 1 for 21 ms of a 100 ms step, rank 0 for 1 ms")
     assert advice.gain == pytest.approx(0.1)
     assert "StragglerMonitor()" in advice.text
     (advice,) = diagnose(report(ranks, StragglerMonitor={"stragglers": []}))
     assert "unequal length" in advice.text
+
+
+def test_stages_that_communicate_more_than_others_do_not_wait_for_them():
+    ranks = [rank(r, communication_exposed=0.02 + 0.02 * r, coordinate={"pipeline_parallel": r}) for r in range(2)]
+    assert not any("wait for each other" in advice.title for advice in diagnose(report(ranks)))
 
 
 def test_ranks_that_are_not_known_are_not_guessed_at():
