@@ -47,6 +47,16 @@ class Sample(NamedTuple):
     duration_ns: int | None
 
 
+class Tally:
+    """Calls of one kind: how many, how long they held this rank up, and the last ones."""
+
+    __slots__ = ("blocked_ns", "count", "last")
+
+    def __init__(self) -> None:
+        self.count = self.blocked_ns = 0
+        self.last: deque[Span] = deque(maxlen=SAMPLES)
+
+
 class CommunicationAccumulator(Accumulator):
     """Calls of this rank by kind.
 
@@ -60,9 +70,7 @@ class CommunicationAccumulator(Accumulator):
     def __init__(self, rank: int, one_clock: bool, calls: Mapping[tuple[Any, ...], Calls], missing: list[str]) -> None:
         self._rank, self._one_clock, self._calls, self._missing = rank, one_clock, calls, missing
         self._steps = 0
-        self._count: Counter[Kind] = Counter()
-        self._blocked_ns: Counter[Kind] = Counter()
-        self._samples: defaultdict[Kind, deque[Sample]] = defaultdict(lambda: deque(maxlen=SAMPLES))
+        self._tallies: dict[Kind, Tally] = {}
         self._logged: Counter[str] = Counter()
         self._steps_logged = 0
 
@@ -71,17 +79,22 @@ class CommunicationAccumulator(Accumulator):
         self._steps += 1
         for span in window.spans:
             if span.category == "communication":
-                assert span.axis is not None
-                assert span.op is not None
-                kind = Kind(span.axis, span.op, span.ranks, span.peer, span.dtype, span.bytes)
-                self._count[kind] += 1
-                self._blocked_ns[kind] += span.blocked_ns
-                self._samples[kind].append(_sample(span))
+                key = span.axis, span.op, span.ranks, span.peer, span.dtype, span.bytes
+                tally = self._tallies.get(key)  # type: ignore[call-overload]  # equal to the `Kind` of these
+                if tally is None:
+                    assert span.axis is not None
+                    assert span.op is not None
+                    kind = Kind(span.axis, span.op, span.ranks, span.peer, span.dtype, span.bytes)
+                    tally = self._tallies[kind] = Tally()
+                tally.count += 1
+                tally.blocked_ns += span.blocked_ns
+                tally.last.append(span)
 
     @override
     def share(self) -> dict[str, Any]:
         kinds = {
-            kind: (count, self._blocked_ns[kind], list(self._samples[kind])) for kind, count in self._count.items()
+            kind: (tally.count, tally.blocked_ns, [_sample(span) for span in tally.last])
+            for kind, tally in self._tallies.items()
         }
         calls = {
             key: (calls.count, calls.digest, list(calls.recent)[-RECENT:])
@@ -113,10 +126,10 @@ class CommunicationAccumulator(Accumulator):
         if steps == 0:
             return {}
         totals: Counter[str] = Counter()
-        for kind, count in self._count.items():
-            totals[f"communication/{kind.axis}/exposed"] += self._blocked_ns[kind]
+        for kind, tally in self._tallies.items():
+            totals[f"communication/{kind.axis}/exposed"] += tally.blocked_ns
             if kind.bytes is not None:
-                sent = count * kind.bytes * wire_factor(kind.op, len(kind.ranks))
+                sent = tally.count * kind.bytes * wire_factor(kind.op, len(kind.ranks))
                 totals[f"communication/{kind.axis}/wire_bytes"] += round(sent)
         recent = {key: (value - self._logged[key]) / steps for key, value in totals.items()}
         self._logged = totals
@@ -313,7 +326,7 @@ def _difference(rank: int, reference: int, by_rank: Mapping[int, tuple[int, int,
         my_recent[first - mine + len(my_recent) :], their_recent[first - theirs + len(their_recent) :]
     )
     for number, (own, other) in enumerate(aligned, start=first):
-        if own != other:
+        if first <= min(mine, theirs) and own != other:
             return f"{head}; call {number} is {_call(own)} on rank {rank}, {_call(other)} on rank {reference}"
     return f"{head}; they differ in a call that lies further back than the last {RECENT}"
 

@@ -6,9 +6,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel import recorder as recording
@@ -16,7 +17,7 @@ from lightning_parallel.callbacks import CommunicationProfiler, StepBreakdown
 from lightning_parallel.callbacks.communication import CommunicationAccumulator, bus_factor, wire_factor
 from lightning_parallel.callbacks.step_breakdown import BreakdownAccumulator
 from lightning_parallel.comm import Group
-from lightning_parallel.recorder import Recorder
+from lightning_parallel.recorder import Calls, Recorder, Span, Window
 from tests.harness import distributed, run
 from tests.strategies.models import BATCH, Net, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
@@ -188,6 +189,79 @@ def test_bandwidth_is_that_of_the_group_and_not_of_the_world(group):
     assert report["desynchronised"] == []
 
 
+def window(*spans):
+    return Window(0, 0, 10**9, {}, list(spans))
+
+
+def collective(start_ns, end_ns, sequence=0, complete=True, ranks=(0, 1), op="all_reduce"):
+    in_flight = end_ns - start_ns if complete else None
+    facts = {"axis": "data_parallel", "op": op, "bytes": 1000, "ranks": ranks, "dtype": "float32"}
+    return Span("communication", op, start_ns, end_ns, 0, in_flight=in_flight, sequence=sequence, **facts)
+
+
+def report_of(*by_rank, one_clock=True, calls=None):
+    ranks = [CommunicationAccumulator(rank, one_clock, (calls or {}).get(rank, {}), []) for rank in range(len(by_rank))]
+    for accumulator, spans in zip(ranks, by_rank):
+        accumulator.add(window(*spans))
+    return ranks[0].summarize([accumulator.share() for accumulator in ranks])
+
+
+def test_latency_begins_with_the_last_call_and_skew_ends_there():
+    (record,) = report_of([collective(100, 900)], [collective(700, 910)])["records"]
+    assert record["skew"] == pytest.approx(600e-9)
+    assert record["latency"] == pytest.approx(200e-9)
+    assert record["bus_bandwidth"] == pytest.approx(1000 / 200e-9)
+
+
+def test_without_a_common_clock_there_is_no_skew_and_latency_is_that_of_the_rank_that_waits_least():
+    report = report_of([collective(100, 900)], [collective(5700, 5910)], one_clock=False)
+    (record,) = report["records"]
+    assert "skew" not in record
+    assert record["latency"] == pytest.approx(210e-9)
+    assert "clocks differ" in report["missing"][0]
+    (record,) = report_of([collective(100, 900)], [collective(700, 910, complete=False)], one_clock=False)["records"]
+    assert "latency" not in record  # the other may have been the one that nobody waited for
+
+
+def message(op, peer, start_ns, end_ns, blocked_ns):
+    facts = {"axis": "pipeline_parallel", "op": op, "bytes": 64, "ranks": (0, 1), "dtype": "float32", "peer": peer}
+    return Span("communication", op, start_ns, end_ns, 0, blocked_ns=blocked_ns, sequence=0, tag=1, **facts)
+
+
+@pytest.mark.parametrize(("since", "latency"), [(400, 150e-9), (550, None)])
+def test_the_time_of_a_message_is_known_if_it_was_already_waited_for(since, latency):
+    report = report_of([message("send", 1, 500, 505, 5)], [message("recv", 0, 100, 650, 650 - since)])
+    received, sent = report["records"]
+    assert received.get("latency") == sent.get("latency") == (latency and pytest.approx(latency))
+    assert (received["count"], sent["count"], sent["wire_bytes"], received["wire_bytes"]) == (0.5, 0.5, 64, 0)
+
+
+def issued(count, *extra):
+    calls = Calls()
+    for _ in range(count):
+        calls.add("all_reduce", 8, "float32")
+    for op in extra:
+        calls.add(op, 8, "float32")
+    return {("tensor_parallel", (0, 1, 2)): calls}
+
+
+@pytest.mark.parametrize(
+    ("last", "detail"),
+    [
+        (issued(100, "broadcast"), "call 100 is broadcast of 8 bytes float32 on rank 2, none on rank 0"),
+        (issued(99, "broadcast"), "call 99 is broadcast of 8 bytes float32 on rank 2, all_reduce of 8 bytes"),
+        (issued(200), "rank 2 issued 200 collectives, rank 0 100; they differ in a call that lies further back"),
+        (issued(99), "call 99 is none on rank 2"),
+        ({}, "rank 2 issued 0 collectives"),
+    ],
+)
+def test_the_call_in_which_ranks_differ_is_named(last, detail):
+    report = report_of([], [], [], calls={0: issued(100), 1: issued(100), 2: last})
+    (found,) = report["desynchronised"]
+    assert (found["ranks"], found["group"], found["axis"]) == ([2], [0, 1, 2], "tensor_parallel")
+    assert detail in found["detail"]
+
+
 @pytest.mark.parametrize(
     ("op", "bus", "wire"),
     [("all_reduce", 1.5, 1.5), ("all_gather", 0.75, 0.75), ("broadcast", 1, 0.75), ("send", 1, 1), ("recv", 1, 0)],
@@ -246,6 +320,26 @@ def test_fsdp_gathers_and_scatters_where_it_is_seen():
     assert (scattered["payload_bytes"], scattered["count"]) == (padded, 1)
     gathered = chosen(report, "data_parallel", "all_gather", least=100)
     assert {record["payload_bytes"] for record in gathered} == {padded}
+
+
+def fit_sharded_by_dtensor():
+    _, size = rank_and_size()
+    callbacks = [StepBreakdown(show_table=False), CommunicationProfiler(show_table=False)]
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=size, process_group_backend="gloo")
+    trainer_for(strategy, size, callbacks=callbacks).fit(Divided(), loader(dtype=torch.float32))
+    return [callback.report() for callback in callbacks]
+
+
+class Divided(Net):
+    def configure_model(self):
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+
+
+def test_what_dtensor_communicates_is_missing_and_said_to_be():
+    for report in run(fit_sharded_by_dtensor, 2)[0]:
+        assert report["mesh"] == {"data_parallel": 1, "pipeline_parallel": 1, "tensor_parallel": 2}
+        assert "DTensor" in report["missing"][0]
 
 
 def plain_ddp():
