@@ -24,14 +24,14 @@ from lightning_parallel.pipeline.cut import Cut, TiedParameter
 from lightning_parallel.pipeline.linear import split_linears
 from lightning_parallel.pipeline.measure import Costs, count_parameters, measure
 from lightning_parallel.pipeline.microbatch import Split, num_samples, split_batch
-from lightning_parallel.pipeline.observe import Step, observe, read_off, try_stages
+from lightning_parallel.pipeline.observe import Observation, Step, observe, read_off, try_stages
 from lightning_parallel.pipeline.p2p import Agreements, Channels
 from lightning_parallel.pipeline.partition import Balance, cut_layers, stage_costs
 from lightning_parallel.pipeline.runtime import Run, StepResult
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
 from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import Demand
-from lightning_parallel.pipeline.trunk import Trunk, find_trunk, pieces
+from lightning_parallel.pipeline.trunk import Trunk, find_trunk, find_trunks, pieces
 from lightning_parallel.pipeline.validate import validate
 
 __all__ = ["PipelineEngine"]
@@ -50,7 +50,7 @@ class PipelineEngine:
             batch with fewer samples than it has microbatches runs a schedule of the same name with fewer.
         example: A step and a microbatch for it, from which the cut learns where each module belongs. Without it,
             modules registered before the layers are taken for used before them.
-        layers: Dotted name of the repeated layers, or `auto`.
+        layers: Dotted name of the repeated layers, or `auto`; several that follow each other are joined by commas.
         balance: How to divide the layers, see `cut_layers`. `auto` measures where there is an `example` and the model
             is not on the meta device, and counts parameters otherwise.
         memory_cap_bytes: Most bytes that a stage may hold, for a measured cut.
@@ -83,15 +83,53 @@ class PipelineEngine:
     ) -> None:
         self.module, self.group, self.channels = module, group, channels
         self.split, self.weigh = split, weigh
-        trunk = find_trunk(module, group.size if callable(schedule) else schedule.num_stages, layers)
-        device = device or next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        self.device = device or next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        num_stages = group.size if callable(schedule) else schedule.num_stages
+        if example is None:
+            trunks = [find_trunk(module, num_stages, layers)]
+        else:
+            trunks = find_trunks(module, num_stages, layers)
+        failure: ValueError | None = None
+        for trunk in trunks:
+            try:
+                seen, counts = self._planned(trunk, schedule, example, balance, memory_cap_bytes, alike or group)
+                break
+            except ValueError as error:
+                failure = failure or error
+        else:
+            assert failure is not None
+            raise failure
+        self._warn_of_batch_norm()
+        sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+        self.cut = Cut(module, trunk, seen, counts, self.schedule.stage_ranks, group.rank, self.device)
+        if any(action.kind is Kind.I for row in self.schedule.rows for action in row):
+            split_linears(module)
+        self.stage_parameters = [
+            sum(size for name, size in sizes.items() if stage in self.cut.parameter_stages[name])
+            for stage in range(self.schedule.num_stages)
+        ]
+        self._agreements = Agreements()
+        self._demands: dict[int, list[Demand]] = {}
+        self._schedules = {self.schedule.num_microbatches: self.schedule}
+
+    def _planned(
+        self,
+        trunk: Trunk,
+        schedule: Schedule | Callable[[Costs], Schedule],
+        example: tuple[Step, Any] | None,
+        balance: Balance,
+        memory_cap_bytes: float | None,
+        alike: Group,
+    ) -> tuple[Observation, tuple[int, ...]]:
+        """Where everything belongs if it is `trunk` that is cut, and how many layers each stage gets."""
+        module, device = self.module, self.device
         seen = read_off(module, trunk) if example is None else observe(module, trunk, *example, device)
         self.costs = count_parameters(module, trunk, seen)
         if balance in ("auto", "measured") or callable(schedule):
             is_meta = any(parameter.is_meta for parameter in module.parameters())
             if example is not None and not is_meta:
                 measured = measure(module, trunk, seen, *example, device)
-                self.costs = comm.broadcast_object(measured, alike or group)
+                self.costs = comm.broadcast_object(measured, alike)
             elif balance == "measured" or callable(schedule):
                 raise ValueError(
                     "a measured balance or schedule needs a model with data and an example batch; use "
@@ -101,30 +139,20 @@ class PipelineEngine:
                 balance = "parameters"
         if callable(schedule):
             in_pieces = _in_pieces(self.costs, pieces(trunk))
-            schedule = schedule(in_pieces if len(in_pieces.layers) >= group.size else self.costs)
-        self.schedule = schedule = self._checked(schedule)
-        self._warn_of_batch_norm()
+            enough = len(in_pieces.layers) >= self.group.size
+            schedule = schedule(in_pieces if enough else _in_pieces(self.costs, trunk.entries))
+        self.schedule = self._checked(schedule)
         counts = self._divided(trunk, balance, memory_cap_bytes)
         if example is not None:
             stage_of = tuple(stage for stage, count in enumerate(counts) for _ in range(count))
             try_stages(module, trunk, seen, stage_of, *example, device)
-        sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
-        self.cut = Cut(module, trunk, seen, counts, schedule.stage_ranks, group.rank, device)
-        if any(action.kind is Kind.I for row in schedule.rows for action in row):
-            split_linears(module)
-        self.stage_parameters = [
-            sum(size for name, size in sizes.items() if stage in self.cut.parameter_stages[name])
-            for stage in range(schedule.num_stages)
-        ]
-        self._agreements = Agreements()
-        self._demands: dict[int, list[Demand]] = {}
-        self._schedules = {schedule.num_microbatches: schedule}
+        return seen, counts
 
     def _divided(self, trunk: Trunk, balance: Balance, memory_cap_bytes: float | None) -> tuple[int, ...]:
         """Layers of each stage. A cut by cost gives every stage parameters, where there are enough layers with some."""
         num_stages, runs = self.schedule.num_stages, pieces(trunk)
         if len(runs) < num_stages or balance not in ("auto", "measured", "parameters"):
-            runs = (1,) * len(trunk.layers)
+            runs = trunk.entries
         costs = _in_pieces(self.costs, runs)
         counts = cut_layers(
             costs.layers,

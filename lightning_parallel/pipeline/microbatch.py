@@ -30,9 +30,9 @@ _WHOLE = (type(None), str, bytes, bool, int, float, complex, Enum, torch.dtype, 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """Split `batch` into up to `num_microbatches` parts whose sizes differ by at most one sample, larger ones first.
 
-    Tensors and arrays are cut along dimension 0, lists without tensors that have one entry per sample too; tuples, lists,
-    dicts, named tuples, dataclasses and `UserDict`s (Hugging Face's `BatchEncoding`) are rebuilt around their parts;
-    numbers, strings and tensors without dimensions are repeated. A batch of fewer samples gives fewer microbatches.
+    Tensors and arrays are cut along dimension 0, lists without tensors that have one entry per sample too; tuples,
+    lists, dicts, named tuples, dataclasses and `UserDict`s (Hugging Face's `BatchEncoding`) are rebuilt around their
+    parts; numbers, strings and tensors without dimensions are repeated. Fewer samples give fewer microbatches.
 
     Raises:
         ValueError: If two entries differ in their number of samples, or an entry cannot be cut; names its key.

@@ -114,16 +114,18 @@ def read_off(module: nn.Module, trunk: Trunk) -> Observation:
     """Guess from the order of registration: what is registered before the layers is used before them."""
     seen = Observation(units={name: set() for name, _ in units(module, trunk)})
     order = {name: place for place, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
-    start = order[trunk.names[0]]
-    last = len(trunk.layers) - 1
+    starts = [order[name] for name in trunk.names]
     labels = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def place(owner: str) -> int:
+        return max(0, sum(start < order[owner] for start in starts) - 1)
+
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
-        if order[owner] < start or not _inside(owner, trunk.names):
-            place = 0 if order[owner] < start else last
-            seen.parameters.setdefault(labels[id(parameter)], set()).add(place)
+        if not _inside(owner, trunk.names):
+            seen.parameters.setdefault(labels[id(parameter)], set()).add(place(owner))
     for name, unit in seen.units.items():
-        unit.add(0 if order[name] < start else last)
+        unit.add(place(name))
     return _completed(module, trunk, seen)
 
 

@@ -1,17 +1,18 @@
-"""The trunk: the container of the repeated layers, which the pipeline cuts into runs."""
+"""The trunk: the containers of the repeated layers, which the pipeline cuts into runs."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import nn
 
-__all__ = ["Trunk", "find_trunk", "layer_kinds", "pieces", "units"]
+__all__ = ["Trunk", "find_trunk", "find_trunks", "layer_kinds", "pieces", "units"]
 
 _RIVAL_SHARE = 0.5
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -19,36 +20,37 @@ class Trunk:
     """The repeated layers of a model.
 
     Attributes:
-        path: Name of their container in the model.
+        path: Name of their container in the model; several, joined by commas, where one follows the other.
         names: Name of each layer in the model, in order.
         layers: The layers.
+        entries: How many layers each entry of the containers has: one, or those of a nested list.
     """
 
     path: str
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
+    entries: tuple[int, ...]
 
     @classmethod
     def at(cls, module: nn.Module, path: str) -> Trunk:
-        """The container at `path`.
+        """The container at `path`, or the containers.
 
         Raises:
-            ValueError: If there is no such module, or it is not a container of layers.
+            ValueError: If there is no such module, it is not a container of layers, or a layer is in it twice.
         """
-        try:
-            container = module.get_submodule(path)
-        except AttributeError as error:
-            known = ", ".join(f"`{name}`" for name, _ in _containers(module)) or "none"
-            raise ValueError(
-                f"expected `layers` to name a module, got `{path}` ({error}); containers: {known}"
-            ) from None
-        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
-            raise ValueError(
-                f"expected `layers` to name a `ModuleList` or `Sequential`, got `{path}`, a {type(container).__name__}"
-            )
-        prefix = f"{path}." if path else ""
-        children = {name: layer for name, layer in container._modules.items() if layer is not None}
-        return cls(path, tuple(prefix + name for name in children), tuple(children.values()))
+        entries = [
+            entry for part in path.split(",") for entry in _entries(part.strip(), _container(module, part.strip()))
+        ]
+        layers = {name: layer for entry in entries for name, layer in entry}
+        seen: dict[nn.Module, str] = {}
+        for name, layer in layers.items():
+            if layer in seen:
+                raise ValueError(
+                    f"`{name}` is the same module as `{seen[layer]}`: a layer that is used several times is needed on "
+                    "several stages, so the pipeline cannot be cut there; name other layers: layers=..."
+                )
+            seen[layer] = name
+        return cls(path, tuple(layers), tuple(layers.values()), tuple(map(len, entries)))
 
 
 def find_trunk(module: nn.Module, num_stages: int, path: str = "auto") -> Trunk:
@@ -57,15 +59,30 @@ def find_trunk(module: nn.Module, num_stages: int, path: str = "auto") -> Trunk:
     Args:
         module: The whole model.
         num_stages: Stages to cut into; the container must have as many layers.
-        path: Dotted name of the container, or `auto`.
+        path: Dotted name of the container, or `auto`; names of several that follow each other, joined by commas.
 
     Raises:
-        ValueError: If there is none, or two that could be it; says which, and how to name one.
+        ValueError: If there is none, or several that could be it; says which, and how to name one.
+    """
+    trunks = find_trunks(module, num_stages, path)
+    if len(trunks) > 1:
+        sizes = {name: _repeated_size(_container(module, name)) for name in trunks[0].path.split(", ")}
+        listed = ", ".join(f"`{name}` ({size:,} parameters)" for name, size in sizes.items())
+        raise ValueError(
+            f"several modules could be the layers to cut: {listed}; name one, or several that follow each other: "
+            f"layers='{trunks[-1].path}'"
+        )
+    return trunks[0]
+
+
+def find_trunks(module: nn.Module, num_stages: int, path: str = "auto") -> list[Trunk]:
+    """As `find_trunk`, with all there are to try: all containers that could be it in a row, and the largest alone.
+
+    Raises:
+        ValueError: If there is none; says how to name one.
     """
     if path != "auto":
-        trunk = Trunk.at(module, path)
-        _require_layers(trunk, num_stages)
-        return trunk
+        return [_with_layers(Trunk.at(module, path), num_stages)]
     sizes = {name: _repeated_size(container) for name, container in _containers(module)}
     candidates = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
     if not candidates:
@@ -74,44 +91,56 @@ def find_trunk(module: nn.Module, num_stages: int, path: str = "auto") -> Trunk:
             f"{num_stages} stages; put the layers into one and call them in turn, or name it: layers='model.blocks'"
         )
     best = candidates[0]
-    rivals = [name for name in candidates[1:] if sizes[name] > _RIVAL_SHARE * sizes[best] and not _related(name, best)]
-    if rivals:
-        listed = ", ".join(f"`{name}` ({sizes[name]:,} parameters)" for name in [best, *rivals])
-        raise ValueError(f"several modules could be the layers to cut: {listed}; name one: layers='{best}'")
-    trunk = Trunk.at(module, best)
-    _require_layers(trunk, num_stages)
-    return trunk
+    kind = _kinds(_container(module, best)).most_common(1)[0][0]
+    row = [best]
+    for name in candidates[1:]:
+        alike = sizes[name] > _RIVAL_SHARE * sizes[best] or kind in _kinds(_container(module, name))
+        if alike and not any(_related(name, other) for other in row):
+            row.append(name)
+    paths = [", ".join(sorted(row, key=list(sizes).index)), best] if len(row) > 1 else [best]
+    trunks = [Trunk.at(module, path) for path in paths]
+    return [trunk for trunk in trunks if len(trunk.entries) >= num_stages] or [_with_layers(trunks[0], num_stages)]
 
 
 def layer_kinds(trunk: Trunk) -> list[int]:
     """Give layers that answer alike the same number.
 
     Two layers are of one kind if they have the same structure, parameter shapes and plain attributes. An attribute
-    that counts the layers (`layer_idx`) is left out.
+    that counts the layers of a container (`layer_idx`) is left out.
     """
     described = [_attributes(layer) for layer in trunk.layers]
-    counting = {
-        key
-        for key in described[0]
-        if len(described) > 1 and all(type(d.get(key)) is int and d[key] == k for k, d in enumerate(described))
-    }
+    owners = [name.rpartition(".")[0] for name in trunk.names]
+    counting = {owner: _counting([d for d, other in zip(described, owners) if other == owner]) for owner in set(owners)}
     numbers: dict[object, int] = {}
     kinds = []
-    for layer, attributes in zip(trunk.layers, described):
+    for layer, attributes, owner in zip(trunk.layers, described, owners):
         shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in layer.named_parameters())
-        plain = tuple((key, value) for key, value in attributes.items() if key not in counting)
+        plain = tuple((key, value) for key, value in attributes.items() if key not in counting[owner])
         kinds.append(numbers.setdefault((repr(layer), shapes, plain), len(numbers)))
     return kinds
 
 
+def _counting(described: list[dict[str, object]]) -> set[str]:
+    return {
+        key
+        for key in described[0]
+        if len(described) > 1 and all(type(d.get(key)) is int and d[key] == k for k, d in enumerate(described))
+    }
+
+
 def pieces(trunk: Trunk) -> tuple[int, ...]:
-    """The numbers of layers in the shortest runs that have parameters: an activation goes with the layer before it."""
-    starts = [index for index, layer in enumerate(trunk.layers) if next(layer.parameters(), None) is not None]
+    """Layers in the shortest runs of entries that have parameters: an activation goes with the layer before it."""
+    bounds = [0, *accumulate(trunk.entries)]
+    starts = [
+        start
+        for start, stop in pairwise(bounds)
+        if any(next(layer.parameters(), None) is not None for layer in trunk.layers[start:stop])
+    ]
     return tuple(stop - start for start, stop in pairwise([0, *starts[1:], len(trunk.layers)]))
 
 
 def units(module: nn.Module, trunk: Trunk, owned: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules that have parameters and neither contain the layers nor lie inside them.
+    """The largest modules that are called, have parameters, and neither contain the layers nor lie inside them.
 
     Args:
         owned: Leave out those without parameters; without it, units that have lost theirs are found by their door.
@@ -120,7 +149,7 @@ def units(module: nn.Module, trunk: Trunk, owned: bool = True) -> Iterator[tuple
     def walk(name: str, child: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if child in layers:
             return
-        if any(other in layers for other in child.modules()) or not name:
+        if any(other in layers for other in child.modules()) or not name or _is_list(child):
             for key, grandchild in child.named_children():
                 yield from walk(f"{name}.{key}" if name else key, grandchild)
         elif "_pipeline_door" in child.__dict__ if not owned else next(child.parameters(), None) is not None:
@@ -130,24 +159,69 @@ def units(module: nn.Module, trunk: Trunk, owned: bool = True) -> Iterator[tuple
     yield from walk("", module)
 
 
+def _container(module: nn.Module, path: str) -> nn.Module:
+    try:
+        container = module.get_submodule(path)
+    except AttributeError as error:
+        known = ", ".join(f"`{name}`" for name, _ in _containers(module)) or "none"
+        raise ValueError(f"expected `layers` to name a module, got `{path}` ({error}); containers: {known}") from None
+    if not isinstance(container, _CONTAINERS):
+        raise ValueError(
+            f"expected `layers` to name a `ModuleList`, `Sequential` or `ModuleDict`, got `{path}`, a "
+            f"{type(container).__name__}"
+        )
+    return container
+
+
+def _entries(path: str, container: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """The layers of each entry of a container, with their names."""
+    entries = []
+    for key, child in container._modules.items():
+        name = f"{path}.{key}" if path else key
+        if child is not None:
+            nested = _entries(name, child) if _is_list(child) else [[(name, child)]]
+            entries.append([layer for entry in nested for layer in entry])
+    return entries
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether `module` is there to be looked into, and never called itself."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
 def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_modules():
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1:
+        if isinstance(child, _CONTAINERS) and len(child) > 1 and not _is_namespace(child):
             yield name, child
 
 
-def _repeated_size(container: nn.Module) -> int:
-    """Most parameters in the container's children of one type; 0 if no type that has any is repeated."""
+def _is_namespace(container: nn.Module) -> bool:
+    entries = list(container.children())
+    is_run = len(_kinds(container)) == 1 and not any(isinstance(entry, _CONTAINERS) for entry in entries)
+    return isinstance(container, nn.ModuleDict) and not is_run
+
+
+def _kinds(container: nn.Module) -> Counter[object]:
+    """The parameters in the container's entries of each type."""
     sizes: Counter[object] = Counter()
-    counts: Counter[object] = Counter()
-    for child in container.children():
-        size = sum(parameter.numel() for parameter in child.parameters())
+    for child in container._modules.values():
+        size = 0 if child is None else sum(parameter.numel() for parameter in child.parameters())
         if size:
-            is_container = isinstance(child, (nn.ModuleList, nn.Sequential))
-            kind = tuple(map(type, child.modules())) if is_container else type(child)
-            sizes[kind] += size
-            counts[kind] += 1
-    return max((size for kind, size in sizes.items() if counts[kind] > 1), default=0)
+            sizes[_kind(child)] += size
+    return sizes
+
+
+def _kind(entry: nn.Module | None) -> object:
+    return tuple(map(type, entry.modules())) if isinstance(entry, _CONTAINERS) else type(entry)
+
+
+def _repeated_size(container: nn.Module) -> int:
+    """Most parameters in the container's entries of one type; 0 if no type that has any is repeated."""
+    counts: Counter[object] = Counter()
+    for child in container._modules.values():
+        if child is not None and next(child.parameters(), None) is not None:
+            counts[_kind(child)] += 1
+    return max((size for kind, size in _kinds(container).items() if counts[kind] > 1), default=0)
 
 
 def _related(one: str, other: str) -> bool:
@@ -156,12 +230,13 @@ def _related(one: str, other: str) -> bool:
     return short == "" or long == short or long.startswith(f"{short}.")
 
 
-def _require_layers(trunk: Trunk, num_stages: int) -> None:
-    if len(trunk.layers) < num_stages:
+def _with_layers(trunk: Trunk, num_stages: int) -> Trunk:
+    if len(trunk.entries) < num_stages:
         raise ValueError(
-            f"expected at least one layer per stage, got {len(trunk.layers)} layers in `{trunk.path}` for {num_stages} "
-            "stages; use fewer pipeline ranks or virtual stages, or name other layers"
+            f"expected at least one layer per stage, got {len(trunk.entries)} layers in `{trunk.path}` for "
+            f"{num_stages} stages; use fewer pipeline ranks or virtual stages, or name other layers"
         )
+    return trunk
 
 
 _PLAIN = (int, float, str, bool, tuple, type(None))

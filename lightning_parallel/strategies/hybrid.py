@@ -51,7 +51,8 @@ class HybridParallelStrategy(TensorParallelStrategy):
         pipeline_parallel_size: Number of ranks that share the layers of one replica.
         tensor_parallel_size: Number of ranks that share each layer.
         plan, sequence_parallel: See `TensorParallelStrategy`.
-        layers: Dotted name of the repeated layers, or `"auto"`.
+        layers: Dotted name of the repeated layers, or `"auto"`; names of several containers that follow each other are
+            joined by commas.
         schedule: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`, `interleaved_zb`, `zbv`, or `auto`: the fastest by
             simulation with measured costs, under `memory_limit_bytes`.
         num_microbatches: Into how many parts each batch is split. `"auto"`: four per stage, if the batch has as many
@@ -294,10 +295,13 @@ class HybridParallelStrategy(TensorParallelStrategy):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._fresh = {}
-        assert self._reducer is not None
-        if self._reducer.synchronizing:
-            self.engine.reduce_tied_gradients()
         return None
+
+    @override
+    def join_gradients(self) -> None:
+        # After the means over the replicas: compressed ones differ between the homes of a tied parameter.
+        if self.engine is not None and self._reducer is not None and self._reducer.synchronizing:
+            self.engine.reduce_tied_gradients()
 
     # ----------------------------------------------------------------------------------------------- checkpoints
 

@@ -28,7 +28,8 @@ class PipelineParallelStrategy(HybridParallelStrategy):
         pipeline_parallel_size: Number of ranks that share the layers of one replica. `"auto"`: what the replicas
             leave; with both automatic, all ranks.
         data_parallel_size: Number of replicas. `"auto"`: what the pipeline leaves.
-        layers: Dotted name of the repeated layers, or `"auto"`.
+        layers: Dotted name of the repeated layers, or `"auto"`; names of several containers that follow each other are
+            joined by commas.
         schedule: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`, `interleaved_zb`, `zbv`, or `auto`.
         num_microbatches: Into how many parts each batch is split.
         virtual_stages: Stages per rank.
