@@ -114,6 +114,9 @@ class MeshStrategy(MeshCollectives):
         """Parameters of this rank that another rank counts in norms."""
         return frozenset()
 
+    def join_gradients(self) -> None:
+        """Complete the gradients within the replica, after each backward pass and the means over the replicas."""
+
     def gradient_reducer(self, module: LightningModule) -> GradientReducer:
         """The reducer of the module's gradients, for one `fit`."""
         options = compression_axis.reducer_options(self)
@@ -276,6 +279,7 @@ class MeshStrategy(MeshCollectives):
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         with nullcontext() if self._reducer is None else self._reducer.backward():
             self.differentiate(closure_loss, optimizer, *args, **kwargs)
+        self.join_gradients()
         compression_axis.skip_uncounted(self)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_parallel import PowerSGD, TensorParallelStrategy, TopK, comm
+from lightning_parallel import HybridParallelStrategy, PowerSGD, Quantize, TensorParallelStrategy, TopK, comm
 from lightning_parallel.compression import Compressor
 from lightning_parallel.compression.compressor import Dense
 from tests.harness import distributed
@@ -124,6 +126,38 @@ def test_a_step_with_an_overflow_leaves_no_trace(tensor):
     assert compression.step == 7
     torch.testing.assert_close(weights.after[2], weights.after[1], rtol=0, atol=0)
     assert all(weight.isfinite().all() for weight in weights.after[-1].values())
+
+
+class Tied(LightningModule):
+    """The embedding is the head as well, and so is on the first pipeline stage and on the last."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head.weight = self.embed.weight
+
+    def training_step(self, batch, index):
+        x = self.embed(batch)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@distributed(world_size=4)
+def test_homes_of_a_tied_parameter_stay_equal(group):
+    """Rounded at random, the two would get different means of equal gradients."""
+    compression = Quantize(4, stochastic=True, feedback=None, min_numel=1)
+    strategy = HybridParallelStrategy(2, 2, compression=compression, num_microbatches=2, balance="uniform")
+    module, generator = Tied(), torch.Generator().manual_seed(group.rank // 2)
+    batches = [torch.randint(8, (4, 6), generator=generator) for _ in range(4)]
+    trainer_for(strategy, 4, use_distributed_sampler=False).fit(module, DataLoader(batches, batch_size=None))
+    everywhere = comm.all_gather(module.embed.weight.detach()[None].clone(), group)
+    assert all(torch.equal(weight, everywhere[0]) for weight in everywhere)
 
 
 @distributed(world_size=2)
