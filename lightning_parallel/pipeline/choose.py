@@ -10,7 +10,7 @@ from lightning_parallel.pipeline.partition import cut_layers, stage_costs
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
 
-__all__ = ["Candidate", "Choice", "Workload", "choose_schedule"]
+__all__ = ["Candidate", "Choice", "Workload", "choose_schedule", "size_text"]
 
 _FREE = Cost()
 
@@ -88,7 +88,7 @@ class Choice:
         slower = timeline.makespan_s / self.best.timeline.makespan_s - 1
         verdict = "chosen" if candidate is self.best else f"{slower:+.1%}"
         if not candidate.fits and self.memory_limit_bytes is not None:
-            verdict = f"over the limit by {_bytes(candidate.peak_bytes - self.memory_limit_bytes)}"
+            verdict = f"over the limit by {size_text(candidate.peak_bytes - self.memory_limit_bytes)}"
         return (
             schedule.name,
             str(schedule.virtual_stages),
@@ -97,7 +97,7 @@ class Choice:
             f"{timeline.makespan_s * 1e3:.4g} ms",
             f"{timeline.bubble_fraction:.1%}",
             f"{candidate.held:g}",
-            _bytes(candidate.peak_bytes) if candidate.peak_bytes else "",
+            size_text(candidate.peak_bytes) if candidate.peak_bytes else "",
             verdict,
         )
 
@@ -140,9 +140,9 @@ def choose_schedule(
     if not candidates[0].fits:
         least = min(candidates, key=lambda candidate: candidate.peak_bytes)
         raise ValueError(
-            f"expected a schedule within {_bytes(memory_limit_bytes or 0)} per rank, the smallest is "
+            f"expected a schedule within {size_text(memory_limit_bytes or 0)} per rank, the smallest is "
             f"`{least.schedule.name}` with {least.schedule.num_microbatches} microbatches and "
-            f"{_bytes(least.peak_bytes)}; use more ranks or more, hence smaller, microbatches"
+            f"{size_text(least.peak_bytes)}; use more ranks or more, hence smaller, microbatches"
         )
     return Choice(candidates[0], tuple(candidates), memory_limit_bytes)
 
@@ -186,7 +186,8 @@ def _play_cut(
     return Candidate(schedule, counts, timeline, peak_bytes, limit_bytes is None or peak_bytes <= limit_bytes)
 
 
-def _bytes(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
+    """Write a number of bytes with the unit that suits it."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.4g} {unit}"

@@ -1,0 +1,54 @@
+"""The table that is printed when a model has been cut."""
+
+import io
+
+from rich.console import Console
+
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.strategies.stage_table import stage_table
+from tests.harness import distributed
+from tests.pipeline.models import built
+
+
+def shown(group, builder, schedule, balance, **options):
+    model, step, batch = built(builder, **options)
+    engine = PipelineEngine(model, group, schedule, example=(step, batch), balance=balance)
+    console = Console(width=160, file=io.StringIO())
+    console.print(stage_table(engine))
+    text = console.file.getvalue()
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.splitlines()]
+    return engine, [row for row in rows if row and row[0].isdigit()], text
+
+
+@distributed(world_size=2)
+def test_each_stage_has_a_row(group):
+    schedule = build_schedule("interleaved_1f1b", 2, 4)
+    engine, rows, _ = shown(group, "llama", schedule, [1, 2, 1, 2], layers=6)
+    assert [row[:2] for row in rows] == [["0", "0"], ["1", "1"], ["2", "0"], ["3", "1"]]
+    assert [row[2] for row in rows] == [
+        "model.embed_tokens, model.layers.0",
+        "model.layers.1 .. 2",
+        "model.layers.3",
+        "model.layers.4 .. 5, model.norm, lm_head",
+    ]
+    assert [int(row[3].replace(",", "")) for row in rows] == engine.stage_parameters
+
+
+@distributed(world_size=2)
+def test_measured_stages_have_shares_and_a_prediction(group):
+    engine, rows, text = shown(group, "tied", build_schedule("1f1b", 2, 4), "auto")
+    shares = [int(row[4].rstrip("%")) for row in rows]
+    assert abs(sum(shares) - 100) <= 1
+    assert [row[5].split(" x ")[0] for row in rows] == ["2", "1"], "activations held at once"
+    assert [row[2].count("embed") for row in rows] == [1, 1], "the tied parameter is on both"
+    timeline = simulate(engine.schedule, engine.stage_costs)
+    assert f"{timeline.makespan_s * 1e3:,.1f} ms a step, bubble {timeline.bubble_fraction:.0%}" in text
+
+
+@distributed(world_size=2)
+def test_what_was_not_measured_is_not_shown(group):
+    _, rows, text = shown(group, "mlp", build_schedule("1f1b", 2, 4), "parameters")
+    assert "%" not in text
+    assert all(len(row) == 5 for row in rows)
