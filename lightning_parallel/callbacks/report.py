@@ -77,7 +77,6 @@ class ProfileReport(MeasuringCallback):
         self._loss = Curve()
         self._parts: Sequence[Mapping[str, Any]] = ()
         self._clock: Clock | None = None
-        self._measured: Session | None = None
         self._began_s = 0.0
 
     @override
@@ -95,7 +94,7 @@ class ProfileReport(MeasuringCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         assert self.session is not None
-        self._measured, self._began_s = self.session, time.perf_counter()
+        self._began_s = time.perf_counter()
         self._run |= run_facts(trainer, pl_module, self.session.mesh)
 
     @override
@@ -126,19 +125,21 @@ class ProfileReport(MeasuringCallback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer)
+        assert self.session is not None
+        self._finish(trainer, self.session)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        session = self.session
         super().on_exception(trainer, pl_module, exception)
-        if self._measured is None or self._measured.recorder is None:
-            return
+        if session is None or session.recorder is None:
+            return  # before training began, or not in `fit`
         assert isinstance(self._accumulator, TraceAccumulator)
-        part = self._accumulator.part(self._clock, self._measured.recorder.last_steps(1))
+        part = self._accumulator.part(self._clock, session.recorder.last_steps(1))
         self._run["error"] = f"{type(exception).__name__}: {exception}"
         try:
             self._leave_part(part)
-            self._finish(trainer)
+            self._finish(trainer, session)
         except Exception as failure:  # whatever it is, it must not take the place of `exception`
             warnings.warn(f"the profile could not be written: {failure!r}", stacklevel=2)
 
@@ -147,11 +148,10 @@ class ProfileReport(MeasuringCallback):
         write_part(self.folder / f"part{part['rank']}.json.gz", {**part, "run": self._run["started"]})
 
     @rank_zero_only
-    def _finish(self, trainer: Trainer) -> None:
+    def _finish(self, trainer: Trainer, session: Session) -> None:
         if not self._parts:
             self._parts = read_parts(self.folder, trainer.world_size, self._run["started"], PATIENCE_S)
-        assert self._measured is not None
-        self._run |= {"seconds": time.perf_counter() - self._began_s, "steps": self._measured.steps}
+        self._run |= {"seconds": time.perf_counter() - self._began_s, "steps": session.steps}
         reports = _reports(trainer, self)
         trace = chrome_trace(self._parts, self._run["mesh"]) if self._parts else None
         report = build_report(self._run, reports, self._loss.points(), trace)

@@ -2,9 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_parallel import TensorParallelStrategy, comm
 from lightning_parallel.callbacks import ProfileReport, StepBreakdown
@@ -66,6 +69,29 @@ def test_it_writes_beside_the_logs(tmp_path, kinds):
     trainer.fit(Net().double(), loader())
     folder = tmp_path / (f"{kinds[0].__name__}/run/version_0/profile" if kinds else "profile")
     assert sorted(path.name for path in folder.iterdir()) == FILES
+
+
+def test_it_works_beside_lightnings_own(tmp_path):
+    """`ThroughputMonitor` and `PyTorchProfiler` measure at the same time."""
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="torch", schedule=None)
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    options = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 2, "profiler": profiler}
+    trainer = trainer_for(callbacks=[monitor, StepBreakdown(show_table=False), ProfileReport(str(tmp_path))], **options)
+    trainer.fit(Net().double(), loader())
+    assert read(tmp_path)["reports"]["StepBreakdown"]["ranks"][0]["forward"] > 0
+    assert "device/samples_per_sec" in (Path(trainer.log_dir) / "metrics.csv").read_text()
+    assert list(tmp_path.glob("*torch*.pt.trace.json"))
+
+
+def test_it_can_be_used_again(tmp_path):
+    module, callbacks = Net().double(), [StepBreakdown(show_table=False), ProfileReport(str(tmp_path))]
+    trainer = trainer_for(callbacks=callbacks, max_epochs=1)
+    trainer.fit(module, loader())
+    trainer.validate(module, loader(), verbose=False)
+    again = trainer_for(callbacks=callbacks, max_epochs=3)
+    again.fit(module, loader())
+    assert [read(tmp_path)["reports"]["StepBreakdown"]["steps"], read(tmp_path)["run"]["steps"]] == [11, 11]
+    assert len(read(tmp_path)["series"]["loss"]) == 12
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
