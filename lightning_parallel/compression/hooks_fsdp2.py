@@ -191,16 +191,17 @@ def _check(groups: dict[str, Any], replicas: Any) -> Group:
             "its hook runs, so nothing is left to compress. Give `fully_shard` the shards' dimension of the mesh only "
             "and `compress_fully_shard` that of the `replicas`."
         )
-    used = [
-        name
-        for name, group in groups.items()
-        if group._all_reduce_hook is not None or isinstance(group._reduce_scatter_comm, _ReduceScatter)
-    ]
-    if used:
-        raise ValueError(f"found a communication hook already, at {used}; close the steps that it belongs to first")
     needed = "set_custom_reduce_scatter" if replicas is None else "set_all_reduce_hook"
     if not hasattr(FSDPModule, needed):
         raise RuntimeError(f"expected a version of torch whose FSDPModule has `{needed}`, found {torch.__version__}")
+    used = [
+        name
+        for name, group in groups.items()
+        if group._all_reduce_hook is not None
+        or isinstance(getattr(group, "_reduce_scatter_comm", None), _ReduceScatter)
+    ]
+    if used:
+        raise ValueError(f"found a communication hook already, at {used}; close the steps that it belongs to first")
     divisions = {_shards(group).ranks for group in groups.values()}
     if len(divisions) > 1:
         raise ValueError(f"expected all modules to be divided over the same ranks, found {sorted(divisions)}")

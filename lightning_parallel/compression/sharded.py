@@ -33,7 +33,7 @@ class ShardedSteps(Transaction):
     """The steps of `compressor` over `group`.
 
     A step begins with the first gradients of a backward pass. `finish()` ends it; otherwise the next forward pass of
-    the module given to `follow` does.
+    the module given to `follow` does, or another gradient of the same parameter.
 
     Args:
         group: The ranks that hold the same piece of the model, or all of it.
@@ -49,6 +49,8 @@ class ShardedSteps(Transaction):
         self.group, self.everyone = group, everyone
         self._alike = alike and group.size == everyone.size
         self._device = torch.device("cpu")
+        self._reduced: set[str] = set()
+        self._earlier = True
         self._undo: list[Callable[[], None]] = []
 
     def follow(self, module: nn.Module) -> None:
@@ -67,12 +69,21 @@ class ShardedSteps(Transaction):
     @torch.no_grad()
     def reduce(self, named: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
         """Replace some of the gradients by their mean, in place; see `Step.reduce_`."""
+        if not self._reduced.isdisjoint(named):  # another backward pass, or a module that was used twice
+            self._earlier &= self._end()
+        self._reduced.update(named)
         self._device = next((gradient.device for gradient in named.values()), self._device)
         self.step(self.group).reduce_(named, shards)
 
     @override
     def finish(self) -> bool:
-        """End the step that the last backward pass began; False if it did not count, on all ranks alike."""
+        """End the step of the last backward pass; False if a step since the last call did not count, on all ranks."""
+        self.counted = self._end() and self._earlier
+        self._earlier = True
+        return self.counted
+
+    def _end(self) -> bool:
+        self._reduced.clear()
         if self._step is not None and not self._alike and not self._agreed(self._step):
             self.abandon()
             self.counted = False

@@ -199,6 +199,34 @@ def test_accumulates_without_communication(layout, group):
     assert steps.compressor.step == 2
 
 
+@LAYOUTS
+@distributed(world_size=4)
+def test_every_backward_pass_is_a_step(layout, group):
+    """Nothing is lost in the second one, and an overflow in the first one is not forgotten."""
+    mesh, replicas = meshes(layout)
+    model = shard(network().double(), mesh)
+    steps = compress_fully_shard(model, PowerSGD(1, **SMALL), replicas)
+    plain, compressor = network().double(), PowerSGD(1, **SMALL)
+    loss, expected = model(batch(0, group.rank)).square().mean(), plain(batch(0, group.rank)).square().mean()
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+    assert steps.finish()
+    assert steps.compressor.step == 3
+    if layout == "sharded":
+        sums = [0.0] * 8
+        for _ in range(3):
+            plain.zero_grad()
+            expected.backward(retain_graph=True)
+            compressor.reduce_({name: parameter.grad for name, parameter in plain.named_parameters()})
+            sums = [total + parameter.grad for total, parameter in zip(sums, plain.parameters(), strict=True)]
+        for parameter, total in zip(model.parameters(), sums):
+            torch.testing.assert_close(parameter.grad.full_tensor(), total)
+    (loss * (torch.inf if group.rank == 0 else 1.0)).backward(retain_graph=True)
+    loss.backward()
+    assert not steps.finish()
+    assert steps.compressor.step == 4
+
+
 @distributed(world_size=2)
 def test_activations_computed_once_more_end_no_step(group):
     """The modules that are computed again in backward are the outermost sharded ones."""
