@@ -84,7 +84,8 @@ class Sleepy(LightningModule):
         return None
 
     def validation_step(self, batch, index):
-        Pause.apply(self.layer(batch))
+        with recording.span("0F0", "forward"):  # as a pipeline does
+            Pause.apply(self.layer(batch))
         time.sleep(SLEEPS["validation"] - SLEEPS["forward"])
 
     def on_save_checkpoint(self, checkpoint):
@@ -112,7 +113,7 @@ def test_every_phase_has_its_sleeps_and_nothing_else(tmp_path, manual):
     assert report["steps"] == 7
     often = dict.fromkeys(SLEEPS, 1.0) | {"validation": 4 / 7, "checkpoint": 4 / 7}
     for phase, seconds in SLEEPS.items():
-        assert 0.95 * seconds * often[phase] < rank[phase] < 2 * seconds * often[phase] + 0.01, phase
+        assert 0.95 * seconds * often[phase] < rank[phase] < 2 * seconds * often[phase] + 0.02, phase
     assert rank["pipeline_wait"] == rank["communication_exposed"] == rank["communication_hidden"] == 0
     check_sums(report)
 
