@@ -47,3 +47,11 @@ def test_rows_are_told_apart_by_evenly_spread_elements():
     assert (row_fingerprints(changed) != hashes).tolist() == [False, False, True, False]
     assert len(set(row_fingerprints(torch.arange(5)).tolist())) == 5
     assert row_fingerprints(torch.zeros(3, 0)).tolist() == [0, 0, 0]
+
+
+def test_a_view_hashes_as_its_copy():
+    base = torch.randn(20)
+    for start, stop in ((0, 20), (1, 19), (1, 18), (3, 3), (2, 7)):
+        assert fingerprint(base[start:stop]) == fingerprint(base[start:stop].clone())
+    wide = torch.randn(4, 6, dtype=torch.complex64)
+    assert fingerprint(wide.T) == fingerprint(wide.T.contiguous())
