@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parallel.comm.foreign import Foreign, bucket_mean
@@ -36,7 +36,7 @@ def unseen(trainer: Trainer) -> Iterator[str]:
     strategy: Any = trainer.strategy
     if trainer.world_size == 1:
         return
-    if isinstance(strategy, DDPStrategy):
+    if isinstance(strategy.model, DistributedDataParallel):
         if any(True for _ in strategy.model.buffers()):
             yield "DDP sends buffers before each forward inside torch, where that is not seen: it counts as forward."
         hooks = [hook for hook, _ in strategy.model._comm_hooks]
