@@ -6,6 +6,7 @@ import pytest
 
 from lightning_parallel.callbacks.diagnosis import diagnose
 from lightning_parallel.callbacks.page import render
+from lightning_parallel.callbacks.page_compare import render_comparison
 from lightning_parallel.callbacks.page_sections import PHASES
 from tests.callbacks.sample import sample_report
 
@@ -104,6 +105,25 @@ def test_the_page_fits_its_window_and_text_can_be_read(show, scheme, width):
     page = show(render(full_report()), viewport={"width": width, "height": 800}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(CONTRASTS) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_comparison_too(show, scheme, width):
+    first, second = full_report(), full_report()
+    second["run"]["num_microbatches"] = 8
+    for rank in second["reports"]["StepBreakdown"]["ranks"]:
+        rank["forward"], rank["backward"] = rank["forward"] * 1.5, rank["backward"] * 0.5
+    page = show(
+        render_comparison(first, second, ("a", "b")), viewport={"width": width, "height": 800}, color_scheme=scheme
+    )
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(CONTRASTS) == []
+    assert "num microbatches" in page.inner_text("section[aria-labelledby=settings]")
+    assert [cell.inner_text().split()[2] for cell in page.query_selector_all("td.slower, td.faster")] == [
+        "more",
+        "less",
+    ]
 
 
 CONTRASTS = """() => {
