@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parallel.comm.foreign import Foreign, bucket_mean
@@ -43,6 +43,8 @@ def unseen(trainer: Trainer) -> Iterator[str]:
         if any(hook is not bucket_mean and not _is_ours(hook) for hook in hooks):
             names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
             yield f"The communication hook {names} is seen only as far as it calls functions of torch.distributed."
+    if isinstance(strategy, FSDPStrategy) and strategy.root_device.type == "cuda":
+        yield "FSDP communicates in streams of its own: how long computing waits for it counts as forward and backward."
     if isinstance(strategy, ModelParallelStrategy):
         yield "DTensor communicates inside torch, where that is not seen: it counts as forward and backward."
     if isinstance(strategy, DeepSpeedStrategy):

@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any
 
@@ -70,8 +70,8 @@ class Foreign:
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else None
         return Flight(active, op, axis, ranks, num_bytes, dtype, None)
 
-    def leave_open(self, flight: Flight, work: Any) -> None:
-        """Note that the caller will wait for `work` where it is not seen."""
+    def leave_open(self, flight: Flight, work: Any, may_hold: bool = True) -> None:
+        """Note that the caller will wait for `work` where it is not seen; what computes, if `may_hold`."""
         clock = flight.clock
         if clock is not None:
             flight.complete = clock.completion(work)
@@ -82,6 +82,9 @@ class Foreign:
 
             with suppress(AttributeError, RuntimeError):  # not every operation tells
                 work.get_future().add_done_callback(note_completion)
+        if not may_hold:
+            flight.land(flight.complete)
+            return
         with self._lock:
             self._open.append(flight)
 
@@ -123,12 +126,14 @@ def _watched(function: Callable[..., Any], foreign: Foreign, op: str, payload: s
             return function(*args, **kwargs)
         given = {**dict(zip(names, args)), **kwargs}
         flight = foreign.begin(active, op, given.get("group"), given.get(payload) if payload else None)
-        with flight:
+        holds = active.clock is None or active.clock.is_here()
+        with flight if holds else nullcontext():  # in a stream of its own it holds nothing up by itself
             work = function(*args, **kwargs)
         if work is None:
-            flight.land()
+            flight.complete = active.now()
+            flight.land(flight.complete)
         else:
-            foreign.leave_open(flight, work)
+            foreign.leave_open(flight, work, holds)
         return work
 
     return call

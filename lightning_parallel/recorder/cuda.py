@@ -25,6 +25,7 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._main = torch.cuda.current_stream(device)
         self._side = torch.cuda.Stream(device)
         torch.cuda.synchronize(device)
         self._anchor = self.mark()
@@ -36,6 +37,10 @@ class CudaClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def is_here(self) -> bool:
+        """Whether the current stream is the one in which the clock was made: the one that computes."""
+        return torch.cuda.current_stream(self._device) == self._main
 
     def completion(self, work: Any) -> torch.cuda.Event:
         """A mark that is passed when `work` is complete; the stream that computes does not wait for it."""

@@ -38,6 +38,9 @@ class DeviceClock(Protocol):
     def mark(self) -> Any:
         """Put a mark into the queue."""
 
+    def is_here(self) -> bool:
+        """Whether the queue that marks go to now is the one whose time is charged to phases."""
+
     def completion(self, work: Any) -> Any:
         """A mark that is passed when `work` is complete."""
 
