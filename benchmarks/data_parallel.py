@@ -1,10 +1,10 @@
 """A data-parallel training step: the gradient reducer beside torch's DistributedDataParallel, as ratios.
 
-    python benchmarks/data_parallel.py [--ranks 2] [--threads 1] [--rounds 12]
+    python benchmarks/data_parallel.py [MLP] [transformer] [200] [--ranks 2] [--threads 1] [--rounds 12]
 
 Both sides train equal copies of a model in one process group, in turn, a few steps each; which of them begins
-alternates. A step is forward, backward with its reduction, and SGD. The ratio of medians is over all steps, the ratio
-of minima over the best step of each; the range is that of the ratios of each round.
+alternates. A step is forward, backward with its reduction, and SGD. Ratios, ours / torch's: of medians over all steps,
+of the best step of each, the range of the rounds, and of the most bytes alive besides the parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from sleeping import LiveBytes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,21 +60,44 @@ def sides(build: Callable[[], tuple[nn.Module, Tensor]], group: Group) -> list[C
     module, x = build()
     peer, _ = build()
     peer.load_state_dict(module.state_dict())
+    return [ours(module, x, group), torchs(peer, x)]
+
+
+def ours(module: nn.Module, x: Tensor, group: Group) -> Callable[[], None]:
+    """A step with the gradient reducer."""
     reducer = GradientReducer(dict(module.named_parameters()), group)
-    wrapped = DistributedDataParallel(peer)
+    return stepper(module, x, reducer.reduce)
 
-    def stepper(called: nn.Module, reduce: Callable[[], None]) -> Callable[[], None]:
-        optimizer = torch.optim.SGD(called.parameters(), lr=1e-3)
 
-        def step() -> None:
-            optimizer.zero_grad()
-            called(x).square().mean().backward()
-            reduce()
-            optimizer.step()
+def torchs(module: nn.Module, x: Tensor) -> Callable[[], None]:
+    """A step with DistributedDataParallel."""
+    return stepper(DistributedDataParallel(module), x, lambda: None)
 
-        return step
 
-    return [stepper(module, reducer.reduce), stepper(wrapped, lambda: None)]
+def stepper(called: nn.Module, x: Tensor, reduce: Callable[[], None]) -> Callable[[], None]:
+    """A training step."""
+    optimizer = torch.optim.SGD(called.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        called(x).square().mean().backward()
+        reduce()
+        optimizer.step()
+
+    return step
+
+
+def peaks(build: Callable[[], tuple[nn.Module, Tensor]], group: Group) -> list[int]:
+    """Most bytes alive besides the parameters, of ours and of torch's."""
+    found = []
+    for side in (lambda module, x: ours(module, x, group), torchs):
+        module, x = build()
+        with LiveBytes() as live:
+            step = side(module, x)
+            for _ in range(3):
+                step()
+        found.append(live.peak)
+    return found
 
 
 def compare(steps: list[Callable[[], None]], rounds: int) -> list[list[list[float]]]:
@@ -91,38 +115,43 @@ def compare(steps: list[Callable[[], None]], rounds: int) -> list[list[list[floa
     return [side[1:] for side in times]  # the first round is for warming up
 
 
-def work(rank: int, ranks: int, threads: int, rounds: int, file: str) -> None:
+def work(rank: int, ranks: int, threads: int, rounds: int, words: list[str], file: str) -> None:
     """Measure every model; rank 0 prints."""
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
     group = Group.of(axis="data_parallel")
     for name, build in MODELS.items():
-        ours, peer = compare(sides(build, group), rounds)
-        flat = [sum(side, []) for side in (ours, peer)]
+        if not any(word in name for word in words):
+            continue
+        ours_s, peer_s = compare(sides(build, group), rounds)
+        flat = [sum(side, []) for side in (ours_s, peer_s)]
         median, best = ([reduce(side) for side in flat] for reduce in (statistics.median, min))
-        by_round = [statistics.median(a) / statistics.median(b) for a, b in zip(ours, peer)]
+        by_round = [statistics.median(a) / statistics.median(b) for a, b in zip(ours_s, peer_s)]
+        bytes_held = peaks(build, group)
         if rank == 0:
             print(
-                f"{name:36} {median[0] * 1e3:9.2f} {median[1] * 1e3:9.2f} {median[0] / median[1]:9.3f}"
-                f" {best[0] / best[1]:9.3f}   {min(by_round):.2f} .. {max(by_round):.2f}",
+                f"{name:36} {median[0] / median[1]:8.3f} {best[0] / best[1]:8.3f}   {min(by_round):.2f} .. "
+                f"{max(by_round):.2f} {bytes_held[0] / bytes_held[1]:8.2f}",
                 flush=True,
             )
+    dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*", default=[""], help="models whose names have one of these in them")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="computing threads of each rank")
     parser.add_argument("--rounds", type=int, default=12)
     arguments = parser.parse_args()
     print(f"{arguments.ranks} ranks, gloo, {arguments.threads} threads each; target: <= 1.05")
-    print(f"{'':36} {'ours ms':>9} {'DDP ms':>9} {'medians':>9} {'minima':>9}   rounds")
+    print(f"{'':36} {'medians':>8} {'minima':>8}   {'rounds':12} {'memory':>8}")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(
             work,
-            args=(arguments.ranks, arguments.threads, arguments.rounds, f"{folder}/ranks"),
+            args=(arguments.ranks, arguments.threads, arguments.rounds, arguments.words, f"{folder}/ranks"),
             nprocs=arguments.ranks,
         )
 

@@ -385,8 +385,8 @@ class GradientReducer:
         for name, parameter, mean in zip(bucket.names, parameters, means):
             if name not in used:
                 continue
-            if parameter.grad is None:
-                parameter.grad = mean.view_as(parameter).clone()
+            if parameter.grad is None or parameter.grad.is_contiguous():
+                parameter.grad = mean.view_as(parameter)  # a part of the bucket, which saves a copy
             else:
                 parameter.grad.copy_(mean.view_as(parameter))
 
