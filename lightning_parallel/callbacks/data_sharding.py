@@ -233,12 +233,19 @@ class DataShardingMonitor(MeasuringCallback):
         def noted(dataloader: object) -> object:
             dataloader = process(dataloader)
             if trainer.training:
-                self._loaders.append(Loader(dataloader))
+                self._add(Loader(dataloader))
             return dataloader
 
         # Between the making of a loader and the first pass over it there is no hook.
         trainer.strategy.process_dataloader = noted  # type: ignore[method-assign]
         self._undo.callback(delattr, trainer.strategy, "process_dataloader")
+
+    def _add(self, loader: Loader) -> None:
+        if self._reader is not None and self._reader.loader is not None:  # a new one for the next epoch
+            self._reader.loader.release()
+            self._loaders.clear()
+            self._reader.loader = loader
+        self._loaders.append(loader)
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> ShardingAccumulator:

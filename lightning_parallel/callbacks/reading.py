@@ -195,10 +195,13 @@ class Reader:
         replica: Whose part of the data is read.
         known_by: How all ranks tell samples apart.
         compares: Whether other ranks should read the same.
+
+    Attributes:
+        loader: As given; may be exchanged between two epochs.
     """
 
     def __init__(self, loader: Loader | None, replica: int, known_by: KnownBy, compares: bool) -> None:
-        self._loader, self._replica, self._known_by, self._compares = loader, replica, known_by, compares
+        self.loader, self._replica, self._known_by, self._compares = loader, replica, known_by, compares
         self._steps: list[int] = []
         self._samples: list[Tensor] = []
         self._contents: list[Tensor] = []
@@ -218,7 +221,7 @@ class Reader:
     def note(self, step: int, batch: Any) -> None:
         """Take notice of a batch."""
         self._steps.append(step)
-        places = None if self._loader is None else self._loader.next_places()
+        places = None if self.loader is None else self.loader.next_places()
         self._has_gaps |= places is None
         if places is not None:
             self._order.append(places)
@@ -241,7 +244,7 @@ class Reader:
         places = torch.cat([NOTHING, *self._order])
         is_shuffled = len(places) >= MIN_ORDER and int((places.diff() < 0).sum()) > 1
         order = fingerprint(places) if is_shuffled and not self._has_gaps else None
-        is_whole = self._loader is not None and self._loader.is_exhausted and not self._has_gaps
-        owed = None if self._loader is None else self._loader.coverage()
+        is_whole = self.loader is not None and self.loader.is_exhausted and not self._has_gaps
+        owed = None if self.loader is None else self.loader.coverage()
         self._order, self._has_gaps = [], False
         return EpochEnd(is_whole, order, *((None, 0) if owed is None else owed))

@@ -176,6 +176,35 @@ def test_one_process_is_clean(workers, shuffle):
     assert (report["findings"], report["known_by"]) == ([], "place")
 
 
+OPTIONS = [
+    {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
+    {"limit_train_batches": 3},
+    {"overfit_batches": 2},
+    {"fast_dev_run": True},
+    {"max_steps": 11},
+    {"accumulate_grad_batches": 3},
+    {"val_check_interval": 2, "limit_val_batches": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def test_ways_of_the_trainer_are_no_mistakes(options):
+    report = fit(DataLoader(Samples(), batch_size=4, shuffle=True), **options)
+    assert (report["findings"], report["known_by"]) == ([], "place")
+
+
+class Reloading(Net):
+    """Makes a loader whose order never changes, for each epoch anew."""
+
+    def train_dataloader(self):
+        return DataLoader(Samples(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+
+
+def test_an_order_that_comes_back_with_each_new_loader():
+    report = fit(None, module=Reloading().double(), reload_dataloaders_every_n_epochs=1, max_epochs=3)
+    assert found(report) == [("order", [0])]
+
+
 class ByRank(DistributedSampler):
     """What was meant to be seeded alike is not."""
 
