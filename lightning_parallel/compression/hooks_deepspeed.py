@@ -28,6 +28,8 @@ from lightning_parallel.compression.transaction import Transaction, fill
 
 __all__ = ["DeepSpeedState", "compress_deepspeed"]
 
+_PORTION_BYTES = 25 << 20  # compressed together where ZeRO has no buckets
+
 
 class DeepSpeedState:
     """The steps of `compressor` under a DeepSpeed engine."""
@@ -64,7 +66,7 @@ class DeepSpeedState:
         named = dict(self._of_model())
         sizes = {name: gradient.numel() * gradient.element_size() for name, gradient in named.items()}
         step = self._transaction.step(self._group)
-        for portion in fill(reversed(sizes), sizes, 25 << 20):
+        for portion in fill(reversed(sizes), sizes, _PORTION_BYTES):
             step.reduce_({name: named[name] for name in portion})
 
     def _of_model(self) -> Iterator[tuple[str, Tensor]]:
