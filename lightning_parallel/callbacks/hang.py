@@ -28,7 +28,7 @@ __all__ = ["EXIT_STATUS", "HangReporter", "Process", "Watchdog"]
 EXIT_STATUS = 70
 """Of a process that ends because nothing moved."""
 GRACE_S = 5.0
-"""How long ranks that still run are given to say what they are doing."""
+"""How long ranks that still run are given to say what they are doing, at least; a twentieth of the deadline if more."""
 
 
 class Process:
@@ -139,7 +139,7 @@ class Watchdog:
         idle = time.monotonic() - self._since
         state = state_of_rank(self.rank, self._where, self._count, idle, self._main)
         write_text(self.folder / f"rank{self.rank}.json", state)
-        states = read_states(self.folder, len(self.processes), GRACE_S)
+        states = read_states(self.folder, len(self.processes), max(GRACE_S, self.deadline / 20))
         silent = [rank for rank in range(len(self.processes)) if rank not in states]
         lines = blame(states, len(self.processes))
         lines += [f"killed rank {rank}, which did not answer" for rank in silent if self.processes[rank].kill()]

@@ -226,6 +226,8 @@ def read_report(path: Path) -> tuple[Path, dict[str, Any]]:
 def rebuild(path: Path, kineto: Sequence[Path] = ()) -> Path:
     """Make the page of a run again, with the diagnosis of today; returns where it is.
 
+    Of a run that ended with an error, parts of the trace that came too late for rank 0 are added.
+
     Args:
         path: See `read_report`.
         kineto: Traces of `torch.profiler` to add to the run's own.
@@ -234,12 +236,18 @@ def rebuild(path: Path, kineto: Sequence[Path] = ()) -> Path:
         ValueError: If there is no report, or a trace cannot be added.
     """
     folder, report = read_report(path)
-    report["diagnosis"] = [advice.to_dict() for advice in diagnose(report)]
-    trace = read_trace(folder / TRACE) if kineto else None
+    run, trace = report["run"], None
+    parts = read_parts(folder, run["world_size"], run["started"], patience_s=0)
+    if parts:
+        trace = chrome_trace(parts, run["mesh"])
+    elif kineto:
+        trace = read_trace(folder / TRACE)
     for file in kineto:
         assert trace is not None
         add_kineto(trace, read_trace(file))
-    write_files(folder, report, trace)
+    loss = report["series"].get("loss", [])
+    rebuilt = build_report(run, report["reports"], loss, trace)
+    write_files(folder, rebuilt if trace is not None else {**report, **rebuilt}, trace)
     return folder / PAGE
 
 
@@ -262,7 +270,7 @@ def write_part(path: Path, part: Mapping[str, Any]) -> None:
 
 
 def read_parts(folder: Path, world_size: int, run: str, patience_s: float) -> list[dict[str, Any]]:
-    """The parts that ranks of this run leave within `patience_s`; takes their files away."""
+    """The parts that ranks of this run leave within `patience_s`."""
     until = time.monotonic() + patience_s
     found: dict[int, dict[str, Any]] = {}
     while len(found) < world_size:
@@ -273,7 +281,6 @@ def read_parts(folder: Path, world_size: int, run: str, patience_s: float) -> li
                     part = json.load(file)
                 if part.pop("run") == run:
                     found[rank] = part
-                    path.unlink()
         if time.monotonic() > until:
             break
         time.sleep(0.05)

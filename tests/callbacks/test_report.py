@@ -117,12 +117,23 @@ def fail(folder):
 
 def test_an_error_leaves_a_page_too(tmp_path):
     run(fail, 2, folder=str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part0.json.gz", "part1.json.gz", *FILES]
     report = read(tmp_path)
     assert report["run"]["error"] == "ValueError: the sixth step failed"
     assert report["trace"]["ranks"] == [0, 1]
     assert {event["name"] for event in read_trace(tmp_path / "trace.json.gz")["traceEvents"]} >= {"step 5"}
     assert len(report["reports"]["StepBreakdown"]["ranks"]) == 2
+
+
+def test_a_part_that_came_late_is_in_the_trace_made_again(tmp_path):
+    run(fail, 2, folder=str(tmp_path))
+    late = (tmp_path / "part1.json.gz").rename(tmp_path / "late")
+    assert main(["report", str(tmp_path)]) == 0
+    assert read(tmp_path)["trace"]["ranks"] == [0]
+    late.rename(tmp_path / "part1.json.gz")
+    assert main(["report", str(tmp_path)]) == 0
+    assert read(tmp_path)["trace"]["ranks"] == [0, 1]
+    assert len(read(tmp_path)["series"]["loss"]) == 5
 
 
 def test_a_page_that_cannot_be_written_does_not_hide_the_error(tmp_path):
