@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch.distributed as dist
 
@@ -35,6 +36,11 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @cached_property
+    def backend(self) -> str:
+        """Name of the backend; looked up once, as that takes longer than to start a collective."""
+        return "" if self.process_group is None else dist.get_backend(self.process_group)
 
     @classmethod
     def alone(cls, axis: str, rank: int = 0) -> Group:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from lightning_parallel import recorder
 from lightning_parallel.comm import liveness
@@ -149,8 +148,8 @@ class Pending:
         clock = flight.clock
         if clock is not None:
             flight.complete = clock.completion(self._work)
-        elif self._peer is None and dist.get_backend(self._group.process_group) == "gloo":
-            with suppress(AttributeError, RuntimeError):  # not every operation tells
+        elif self._peer is None and self._group.backend == "gloo" and hasattr(self._work, "get_future"):
+            with suppress(RuntimeError):  # not every operation tells
                 self._work.get_future().add_done_callback(self._note_completion)  # runs on a thread of gloo
 
     def _note_completion(self, _: Any) -> None:
