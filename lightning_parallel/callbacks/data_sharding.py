@@ -196,8 +196,9 @@ class DataShardingMonitor(MeasuringCallback):
 
     A sample is known by its place in the data set where the sampler of a `DataLoader` divides it (`num_replicas`), or
     there is one replica only; otherwise by a hash of its tensors, up to about 256 elements of each. By contents nothing
-    is said of what is missing, and random augmentation hides what overlaps. With several loaders only peers are
-    compared. What fills up the last batch, and what `drop_last` leaves out, is expected.
+    is said of what is missing, and random augmentation hides what overlaps. With several loaders, and where samples are
+    drawn with replacement, only peers and orders are compared. What fills up the last batch, and what `drop_last`
+    leaves out, is expected.
 
     `report()` has, besides the common keys:
 
@@ -264,10 +265,11 @@ class DataShardingMonitor(MeasuringCallback):
         replica, replicas = kwargs.get("rank", trainer.global_rank), kwargs.get("num_replicas", trainer.world_size)
         self._replicas = replicas
         loader = self._loaders[0] if len(self._loaders) == 1 else None
-        known_by: KnownBy = "" if loader is None else "content"
-        if loader is not None and loader.tells_places and (loader.divides or replicas == 1):
+        known_by: KnownBy = "" if loader is None or loader.draws_again else "content"
+        if known_by and loader is not None and loader.tells_places and (loader.divides or replicas == 1):
             known_by = "place"
         everyone = self.session.gather(known_by)
+        # The least that all ranks can do, as the words are in that order.
         self._audit.known_by = known_by = min(everyone) if everyone is not None else ""
         self._reader = Reader(loader, replica, known_by, compares=replicas < trainer.world_size)
         if self._resumed:

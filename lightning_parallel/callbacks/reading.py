@@ -19,6 +19,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    WeightedRandomSampler,
 )
 
 from lightning_parallel.fingerprint import fingerprint, fingerprints, row_fingerprints
@@ -159,6 +160,14 @@ class Loader:
         return isinstance(self._sampler, Sized) and self._taken == len(self._sampler)
 
     # --------------------------------------------------------------------------------------------------- what it owes
+
+    @property
+    def draws_again(self) -> bool:
+        """Whether samples are drawn with replacement, so that any may come any number of times."""
+        sampler = getattr(self._loader, "sampler", None)
+        if isinstance(sampler, DistributedSamplerWrapper):
+            sampler = sampler.dataset._sampler  # type: ignore[attr-defined]
+        return isinstance(sampler, (RandomSampler, WeightedRandomSampler)) and sampler.replacement
 
     def coverage(self) -> tuple[int, int] | None:
         """Number of samples of which each should come once per epoch, and how many of them this rank may drop.

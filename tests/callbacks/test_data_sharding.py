@@ -6,7 +6,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from lightning_parallel import HybridParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.callbacks.data_sharding import DataShardingMonitor, ShardingAccumulator
@@ -203,6 +211,27 @@ class Reloading(Net):
 def test_an_order_that_comes_back_with_each_new_loader():
     report = fit(None, module=Reloading().double(), reload_dataloaders_every_n_epochs=1, max_epochs=3)
     assert found(report) == [("order", [0])]
+
+
+@distributed(world_size=2)
+def test_drawing_with_replacement_is_no_mistake(group):
+    wrapped, bare = WeightedRandomSampler(torch.rand(32), 32), RandomSampler(Samples(), replacement=True)
+    for sampler, options in ((wrapped, {}), (bare, {"use_distributed_sampler": False})):
+        report = fit(DataLoader(Samples(), batch_size=4, sampler=sampler), group, DDPStrategy(), **options)
+        assert report["findings"] == []
+        assert "known_by" not in report
+
+
+@distributed(world_size=2)
+def test_several_loaders(group):
+    class Pairs(Net):
+        def training_step(self, batch, index):
+            return super().training_step(batch["a"], index)
+
+    loaders = {"a": DataLoader(Samples(), batch_size=4), "b": DataLoader(Samples(), batch_size=2)}
+    report = fit(loaders, group, DDPStrategy(), module=Pairs().double())
+    assert report["findings"] == []
+    assert "known_by" not in report
 
 
 class ByRank(DistributedSampler):
