@@ -81,16 +81,15 @@ class _MetricAt:
 
 @contextmanager
 def _recording(module: LightningModule, calls: list[Call]) -> Iterator[None]:
-    paths = {id(child): path for path, child in module.named_modules() if isinstance(child, Metric)}
-
     def log(*args: Any, **kwargs: Any) -> None:
         bound = _LOG.bind(module, *args, **kwargs).arguments
         name, value = bound.pop("name"), bound.pop("value")
         bound.pop("self")
         if isinstance(value, Metric):
-            if id(value) not in paths:
+            path = next((path for path, child in module.named_modules() if child is value), None)
+            if path is None:
                 raise ValueError(f"the metric logged as {name!r} is not an attribute of the module; make it one")
-            value = _MetricAt(paths[id(value)], value._forward_cache)
+            value = _MetricAt(path, value._forward_cache)
         elif isinstance(value, Tensor):
             value = value.detach()
         calls.append((name, value, dict(bound)))
