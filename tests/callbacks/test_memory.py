@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import (
     CompressedDDPStrategy,
@@ -220,3 +222,39 @@ def test_tensor_x_pipeline(group):
     assert [row["stage"] for row in report["stages"]] == [0, 0, 1, 1]
     whole = size(*Deep().parameters())
     assert sum(rank["parameters"] for rank in report["ranks"]) < 1.4 * whole
+
+
+class Checkpointed(Net):
+    """Keeps nothing of its first layers but their input, and computes them again in backward."""
+
+    def __init__(self, use_reentrant=None):
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def training_step(self, batch, index):
+        x, y = batch[0].requires_grad_(), batch[1]
+        first, rest = self.net[:3], self.net[3:]
+        h = first(x) if self.use_reentrant is None else checkpoint(first, x, use_reentrant=self.use_reentrant)
+        return F.cross_entropy(rest(h), y)
+
+
+def test_activation_checkpointing_keeps_less_and_trains_alike():
+    peaks, weights = {}, {}
+    for reentrant in (None, False, True):
+        module, monitor = Checkpointed(reentrant).double(), MemoryProfiler(show_table=False)
+        trainer_for(callbacks=[monitor], max_epochs=1).fit(module, loader())
+        plain = Checkpointed(reentrant).double()
+        trainer_for(max_epochs=1).fit(plain, loader())
+        assert all(torch.equal(p, q) for p, q in zip(module.parameters(), plain.parameters()))
+        peaks[reentrant], weights[reentrant] = monitor.report()["ranks"][0]["activations_peak"], module.net[0].weight
+    assert peaks[False] < peaks[None]
+    assert torch.equal(weights[None], weights[False])
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_other_precisions(precision):
+    module, monitor = Net(), MemoryProfiler(show_table=False)
+    trainer_for(callbacks=[monitor], max_epochs=1, precision=precision).fit(module, loader(dtype=torch.float32))
+    (rank,) = monitor.report()["ranks"]
+    assert rank["parameters"] == 551 * (4 if precision == "bf16-mixed" else 2)
+    assert rank["activations_peak"] > rank["activations"] == 0
