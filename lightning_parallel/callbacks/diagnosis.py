@@ -124,10 +124,14 @@ def _remedy(axis: str, report: Report) -> str:
         "a larger batch per rank or `accumulate_grad_batches` (4 instead of 1 exchanges gradients a quarter as often)"
     ]
     if "CompressionMonitor" not in report.get("reports", {}) and not run.get("compression"):
-        steps.append(
-            "compressed gradients (`compression=Cast('bf16')` sends half the bytes, `PowerSGD(rank=4)` a small part)"
-        )
+        name = _COMPRESSED.get(run.get("strategy", ""))
+        where = f"`{name}(Cast('bf16'))`" if name else "`compression=Cast('bf16')`"
+        steps.append(f"compressed gradients ({where} sends half the bytes, `PowerSGD(rank=4)` a small part)")
     return f"Exchange gradients less often, or fewer bytes: {'; '.join(steps)}."
+
+
+_COMPRESSED = {f"{name}Strategy": f"Compressed{name}Strategy" for name in ("DDP", "FSDP", "DeepSpeed", "ModelParallel")}
+"""What takes the place of Lightning's own strategies, which know no `compression`."""
 
 
 def _uneven(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:

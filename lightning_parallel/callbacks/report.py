@@ -78,6 +78,7 @@ class ProfileReport(MeasuringCallback):
         self._parts: Sequence[Mapping[str, Any]] = ()
         self._clock: Clock | None = None
         self._began_s = 0.0
+        self._step = 0
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
@@ -98,16 +99,19 @@ class ProfileReport(MeasuringCallback):
         self._run |= run_facts(trainer, pl_module, self.session.mesh)
 
     @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert self.session is not None
+        assert self.session.recorder is not None
+        self._step = self.session.recorder.step  # at the end of the batch another callback may have begun the next
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self.session is not None
-        assert self.session.recorder is not None
-        step = self.session.recorder.step
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
-            self._loss.add(step, loss.detach())
+            self._loss.add(self._step, loss.detach())
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

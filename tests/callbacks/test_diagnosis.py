@@ -54,6 +54,12 @@ def test_communication_counts_as_far_as_every_rank_waits_for_it():
     assert "PowerSGD" in advice.text
 
 
+def test_compression_is_advised_in_the_words_of_the_strategy():
+    ranks = [rank(r, communication_exposed=0.02) for r in range(2)]
+    assert "`compression=Cast('bf16')`" in diagnose(report(ranks, {"strategy": "HybridParallelStrategy"}))[0].text
+    assert "`CompressedDDPStrategy(Cast('bf16'))`" in diagnose(report(ranks, {"strategy": "DDPStrategy"}))[0].text
+
+
 def test_compression_is_not_advised_where_there_is_some():
     ranks = [rank(r, communication_exposed=0.02) for r in range(2)]
     (advice,) = diagnose(report(ranks, {"compression": "Cast('bf16')"}))

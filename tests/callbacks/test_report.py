@@ -45,9 +45,11 @@ def test_a_run_leaves_page_data_and_trace(profile):
     assert report["diagnosis"]
 
 
-def test_the_loss_is_that_of_the_steps(tmp_path):
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_the_loss_is_that_of_the_steps(tmp_path, comes_first):
     module, callback = Net().double(), ProfileReport(str(tmp_path), show_diagnosis=False)
-    trainer_for(callbacks=[callback]).fit(module, loader())
+    callbacks = [callback, StepBreakdown(show_table=False)][:: 1 if comes_first else -1]
+    trainer_for(callbacks=callbacks).fit(module, loader())
     points = callback.report()["series"]["loss"]
     assert [step for step, _ in points] == list(range(8))
     assert [value for _, value in points] == pytest.approx([float(loss) for loss in module.losses])
