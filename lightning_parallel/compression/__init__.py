@@ -12,7 +12,8 @@ How it is built, from the outside in:
   feedback (`feedback.py`) surrounds the method: it offers a work tensor, the method leaves in it what was not sent.
 * A method is a generator of requests (`exchange.py`): it yields what is to be summed, gathered or swapped and is sent
   the answer. All methods of a bucket run in lockstep and their requests of one kind travel in one collective.
-* `HookState` and `compression_hook` (`hooks.py`) bring the gradients of `DistributedDataParallel` to a reducer.
+* `HookState` and `compression_hook` (`hooks.py`) bring the gradients of `DistributedDataParallel` to a reducer;
+  `compress_fsdp`, `compress_fully_shard` and `compress_deepspeed` those of FSDP1, FSDP2 and DeepSpeed.
 * State lives in a `Memory` (`memory.py`), by parameter name, current beside next, so that rolling back is free.
 
 A skipped step leaves non-finite gradients on every rank alike and makes `reduce_` return False.
