@@ -100,11 +100,10 @@ def try_stages(
             played.play(step, microbatch, doors)
             trials.append(played)
     for before, after in pairwise(trials):
-        handed_on = [before.left[position] for position in after.entry] if before.left else []
-        lost = next((value for value in handed_on if isinstance(value, Ghost) and not value.live), None)
+        lost = next((before.lost[position] for position in after.entry if position in before.lost), None)
         if lost is not None:
             raise ValueError(
-                f"stage {after.stage} needs {lost.origin}, which is on an earlier stage and does not pass through "
+                f"stage {after.stage} needs {lost}, which is on an earlier stage and does not pass through "
                 f"stage {before.stage}: a connection that skips over the cut. Pass it through the layers as an "
                 "argument, or cut elsewhere (`balance`, fewer stages)"
             )
@@ -156,13 +155,18 @@ def _install(module: nn.Module, trunk: Trunk) -> _Doors:
 
 
 class _Trial(Forward):
-    """A stage's forward on ghosts. From its entry on, what it would have is alive."""
+    """A stage's forward on ghosts. From its entry on, what it would have is alive.
+
+    Attributes:
+        entry: Which of its first layer's arguments it has to receive.
+        lost: Those arguments of the next stage's first layer that it does not have, with what they are.
+    """
 
     def __init__(self, stage: int, stage_of: tuple[int, ...], answers: Answers, held: list[Ghost]) -> None:
         super().__init__(stage, stage_of, answers, self._enliven)
         self.held = held
         self.entry: list[int] = []
-        self.left: list[Any] = []
+        self.lost: dict[int, str] = {}
 
     def play(self, step: Step, microbatch: Any, doors: _Doors) -> None:
         if self.entered:
@@ -171,7 +175,7 @@ class _Trial(Forward):
             with doors.open(self):
                 result = step(microbatch)
         except Leave as leave:
-            self.left = leave.leaves
+            self.lost = {place: leaf.origin for place, leaf in enumerate(leave.leaves) if missing(leaf)}
         except Exception as error:
             # Once it has data, a stage may look at them, which a trial cannot follow.
             if not self.entered or isinstance(error, CutError) or getattr(error, "lost", False):

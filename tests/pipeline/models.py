@@ -157,14 +157,14 @@ def outer(kind="Outer"):
     return model, lambda batch: model(batch[0]).square().mean(), [torch.randn(6, 4)]
 
 
-def _causal_loss(logits, labels, vocab_size, **_):
+def causal_loss(logits, labels, vocab_size, **_):
     """Transformers' own causal loss, without its cast to single precision."""
     return F.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
 
 
 def _language(model, samples=5, length=10, padded=True, **extra):
     if "Causal" in type(model).__name__ or "LMHead" in type(model).__name__:
-        model.loss_function = _causal_loss
+        model.loss_function = causal_loss
     ids = torch.randint(3, 60, (samples, length))
     mask = torch.ones_like(ids)
     if padded:
@@ -216,13 +216,13 @@ def _checkpointed(model, reentrant):
     return model
 
 
-def built(builder, seed=3, **options):
-    """Build in fp64 from a seed."""
+def built(builder, seed=3, source=None, **options):
+    """Build in fp64 from a seed, by a builder of this module or of another's variables."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
     try:
-        model, step, batch = globals()[builder](**options)
+        model, step, batch = (source or globals())[builder](**options)
         return model.double(), step, batch
     finally:
         torch.set_default_dtype(before)

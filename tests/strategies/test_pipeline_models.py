@@ -1,5 +1,6 @@
 """Models as their authors wrote them, in stages: losses, every gradient by name, weights and norms of one process."""
 
+import math
 import os
 
 import pytest
@@ -8,13 +9,15 @@ from lightning.pytorch import LightningModule
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, comm
 from tests.examples.test_gpt import model as gpt_example
 from tests.harness import distributed
+from tests.pipeline import other_models
 from tests.pipeline.models import built
 from tests.strategies.models import trainer_for
 
 SIZES = {
+    "pipeline 2": {"pipeline_parallel_size": 2},
     "pipeline 4": {"pipeline_parallel_size": 4},
     "pipeline 2 x data 2": {"pipeline_parallel_size": 2, "data_parallel_size": 2},
     "tensor 2 x pipeline 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
@@ -63,7 +66,9 @@ def example_gpt():
 
 
 def build(name):
-    return example_gpt() if name == "example_gpt" else built(name)
+    if name == "example_gpt":
+        return example_gpt()
+    return built(name, source=vars(other_models) if name in vars(other_models) else None)
 
 
 def train(name, strategy, devices, replicas=1, **trainer_options):
@@ -99,23 +104,57 @@ def expect_equal(module, trainer, expected, replicas):
         torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", list(SIZES))
+@pytest.mark.parametrize("layout", ["pipeline 4", "pipeline 2 x data 2", "tensor 2 x pipeline 2"])
 @pytest.mark.parametrize("name", ["mlp", "convolutional", "encoder", "tied", "two_streams"])
 @distributed(world_size=4)
 def test_plain_models(name, layout):
     check(name, layout)
 
 
-@pytest.mark.parametrize("layout", list(SIZES))
+@pytest.mark.parametrize("layout", ["pipeline 4", "pipeline 2 x data 2", "tensor 2 x pipeline 2"])
 @pytest.mark.parametrize("name", ["example_gpt", "gpt2", "llama", "bert"])
 @distributed(world_size=4)
 def test_language_models(name, layout):
     check(name, layout)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("opt", "qwen2", "neox", "t5", "vit", "distilbert", "deberta", "hidden_states", "resnet", "gru"),
+        *("lstm", "encoder_decoder", "module_dict", "nested_lists", "losses_in_a_list", "a_changing_hook"),
+    ],
+)
+@distributed(world_size=2)
+def test_other_models(name):
+    check(name, "pipeline 2")
+
+
+REFUSED = {
+    "losses_in_attributes": "the step returns something made of the output of `model.layers.0`",
+    "losses_in_hooks": "the step returns something made of the output of `model.first`",
+    "router_losses": "on another pipeline stage, into a tensor of this stage",
+    "unet": "`model.up.1` needs the output of `model.down.1`.*skips over the cut",
+    "one_layer_four_times": "`model.layers.1` is the same module as `model.layers.0`",
+    "twice": "`model.layers.0` is called twice or out of order",
+    "returned_states": "the step returns something made of the output of `model.first`",
+    "data_dependent": "needs the data of the output of `model.first`",
+    "albert": "found no `ModuleList` or `Sequential` with repeated layers",
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+@distributed(world_size=2)
+def test_models_that_are_refused(name):
+    with pytest.raises(ValueError, match=f"(?s){REFUSED[name]}"):
+        train(name, PipelineParallelStrategy(2, num_microbatches=2, balance="uniform"), 2)
+
+
 def check(name, layout):
     sizes = SIZES[layout]
     replicas = sizes.get("data_parallel_size", 1)
     expected, _ = train(name, "auto", 1)
-    module, trainer = train(name, HybridParallelStrategy(num_microbatches=3, **sizes), 4, replicas)
+    module, trainer = train(
+        name, HybridParallelStrategy(num_microbatches=3, **sizes), math.prod(sizes.values()), replicas
+    )
     expect_equal(module, trainer, expected, replicas)
