@@ -236,7 +236,7 @@ def _learning_rate(report: Report) -> Iterator[Advice]:
         "note",
         f"The learning rate {rate:g} is not scaled with the batch of {batch:g} samples ({replicas} replicas)",
         f"If it was found with the batch of one replica, {alone:g} samples, the linear rule gives {rate * replicas:g}"
-        f" and the square-root rule {rate * replicas**0.5:.3g}: `LearningRateScaling(base_batch_size={alone:g})`.",
+        f" and the square-root rule, for adaptive optimizers, {rate * replicas**0.5:.3g}; with a warm-up.",
         None,
         {"learning_rate": rate, "global_batch": batch, "replicas": replicas},
     )
