@@ -165,8 +165,22 @@ def _in_words(what: str, curves: Sequence[Line]) -> str:
     return f"{what}: {'; '.join(ends)}"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", merge: bool = False) -> str:
-    """A table whose first column names the row. `merge`: equal first cells that follow each other become one."""
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    caption: str = "",
+    merge: bool = False,
+    words: bool = False,
+) -> str:
+    """A table whose first column names the row.
+
+    Args:
+        header: Of the columns.
+        rows: Of cells.
+        caption: Above the table.
+        merge: Equal first cells that follow each other become one.
+        words: The cells are words rather than numbers.
+    """
     head = "".join(f'<th scope="col">{escape(word)}</th>' for word in header)
     body = ""
     for _, group in groupby(rows, key=(lambda row: row[0]) if merge else id):
@@ -177,4 +191,4 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "
             body += f"<tr>{first}{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>"
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
     inner = f"{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="scroll" tabindex="0"><table>{inner}</table></div>'
+    return f'<div class="scroll" tabindex="0"><table{" class=words" if words else ""}>{inner}</table></div>'

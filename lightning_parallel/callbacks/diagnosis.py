@@ -61,6 +61,16 @@ def _wrong(reports: Report) -> Iterator[Advice]:
             more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
             title = f"{title}: `{first['name']}`, {where}{more}"
             yield Advice("wrong", title, text, None, {"findings": len(findings)})
+    for group in reports.get("CommunicationProfiler", {}).get("desynchronised", []):
+        yield Advice(
+            "wrong",
+            f"Ranks {group['group']} did not issue the same collectives along {group['axis'].replace('_', ' ')}:"
+            f" {group['detail']}",
+            "Such a run hangs or mixes up tensors. Look for collectives, logging with `sync_dist` or metrics inside of"
+            " conditions that differ between ranks.",
+            None,
+            {"ranks": len(group["ranks"])},
+        )
 
 
 # -------------------------------------------------------------------------------------------------- where time goes

@@ -27,6 +27,10 @@ _SIGNALS = {
 }
 
 
+_MOST = 50
+"""Findings that are shown."""
+
+
 def findings(report: Report) -> str:
     """What the monitors found: slow ranks, replicas that drift, data that is divided wrongly."""
     body = ""
@@ -36,7 +40,7 @@ def findings(report: Report) -> str:
             [f"rank {s['rank']}", (s.get("cause") or "unattributed").replace("_", " "), seconds_text(s["excess"])]
             for s in stragglers
         ]
-        body += charts.table(["rank", "cause", "later than its peers, per step"], rows, "Slow ranks")
+        body += charts.table(["rank", "cause", "later than its peers, per step"], rows, "Slow ranks", words=True)
     elif stragglers is not None:
         body += "<p>No rank is slower than its peers, those with the same stage and shard.</p>"
     for callback, title, good in (
@@ -50,7 +54,8 @@ def findings(report: Report) -> str:
         found = found_by(report, callback).get("findings")
         if found:
             rows = [[str(f["step"]), f["name"], ", ".join(map(str, f["ranks"])), f["detail"]] for f in found]
-            body += charts.table(["step", "what", "ranks", "found"], rows[:50], title)
+            caption = title if len(rows) <= _MOST else f"{title}: the first {_MOST} of {len(rows)}"
+            body += charts.table(["step", "what", "ranks", "found"], rows[:_MOST], caption, words=True)
         elif found is not None:
             body += f"<p>{good}</p>"
     return section("findings", "Slow ranks, replicas, data", "", body) if body else ""

@@ -147,6 +147,13 @@ def test_what_is_wrong_comes_before_what_is_slow():
     assert "`net.0.weight`, step 7, rank 1: differs by 0.5" in found[0].title
 
 
+def test_collectives_that_differ_are_wrong():
+    group = {"axis": "world", "group": [0, 1], "ranks": [1], "detail": "rank 1 issued 14 collectives, rank 0 13"}
+    advice = diagnose(report([rank(0)], CommunicationProfiler={"records": [], "desynchronised": [group]}))[0]
+    assert advice.kind == "wrong"
+    assert "rank 1 issued 14 collectives" in advice.title
+
+
 def test_compressing_that_takes_longer_than_sending():
     monitor = {"encode": 0.02, "decode": 0.01, "wire": 0.005}
     (advice,) = diagnose(report([rank(0)], CompressionMonitor=monitor))
