@@ -77,15 +77,15 @@ class MemoryAccumulator(Accumulator):
 def held_bytes(parameters: Sequence[Parameter], buffers: Sequence[Tensor], states: Sequence[Any]) -> dict[str, int]:
     """Bytes of parameters, buffers, gradients and the `states` of optimizers.
 
-    Each storage counts once, for the first of these that holds it.
+    Each storage counts once, for the first of these that holds it. Gradients are left out where there are none: before
+    backward, or because they are kept elsewhere.
     """
     storages = Storages()
-    return {
-        "parameters": storages.add(parameters),
-        "buffers": storages.add(buffers),
-        "gradients": storages.add(p.grad for p in parameters if p.grad is not None),
-        "optimizer": storages.add(tensors_in(states)),
-    }
+    sizes = {"parameters": storages.add(parameters), "buffers": storages.add(buffers)}
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        sizes["gradients"] = storages.add(gradients)
+    return {**sizes, "optimizer": storages.add(tensors_in(states))}
 
 
 class MemoryProfiler(MeasuringCallback):
@@ -99,8 +99,9 @@ class MemoryProfiler(MeasuringCallback):
 
     | key | what |
     |---|---|
-    | `gradients` | before the optimizer's step |
-    | `optimizer`, `compression` | state of the optimizers; memory of the gradient compressor, if there is one |
+    | `gradients` | before the optimizer's step; left out where they are not in `.grad`, as under DeepSpeed ZeRO |
+    | `optimizer` | state of the optimizers, with the copies of parameters that they work on, if they do |
+    | `compression` | memory of the gradient compressor, if there is one |
     | `activations_peak` | the most that autograd kept for backward at once, without parameters and the batch itself |
     | `activations` | what it still kept after the last measured step: other than 0, something holds on to a graph |
     | `resident`, `resident_peak` | memory of the process (Linux): after that step, and the most since it started |
@@ -194,13 +195,14 @@ class MemoryProfiler(MeasuringCallback):
     def _count(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = trainer.strategy
         states = {owner: state for optimizer in strategy.optimizers for owner, state in optimizer.state.items()}
-        sizes = held_bytes(list(module.parameters()), list(module.buffers()), list(states.values()))
+        copies = [optimizer.param_groups for optimizer in strategy.optimizers]  # of the parameters, if they are others
+        sizes = held_bytes(list(module.parameters()), list(module.buffers()), [*states.values(), copies])
         compression = _compression_bytes(strategy)
         self._memory.note(sizes if compression is None else {**sizes, "compression": compression})
         for stage, names in _stages(strategy).items():
             mine = [parameter for name, parameter in module.named_parameters() if name in names]
             sizes = held_bytes(mine, [], [states.get(parameter) for parameter in mine])
-            self._memory.note_stage(stage, {key: sizes[key] for key in ("parameters", "gradients", "optimizer")})
+            self._memory.note_stage(stage, {key: size for key, size in sizes.items() if key != "buffers"})
 
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:

@@ -12,12 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import (
     CompressedDDPStrategy,
+    CompressedDeepSpeedStrategy,
     HybridParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
     TopK,
 )
 from lightning_parallel.callbacks.memory import MemoryProfiler, held_bytes
+from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
 from lightning_parallel.callbacks.storage import ActivationMeter, Storages, tensors_in
 from tests.callbacks.test_replica_drift import PlainFSDP
 from tests.harness import distributed
@@ -29,10 +31,10 @@ def size(*tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def fit(module, strategy, group, replicas, monitor=None, dtype=torch.float64, **options):
+def fit(module, strategy, group, replicas, monitor=None, dtype=torch.float64, callbacks=(), **options):
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
     monitor = monitor or MemoryProfiler(every_n_steps=1, show_table=False)
-    trainer = trainer_for(strategy, group.size, callbacks=[monitor], max_epochs=1, **options)
+    trainer = trainer_for(strategy, group.size, callbacks=[monitor, *callbacks], max_epochs=1, **options)
     trainer.fit(module, loader(replicas, group.rank // (group.size // replicas), dtype=dtype))
     return monitor.report()
 
@@ -69,6 +71,14 @@ def test_a_known_model_byte_for_byte():
         "gradients": 4 * trained,
         "optimizer": 4 * 2 * trained + 4 * 7,
     }
+
+
+def test_copies_that_an_optimizer_works_on_are_its_own():
+    module = nn.Linear(3, 5).bfloat16()
+    copies = [parameter.detach().float() for parameter in module.parameters()]
+    optimizer = torch.optim.SGD(copies, lr=0.1)
+    sizes = held_bytes(list(module.parameters()), [], [*optimizer.state.values(), optimizer.param_groups])
+    assert sizes == {"parameters": 40, "buffers": 0, "optimizer": 80}, "and no gradients, where there are none"
 
 
 # --------------------------------------------------------------------------------------------------------- activations
@@ -258,3 +268,16 @@ def test_other_precisions(precision):
     (rank,) = monitor.report()["ranks"]
     assert rank["parameters"] == 551 * (4 if precision == "bf16-mixed" else 2)
     assert rank["activations_peak"] > rank["activations"] == 0
+
+
+@distributed(world_size=2)
+def test_deepspeed(group):
+    pytest.importorskip("deepspeed")
+    module, strategy = Net(), CompressedDeepSpeedStrategy(stage=2)
+    drift = ReplicaDriftMonitor(every_n_steps=1, action="raise", show_table=False)
+    report = fit(module, strategy, group, 2, dtype=torch.float32, callbacks=[drift])
+    mine, total = report["ranks"][group.rank], size(*module.parameters())
+    assert total <= mine["parameters"] <= 1.1 * total, "flattened, and filled up"
+    assert total <= mine["optimizer"] <= 1.1 * total, "half of the momenta, and of the parameters"
+    assert "gradients" not in mine
+    assert drift.report()["compared"] == {"parameter": 8}
