@@ -1,0 +1,175 @@
+"""Batches of any structure and size, through the Trainer in stages: what one process computes."""
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_parallel import PipelineParallelStrategy, comm
+from tests.harness import distributed
+from tests.pipeline.other_models import Block
+from tests.strategies.models import trainer_for
+
+
+@dataclass
+class Example:
+    x: torch.Tensor
+    y: torch.Tensor
+    names: list[str]
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+    info: Any
+
+
+def encoding(x, y):
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"x": x, "y": y})
+
+
+def named(count):
+    return [f"sample {number}" for number in range(count)]
+
+
+def checked(x, y, entries):
+    assert len(entries) == len(x) == len(y)
+    return x, y
+
+
+KINDS = {
+    "tensor": (lambda x, y: torch.cat([x, y[:, None].double()], 1), lambda b: (b[:, :8], b[:, 8].long())),
+    "list": (lambda x, y: [x, y], tuple),
+    "dict": (lambda x, y: OrderedDict(x=x, y=y, none=None, t=torch.tensor(2.0)), lambda b: (b["x"] * b["t"], b["y"])),
+    "nested": (
+        lambda x, y: {"in": [x, (x * 2, {"scale": 0.5})], "out": {"y": y, "path": "a/b", "flag": True}},
+        lambda b: (b["in"][0] + b["in"][1][0] * b["in"][1][1]["scale"], b["out"]["y"]),
+    ),
+    "encoding": (encoding, lambda b: (b["x"], b["y"])),
+    "dataclass": (lambda x, y: Example(x, y, named(len(x))), lambda b: checked(b.x, b.y, b.names)),
+    "named tuple": (
+        lambda x, y: Pair(x, y, {"ids": named(len(x)), "scale": 2}),
+        lambda b: checked(b.x * b.info["scale"], b.y, b.info["ids"]),
+    ),
+    "targets": (
+        lambda x, y: (x, [{"label": int(label)} for label in y]),
+        lambda b: checked(b[0], torch.tensor([target["label"] for target in b[1]]), b[1]),
+    ),
+}
+
+
+class Batches:
+    """A last batch that does not divide evenly, one with fewer samples than microbatches, one with a single sample."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(7)
+        for samples in (7, 7, 3, 1):
+            x = torch.randn(samples, 8, generator=generator, dtype=torch.float64)
+            yield self.make(x, torch.randint(3, (samples,), generator=generator))
+
+
+class Classifier(LightningModule):
+    def __init__(self, unpack):
+        super().__init__()
+        torch.manual_seed(1)
+        self.unpack, self.losses = unpack, []
+        self.layers, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(8, 3)
+        self.double()
+
+    def training_step(self, batch, index):
+        x, y = self.unpack(batch)
+        for layer in self.layers:
+            x = layer(x)
+        loss = F.cross_entropy(self.head(x), y)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(x))
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(make, unpack, strategy, devices):
+    rank = comm.Group.of().rank if devices > 1 else 0
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(devices))
+    module = Classifier(unpack)
+    trainer = trainer_for(strategy, devices, use_distributed_sampler=False)
+    trainer.fit(module, Batches(make))
+    return module, trainer
+
+
+@distributed(world_size=2)
+def test_batches_of_any_structure():
+    for kind, (make, unpack) in KINDS.items():
+        expected, reference = train(make, unpack, "auto", 1)
+        module, trainer = train(make, unpack, PipelineParallelStrategy(2, num_microbatches=4, balance="uniform"), 2)
+        torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
+        full = trainer.strategy.lightning_module_state_dict()
+        if trainer.is_global_zero:
+            for name, tensor in expected.state_dict().items():
+                torch.testing.assert_close(full[name], tensor, rtol=1e-10, atol=1e-12, msg=f"{kind}: {name}")
+        torch.testing.assert_close(trainer.callback_metrics["loss"], reference.callback_metrics["loss"])
+
+
+REFUSED = {
+    "`x` has 7 and `grid` has 9": torch.ones(9, 9),
+    "`grid` is a object, which cannot be split": object(),
+}
+
+
+@pytest.mark.parametrize("message", list(REFUSED))
+@distributed(world_size=2)
+def test_batches_that_cannot_be_split(message):
+    def make(x, y):
+        return {"x": x, "y": y, "grid": REFUSED[message]}
+
+    with pytest.raises(ValueError, match=message):
+        train(make, lambda b: (b["x"], b["y"]), PipelineParallelStrategy(2), 2)
+
+
+@distributed(world_size=2)
+def test_a_split_of_ones_own():
+    def make(x, y):
+        return {"x": x, "y": y, "scale": torch.full((9,), 2.0)}
+
+    def split(batch, count):
+        parts = zip(batch["x"].tensor_split(count), batch["y"].tensor_split(count))
+        return [{"x": x, "y": y, "scale": batch["scale"]} for x, y in parts if len(x)]
+
+    def unpack(batch):
+        return batch["x"] * batch["scale"][0], batch["y"]
+
+    expected, _ = train(make, unpack, "auto", 1)
+    strategy = PipelineParallelStrategy(2, num_microbatches=4, split=split, weigh=lambda batch: len(batch["x"]))
+    module, _ = train(make, unpack, strategy, 2)
+    torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_each_rank_holds_its_stage_only(group):
+    make, unpack = KINDS["list"]
+    expected, _ = train(make, unpack, "auto", 1)
+    module, trainer = train(make, unpack, PipelineParallelStrategy(2, balance=[3, 1]), 2)
+    whole = {name: parameter.nbytes for name, parameter in expected.named_parameters()}
+    first = sum(size for name, size in whole.items() if name.startswith(("layers.0", "layers.1", "layers.2")))
+    mine = sum(whole.values()) - first if group.rank else first
+    held = list(module.parameters())
+    states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
+    assert sum(parameter.nbytes for parameter in held) == mine
+    assert sum(parameter.grad.nbytes for parameter in held if parameter.grad is not None) in (0, mine)
+    assert sum(value.nbytes for value in states if isinstance(value, torch.Tensor)) == mine, "momentum"
+    assert not [child for child in module.modules() for tensor in child._buffers.values() if tensor is not None]
