@@ -39,7 +39,8 @@ def train(reducer: Reducer, steps: int, group: Group, seed: int = 0) -> float:
 
     training, validation = split_sources(Path(sysconfig.get_paths()["stdlib"]), 0.1)
     windows = Windows(read_bytes(training, 1_000_000), CONTEXT)
-    held_out = torch.stack(list(Windows(read_bytes(validation, 60_000), CONTEXT))[::2])
+    unseen = Windows(read_bytes(validation, 60_000), CONTEXT)
+    held_out = torch.stack([unseen[index] for index in range(0, len(unseen), 2)])
     torch.manual_seed(seed)
     model = ByteGPT(layers=2, width=64, heads=2, context=CONTEXT, dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95))
