@@ -42,6 +42,7 @@ from lightning_parallel.compression import Auto, HookState, Reducer, compression
 WIDTH, LAYERS, CLASSES, BATCH = 1024, 5, 10, 64
 WARM_UP = 6  # steps; `auto` has made up its mind by then
 ONE_BUCKET_MB = 1000
+SMALL_BUCKET_MB = 4  # one layer: its factors are small, and travel while the next layer's gradient is computed
 TARGETS = {100: 20.0, 1000: 3.0}  # speed-up of PowerSGD(4), by the rate in Mbit/s
 Step = Callable[[], None]
 
@@ -106,10 +107,10 @@ def torch_powersgd(bucket_cap_mb: int | None = None) -> Side:
     )
 
 
-def ours(compressor: Reducer) -> Side:
+def ours(compressor: Reducer, bucket_cap_mb: float | None = None) -> Side:
     """DDP with one of this library's compressors."""
-    model = DistributedDataParallel(mlp())
-    state = HookState(compressor, model)
+    model = DistributedDataParallel(mlp(), bucket_cap_mb=bucket_cap_mb)
+    state = HookState(compressor, model, bucket_bytes=model.bucket_bytes_cap)
     model.register_comm_hook(state, compression_hook)
     return Side(stepper(model, lambda: state.finish() and None), state.close)
 
@@ -120,6 +121,7 @@ METHODS: dict[str, Callable[[], Side]] = {
     "torch fp16 hook": lambda: with_torch_hook(default_hooks.fp16_compress_hook),
     "torch PowerSGD(4), one bucket": lambda: torch_powersgd(ONE_BUCKET_MB),
     "PowerSGD(4)": lambda: ours(PowerSGD(4)),
+    "PowerSGD(4), small buckets": lambda: ours(PowerSGD(4), SMALL_BUCKET_MB),
     "PowerSGD(4, alternate=True)": lambda: ours(PowerSGD(4, alternate=True)),
     "TopK(0.02)": lambda: ours(TopK(0.02)),
     "TopK(0.02) | Quantize(8)": lambda: ours(TopK(0.02) | Quantize(8)),
