@@ -18,7 +18,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel import recorder as recording
-from lightning_parallel.callbacks import Accumulator, MeasuringCallback, StepBreakdown
+from lightning_parallel.callbacks import (
+    Accumulator,
+    CommunicationProfiler,
+    MeasuringCallback,
+    PipelineTimeline,
+    StepBreakdown,
+    Throughput,
+)
 from lightning_parallel.callbacks.phases import PHASES, phase_of
 from lightning_parallel.callbacks.session import Session
 from lightning_parallel.callbacks.step_breakdown import BreakdownAccumulator, hidden_ns, union_ns
@@ -202,6 +209,17 @@ def test_an_error_in_training_ends_the_recording():
     assert recording.active() is None
     trainer_for(callbacks=[callback]).fit(Net().double(), loader())
     assert callback.report()["steps"] == 7
+
+
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"max_steps": 0}, {"limit_train_batches": 2}])
+@pytest.mark.parametrize("kind", [StepBreakdown, CommunicationProfiler, PipelineTimeline, Throughput])
+def test_a_run_may_be_too_short_to_tell_anything(tmp_path, kind, options):
+    callback = kind(dirpath=str(tmp_path))
+    trainer = trainer_for(callbacks=[callback], **{"max_epochs": 1, **options})
+    trainer.fit(Net().double(), loader())
+    assert callback.report()["steps"] == (1 if "limit_train_batches" in options else 0)
+    assert json.loads((tmp_path / f"{kind.__name__}.json").read_text()) == callback.report()
+    trainer.validate(Net().double(), loader(), verbose=False)
 
 
 @pytest.mark.parametrize("options", [{"exchange_every": 0}, {"warmup_steps": -1}])
