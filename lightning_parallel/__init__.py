@@ -1,5 +1,18 @@
 """Tensor, pipeline and data parallelism, gradient compression and profiling for PyTorch Lightning."""
 
+from lightning_parallel.callbacks import (
+    CommunicationProfiler,
+    CompressionMonitor,
+    DataShardingMonitor,
+    HangReporter,
+    MemoryProfiler,
+    PipelineTimeline,
+    ProfileReport,
+    ReplicaDriftMonitor,
+    StepBreakdown,
+    StragglerMonitor,
+    Throughput,
+)
 from lightning_parallel.compression import (
     BlockTopK,
     Cast,
@@ -25,17 +38,28 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockTopK",
     "Cast",
+    "CommunicationProfiler",
     "CompressedDDPStrategy",
     "CompressedDeepSpeedStrategy",
     "CompressedFSDPStrategy",
     "CompressedModelParallelStrategy",
+    "CompressionMonitor",
+    "DataShardingMonitor",
+    "HangReporter",
     "HybridParallelStrategy",
+    "MemoryProfiler",
     "PipelineParallelStrategy",
+    "PipelineTimeline",
     "Policy",
     "PowerSGD",
+    "ProfileReport",
     "Quantize",
     "RandomK",
+    "ReplicaDriftMonitor",
     "Sign",
+    "StepBreakdown",
+    "StragglerMonitor",
     "TensorParallelStrategy",
+    "Throughput",
     "TopK",
 ]
