@@ -27,7 +27,9 @@ from lightning_parallel.pipeline.measure import Costs
 from lightning_parallel.pipeline.microbatch import Split, num_samples
 from lightning_parallel.pipeline.p2p import Channels
 from lightning_parallel.pipeline.partition import Balance
+from lightning_parallel.pipeline.probe import measure_link
 from lightning_parallel.pipeline.schedule import Schedule, build_schedule
+from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.stage_table import choice_table, stage_table
 from lightning_parallel.tensor.discovery import make_plan
@@ -114,9 +116,10 @@ def cut_stages(
     replicas.materialize(module, device)
     module.to(device)
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
+    link = measure_link(group, device, groups.world)
     failure: Exception | None = None
     try:
-        engine = _cut(module, how, groups, device, example, channels)
+        engine = _cut(module, how, groups, device, example, channels, link)
     except (TypeError, ValueError) as error:
         failure = error
     comm.raise_together(failure, groups.world)
@@ -134,7 +137,7 @@ def cut_stages(
             f" computes with them outside of their layers (`{next(iter(engine.tied))}`, ...). A penalty on all"
             " parameters belongs into the optimizer (`weight_decay`)"
         )
-    _print(stage_table(engine))
+    _print(stage_table(engine, link))
     return engine
 
 
@@ -149,6 +152,7 @@ def _cut(
     device: torch.device,
     example: tuple[Callable[[Any], Any], Any] | None,
     channels: Channels | None,
+    link: Link,
 ) -> PipelineEngine:
     ranks = groups.pipeline_parallel.size
     samples = None if example is None else _samples(how.split(example[1], 1))
@@ -159,7 +163,7 @@ def _cut(
         example = (example[0], how.split(example[1], counts[0])[0])
 
     def choose(costs: Costs) -> Schedule:
-        workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0])
+        workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)
         choice = choose_schedule(workload, ranks, counts, memory_limit_bytes=how.memory_limit_bytes)
         _print(choice_table(choice))
         return choice.best.schedule

@@ -10,7 +10,7 @@ from rich.table import Table
 from lightning_parallel.pipeline.actions import activations_held
 from lightning_parallel.pipeline.choose import Choice, size_text
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.pipeline.simulate import Link, simulate
 
 __all__ = ["choice_table", "stage_table"]
 
@@ -18,17 +18,21 @@ _SHOWN = 8
 _MOST_NAMES = 3
 
 
-def stage_table(engine: PipelineEngine) -> Table:
+def stage_table(engine: PipelineEngine, link: Link) -> Table:
     """What each stage holds, its predicted share of the time, and its memory; the predicted step below.
 
     Memory is parameters, gradients, two moments of an optimizer, and the activations held at once.
+
+    Args:
+        engine: The model in stages.
+        link: Between neighbours, for the prediction.
     """
     schedule, costs = engine.schedule, engine.stage_costs
     total_s = sum(cost.total_s for cost in costs)
     table = Table(
         title=f"{type(engine.module).__name__} in {schedule.num_stages} pipeline stages: {schedule.name}, "
         f"{schedule.num_microbatches} microbatches",
-        caption=_caption(engine) if total_s else None,
+        caption=_caption(engine, link) if total_s else None,
         box=box.SIMPLE_HEAD,
         title_justify="left",
         caption_justify="left",
@@ -62,9 +66,9 @@ def _modules(engine: PipelineEngine, stage: int) -> str:
     return ", ".join([*owners, shown] if stage == 0 else [shown, *owners])
 
 
-def _caption(engine: PipelineEngine) -> str:
+def _caption(engine: PipelineEngine, link: Link) -> str:
     costs = engine.stage_costs
-    timeline = simulate(engine.schedule, costs)
+    timeline = simulate(engine.schedule, costs, link)
     peak = max(timeline.memory_peaks(costs))
     return (
         f"predicted: {timeline.makespan_s * 1e3:,.1f} ms a step, bubble {timeline.bubble_fraction:.0%}, "

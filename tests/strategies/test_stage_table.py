@@ -6,17 +6,19 @@ from rich.console import Console
 
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import build_schedule
-from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.pipeline.simulate import Link, simulate
 from lightning_parallel.strategies.stage_table import stage_table
 from tests.harness import distributed
 from tests.pipeline.models import built
+
+LINK = Link(0.01)
 
 
 def shown(group, builder, schedule, balance, **options):
     model, step, batch = built(builder, **options)
     engine = PipelineEngine(model, group, schedule, example=(step, batch), balance=balance)
     console = Console(width=160, file=io.StringIO())
-    console.print(stage_table(engine))
+    console.print(stage_table(engine, LINK))
     text = console.file.getvalue()
     rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.splitlines()]
     return engine, [row for row in rows if row and row[0].isdigit()], text
@@ -43,7 +45,7 @@ def test_measured_stages_have_shares_and_a_prediction(group):
     assert abs(sum(shares) - 100) <= 1
     assert [row[5].split(" x ")[0] for row in rows] == ["2", "1"], "activations held at once"
     assert [row[2].count("embed") for row in rows] == [1, 1], "the tied parameter is on both"
-    timeline = simulate(engine.schedule, engine.stage_costs)
+    timeline = simulate(engine.schedule, engine.stage_costs, LINK)
     assert f"{timeline.makespan_s * 1e3:,.1f} ms a step, bubble {timeline.bubble_fraction:.0%}" in text
 
 
