@@ -114,7 +114,7 @@ def transformer(group: Group, console: Console, repeats: int) -> None:
 
         return nn.Sequential(*(layer() for _ in range(8)))
 
-    batch = torch.randn(2 * MICROBATCHES, 128, 256, requires_grad=True)
+    batch = torch.randn(MICROBATCHES, 128, 256, requires_grad=True)
     pairs = [
         (Entry("gpipe"), Entry("ScheduleGPipe")),
         (Entry("1f1b"), Entry("Schedule1F1B")),
