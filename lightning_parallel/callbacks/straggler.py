@@ -164,7 +164,7 @@ class StragglerMonitor(MeasuringCallback):
         stragglers: [{rank, cause, excess}]       `cause` is None if no single phase explains it
         ranks: [{rank, own, excess, late}]        `late`: share of the steps in which it was late
 
-    Both are left out while there are fewer than 20 steps, and where no rank has a peer. Under FSDP,
+    While there are fewer than 20 steps, and where no rank has a peer, `missing` says so instead. Under FSDP,
     DeepSpeed and Lightning's `ModelParallelStrategy` ranks wait for each other inside forward and backward, unseen, so
     that only the other phases are compared.
 
