@@ -31,7 +31,7 @@ class Stuck(Net):
 
 rank = int(os.environ.get("LOCAL_RANK", "0"))
 strategy = TensorParallelStrategy(tensor_parallel_size=1, data_parallel_size=2)
-trainer = trainer_for(strategy, 2, callbacks=[HangReporter(2.0, FOLDER)], use_distributed_sampler=False)
+trainer = trainer_for(strategy, 2, callbacks=[HangReporter(4.0, FOLDER)], use_distributed_sampler=False)
 print("pid", os.getpid(), flush=True)
 trainer.fit(Stuck().double(), loader(2, rank))
 print("the end", flush=True)
