@@ -288,16 +288,18 @@ class CpuFSDP(FSDPStrategy):
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
 
 
-def fit_stock(kind, module_class=Net):
+def fit_stock(kind, module_class=Net, accumulate=1):
     rank, size = rank_and_size()
     callbacks = [StepBreakdown(show_table=False), CommunicationProfiler(show_table=False, warmup_steps=2)]
     strategies = {
         "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
+        "unused": lambda: DDPStrategy(process_group_backend="gloo", find_unused_parameters=True),
         "fsdp": lambda: CpuFSDP(process_group_backend="gloo", auto_wrap_policy=None),
     }
     module = module_class(hidden=64)
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    trainer_for(strategies[kind](), size, callbacks=callbacks).fit(module, loader(size, rank, dtype=torch.float32))
+    trainer = trainer_for(strategies[kind](), size, callbacks=callbacks, accumulate_grad_batches=accumulate)
+    trainer.fit(module, loader(size, rank, dtype=torch.float32))
     return [callback.report() for callback in callbacks], parameters, [p.detach().clone() for p in module.parameters()]
 
 
@@ -311,6 +313,13 @@ def test_the_buckets_of_ddp_are_seen_and_so_is_the_wait_for_them():
     assert first["communication_exposed"] > 0.05
     assert late["communication_exposed"] < first["communication_exposed"] / 2
     assert first["backward"] < first["communication_exposed"] / 2
+
+
+@pytest.mark.parametrize("kind", ["ddp", "unused"])
+def test_ddp_exchanges_accumulated_gradients_once(kind):
+    ((_, report), parameters, _), _ = run(fit_stock, 2, kind=kind, accumulate=2)
+    (record,) = chosen(report, "data_parallel", "all_reduce", least=100)
+    assert (record["payload_bytes"], record["count"]) == (4 * parameters, 0.5)
 
 
 def test_fsdp_gathers_and_scatters_where_it_is_seen():
