@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_parallel.pipeline.absent import Answers, forget_parameters
 from lightning_parallel.pipeline.ghost import Ghost
+from lightning_parallel.pipeline.made_up import Forwards
 from lightning_parallel.pipeline.observe import Observation
 from lightning_parallel.pipeline.stage import Door, Gate, guard
 from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
@@ -74,7 +75,7 @@ class Cut:
         self.stage_ranks = tuple(stage_ranks)
         self.stage_of = tuple(stage for stage, count in enumerate(layers_per_stage) for _ in range(count))
         self.stages = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
-        self.gate, self.answers = Gate(), Answers(device)
+        self.gate, self.answers, self.forwards = Gate(), Answers(device), Forwards(module)
         self.parameter_stages = {
             name: tuple(sorted({self.stage_of[index] for index in observation.parameters[name]}))
             for name, _ in module.named_parameters()
@@ -98,6 +99,7 @@ class Cut:
             yield
         finally:
             self.gate.visit = None
+            self.forwards.restore()
             self.show()
             self.answers.forget_arguments()
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from lightning_parallel.pipeline.ghost import Ghost
 
-__all__ = ["is_listened_to", "parameter_lists", "replaced", "run_made_up"]
+__all__ = ["Forwards", "is_listened_to", "parameter_lists", "replaced", "run_made_up"]
 
 _PACKAGE = __name__.partition(".")[0]
 Call = Callable[..., Any]
@@ -44,7 +44,13 @@ def run_made_up(
 
     arguments = tree_unflatten(data, tree)
     own_data = replaced(module, lambda path, child: _data(child, device))
-    with torch.no_grad(), _attributes_ghostly(module, ghostly), _hooks_ghostly(module, ghostly, device), own_data:
+    with (
+        torch.no_grad(),
+        _attributes_ghostly(module, ghostly),
+        _hooks_ghostly(module, ghostly, device),
+        _forwards_ghostly(module, ghostly, device),
+        own_data,
+    ):
         result = call(*arguments[0], **arguments[1])
     for leaf in tree_leaves(arguments):
         _change_inside(leaf, ghostly, set())
@@ -82,13 +88,31 @@ def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, l
 
 
 def is_listened_to(modules: list[nn.Module]) -> bool:
-    """Whether hooks of others than this package see what goes into the modules or comes out of them."""
+    """Whether others than this package see what comes out of the modules, by a hook or a `forward` put in place."""
     return any(
         _is_foreign(hook)
         for module in modules
         if module._forward_hooks or module._forward_pre_hooks
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    )
+    ) or any("forward" in vars(module) and _is_replaced(module) for module in modules)
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not type(module).forward
+
+
+class Forwards:
+    """The methods `forward` of a model's modules, to be put back after a step that was left before it could do so."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.before = [(child, vars(child).get("forward")) for child in module.modules()]
+
+    def restore(self) -> None:
+        """Put back what was there when this was made."""
+        for child, forward in self.before:
+            if vars(child).get("forward") is not forward:
+                del child.__dict__["forward"]
+                child.__dict__.update({} if forward is None else {"forward": forward})
 
 
 def _is_foreign(hook: Call) -> bool:
@@ -144,6 +168,27 @@ def _hooks_ghostly(module: nn.Module, ghostly: Callable[[Tensor], Tensor], devic
     finally:
         for hooks, before in changed:
             hooks.update(before)
+
+
+@contextmanager
+def _forwards_ghostly(module: nn.Module, ghostly: Callable[[Tensor], Tensor], device: torch.device) -> Iterator[None]:
+    """Show ghosts to what others have put in place of a `forward`; it may collect what it sees."""
+
+    def wrapped(forward: Call) -> Call:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tree_map_only(Tensor, ghostly, (args, kwargs))
+            return tree_map_only(Ghost, lambda ghost: _made_up(ghost, device), forward(*args, **kwargs))
+
+        return call
+
+    before = Forwards(module)
+    for child, forward in before.before:
+        if forward is not None and _is_replaced(child):
+            child.__dict__["forward"] = wrapped(forward)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 @contextmanager

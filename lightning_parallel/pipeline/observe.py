@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.pipeline.absent import Answers, Call
 from lightning_parallel.pipeline.ghost import Ghost, missing, trial, watch_parameters
+from lightning_parallel.pipeline.made_up import Forwards
 from lightning_parallel.pipeline.randomness import seeded
 from lightning_parallel.pipeline.stage import REENTRANT, CutError, Door, Forward, Gate, Leave, guard
 from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
@@ -132,6 +133,7 @@ def read_off(module: nn.Module, trunk: Trunk) -> Observation:
 class _Doors:
     gate: Gate
     units: list[Door]
+    forwards: Forwards
 
     @contextmanager
     def open(self, visit: Any) -> Iterator[None]:
@@ -141,11 +143,12 @@ class _Doors:
                 yield
         finally:
             self.gate.visit = None
+            self.forwards.restore()
 
 
 def _install(module: nn.Module, trunk: Trunk) -> _Doors:
     """Put doors before all layers and units."""
-    doors = _Doors(Gate(), [])
+    doors = _Doors(Gate(), [], Forwards(module))
     for index, (name, layer, kind) in enumerate(zip(trunk.names, trunk.layers, layer_kinds(trunk))):
         guard(layer, Door(doors.gate, name, kind, index))
     for name, unit in units(module, trunk):
