@@ -2,15 +2,18 @@
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_parallel import TensorParallelStrategy, comm
 from lightning_parallel.callbacks import ProfileReport, StepBreakdown
+from lightning_parallel.callbacks.curve import Curve
 from lightning_parallel.callbacks.page_compare import changes
 from lightning_parallel.callbacks.trace import read_trace
 from lightning_parallel.cli import main
@@ -53,6 +56,16 @@ def test_the_loss_is_that_of_the_steps(tmp_path, comes_first):
     points = callback.report()["series"]["loss"]
     assert [step for step, _ in points] == list(range(8))
     assert [value for _, value in points] == pytest.approx([float(loss) for loss in module.losses])
+
+
+def test_a_long_run_keeps_values_at_equal_distances():
+    curve = Curve(most=100)
+    for step in range(10_000):
+        curve.add(step, torch.tensor(2.0 * step))
+    points = curve.points()
+    assert 50 < len(points) <= 100
+    assert {later[0] - earlier[0] for earlier, later in pairwise(points)} == {128}
+    assert all(value == 2 * step for step, value in points)
 
 
 def test_it_works_alone_and_says_what_is_missing(tmp_path, capsys):
