@@ -116,6 +116,8 @@ def compress_fully_shard(
 ) -> ShardedSteps:
     """Compress the gradients of the modules in `model` that `fully_shard` has divided, before the first forward pass.
 
+    With `replicas`, or where parameters are divided by tensor parallelism as well, all ranks must train `model`.
+
     Args:
         replicas: The ranks that hold the same shards, where `fully_shard` was given the shards' mesh of hybrid
             sharding. Their shards are made equal. None: compress between the ranks that share a parameter out.
@@ -136,7 +138,7 @@ def compress_fully_shard(
     group = shards if replicas is None else _group(replicas)
     if replicas is not None and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("expected parameters with data, which replicas are to share, found some on the meta device")
-    steps = ShardedSteps(compressor, group, Group.of(axis="data_parallel"), scaler, alike=replicas is not None)
+    steps = ShardedSteps(compressor, group, _everyone(groups, shards, replicas), scaler, alike=replicas is not None)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     for name, parameters in groups.items():
         unit = _Unit(steps, [(names[id(p.sharded_param)], p) for p in parameters.fsdp_params], shards)
@@ -206,6 +208,13 @@ def _check(groups: dict[str, Any], replicas: Any) -> Group:
     if len(divisions) > 1:
         raise ValueError(f"expected all modules to be divided over the same ranks, found {sorted(divisions)}")
     return _shards(next(iter(groups.values())))
+
+
+def _everyone(groups: dict[str, Any], shards: Group, replicas: Any) -> Group:
+    """The ranks that must agree on whether a step counts."""
+    meshes = [p.sharded_param.device_mesh for group in groups.values() for p in group.fsdp_params]
+    alone = replicas is None and all(mesh.ndim == 1 for mesh in meshes)
+    return shards if alone else Group.of(axis="data_parallel")
 
 
 def _group(replicas: Union[dist.ProcessGroup, DeviceMesh]) -> Group:

@@ -282,6 +282,16 @@ def test_other_dimensions_and_frozen_parameters(group):
         model.zero_grad()
 
 
+@distributed(world_size=4)
+def test_two_models_on_two_pairs_of_ranks(group):
+    """They train at their own pace."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))["shard"]
+    model = shard(network().double(), mesh)
+    steps = compress_fully_shard(model, TopK(0.1, **SMALL))
+    train(model, group, steps, num_steps=2 + group.rank // 2)
+    assert steps.compressor.step == 2 + group.rank // 2
+
+
 @distributed(world_size=2)
 def test_unused_parameters(group):
     class Halves(nn.Module):
