@@ -10,7 +10,8 @@
     cut          what playing the absent layers costs, per microbatch and stage
 
 Stages that sleep stand in for devices: they show the schedule and what is added to it, whatever the number of cores.
-"best" is the best of the repeats, since what other programs on the machine add is not the schedule's.
+"best" is the best of the repeats, since what other programs on the machine add is not the schedule's. Where there are
+many, `chrt -f 1 python benchmarks/pipeline.py schedules` runs before them.
 """
 
 from __future__ import annotations
