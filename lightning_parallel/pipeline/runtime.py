@@ -240,7 +240,8 @@ class Run:
                     "argument, move the cut (`balance`), or use fewer stages"
                 )
         boundary = Boundary(index, positions, tuple(map(TensorSpec.of, tensors)))
-        flight.roots = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+        # An edge keeps a node of C++ alive, such as a view's, but before torch 2.7 no node of a custom function.
+        flight.roots = [get_gradient_edge(tensor.view_as(tensor)) for tensor in tensors if tensor.requires_grad]
         self.links.send_activations(stage, microbatch, Message(boundary, tuple(t.detach() for t in tensors)))
 
     def _demand(self, stage: int, microbatch: int, index: int, leaves: list[Any], tree: Any) -> Demand:

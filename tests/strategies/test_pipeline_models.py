@@ -134,7 +134,7 @@ REFUSED = {
     "losses_in_attributes": "the step returns something made of the output of `model.layers.0`",
     "losses_in_hooks": "the step returns something made of the output of `model.first`",
     "losses_in_replaced_methods": "the step returns something made of the output of `model.first`",
-    "router_losses": "on another pipeline stage, into a tensor of this stage",
+    "router_losses": "on another pipeline stage, into a tensor of this|without computing it on true data",
     "unet": "`model.up.1` needs the output of `model.down.1`.*skips over the cut",
     "one_layer_four_times": "`model.layers.1` is the same module as `model.layers.0`",
     "twice": "`model.layers.0` is called twice or out of order",
