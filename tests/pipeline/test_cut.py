@@ -13,8 +13,9 @@ from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.ghost import Ghost
 from lightning_parallel.pipeline.observe import observe, read_off, try_stages
 from lightning_parallel.pipeline.schedule import build_schedule
-from lightning_parallel.pipeline.trunk import find_trunk, layer_kinds
+from lightning_parallel.pipeline.trunk import find_trunk, find_trunks, layer_kinds, pieces
 from tests.harness import distributed
+from tests.pipeline import other_models
 from tests.pipeline.models import Encoder, Outer, built
 
 CPU = torch.device("cpu")
@@ -60,6 +61,40 @@ def test_a_trunk_that_cannot_be_told_is_refused():
         find_trunk(two, 2, "left.0")
     with pytest.raises(ValueError, match="4 layers in `left` for 5 stages"):
         find_trunk(two, 5, "left")
+
+
+def test_containers_that_follow_each_other_are_cut_together():
+    model = other_models.ResNet()
+    row, alone = find_trunks(model, 2)
+    assert (row.path, alone.path) == ("layer1, layer2, layer3", "layer3")
+    assert row.names == tuple(f"layer{group}.{block}" for group in (1, 2, 3) for block in (0, 1))
+    assert [trunk.path for trunk in find_trunks(model, 4)] == ["layer1, layer2, layer3"], "the largest has too few"
+    assert find_trunk(model, 2, "layer2, layer3").layers == (*model.layer2, *model.layer3)
+    encoder_decoder, _, _ = other_models.encoder_decoder()
+    assert layer_kinds(find_trunks(encoder_decoder, 2)[0]) == [0, 0, 0, 1, 1, 1]
+
+
+def test_entries_that_are_lists_stay_together():
+    model, _, _ = other_models.nested_lists()
+    trunk = find_trunk(model, 4)
+    assert trunk.names[:4] == ("layers.0.0", "layers.0.1", "layers.0.2", "layers.1.0")
+    assert trunk.entries == pieces(trunk) == (3, 3, 3, 3)
+    with pytest.raises(ValueError, match="got 4 layers in `layers` for 5 stages"):
+        find_trunk(model, 5)
+
+
+def test_every_stage_gets_parameters_but_uniform_counts_layers():
+    layers = [nn.Linear(4, 4), nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4)]
+    assert pieces(find_trunk(nn.Sequential(*layers), 2)) == (4, 1, 1)
+
+    def cut(balance):
+        schedule = build_schedule("gpipe", 1, 1, virtual_stages=3)
+        model = nn.Sequential(*layers)
+        return PipelineEngine(model, Group.alone("pipeline_parallel"), schedule, balance=balance).layers_per_stage
+
+    assert cut("parameters") == (4, 1, 1)
+    assert cut("uniform") == (2, 2, 2)
+    assert cut((1, 4, 1)) == (1, 4, 1)
 
 
 def test_layers_of_one_kind():
