@@ -21,27 +21,32 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from lightning_parallel import BlockTopK, Cast, PowerSGD, Quantize, RandomK, Sign, TopK
+from lightning_parallel import BlockTopK, Cast, Policy, PowerSGD, Quantize, RandomK, Sign, TopK
 from lightning_parallel.comm import Group
 from lightning_parallel.compression import Dense, Reducer
 
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 96, 2, 4, 64, 16  # the batch of all ranks together
 LEARNING_RATE, WARM_UP = 3e-3, 40
+EMBEDDINGS = {"embedding*": None, "position*": None}  # most of their rows have no gradient in a step
 METHODS: dict[str, Callable[[], Reducer]] = {
     "plain means": Dense,
     "Cast('bf16')": Cast,
     "Quantize(8)": Quantize,
     "Quantize(4)": lambda: Quantize(4),
-    "Sign()": Sign,
-    "Sign(start_step=50)": lambda: Sign(start_step=50),
     "PowerSGD(4)": PowerSGD,
-    "PowerSGD(4, start_step=50)": lambda: PowerSGD(start_step=50),
+    "PowerSGD(8)": lambda: PowerSGD(8),
     "PowerSGD(16)": lambda: PowerSGD(16),
     "PowerSGD(4, alternate=True)": lambda: PowerSGD(alternate=True),
-    "TopK()": TopK,
-    "TopK(start_step=50)": lambda: TopK(start_step=50),
+    "PowerSGD(16, alternate=True)": lambda: PowerSGD(16, alternate=True),
+    "TopK(0.02)": TopK,
+    "TopK(0.2)": lambda: TopK(0.2),
     "BlockTopK()": BlockTopK,
-    "RandomK()": RandomK,
+    "BlockTopK(0.5)": lambda: BlockTopK(0.5),
+    "RandomK(0.25)": RandomK,
+    "Sign()": Sign,
+    "Sign(start_step=50), no embeddings": lambda: Policy({**EMBEDDINGS, "*": Sign(start_step=50)}),
+    "PowerSGD(4), no embeddings": lambda: Policy({**EMBEDDINGS, "*": PowerSGD(4)}),
+    "TopK(0.02), no embeddings": lambda: Policy({**EMBEDDINGS, "*": TopK()}),
 }
 
 
@@ -98,7 +103,7 @@ def compare(rank: int, ranks: int, file: str, steps: int, methods: list[str]) ->
         loss = train(METHODS[name](), steps, Group.of())
         dense = loss if dense is None else dense
         if rank == 0:
-            print(f"{name:32} {loss:8.4f} {loss / dense:8.4f}", flush=True)
+            print(f"{name:36} {loss:8.4f} {loss / dense:8.4f}", flush=True)
     dist.destroy_process_group()
 
 
@@ -110,7 +115,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     arguments = parser.parse_args()
     methods = list(dict.fromkeys(["plain means", *arguments.methods]))
-    print(f"{arguments.ranks} ranks, {arguments.steps} steps{'':15} {'loss':>8} {'ratio':>8}")
+    print(f"{arguments.ranks} ranks, {arguments.steps} steps{'':19} {'loss':>8} {'ratio':>8}")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(compare, (arguments.ranks, f"{folder}/ranks", arguments.steps, methods), nprocs=arguments.ranks)
 

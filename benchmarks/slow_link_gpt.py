@@ -132,11 +132,11 @@ def draw(found: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> Non
     sooner, loss = lead(found)
     if sooner is not None:
         axes.axhline(loss, color=COLOURS["DDP"], linewidth=0.8, linestyle=":")
-        axes.annotate(f"{sooner:.1f} times sooner", (0.98 * arguments.seconds, loss), ha="right", va="bottom")
+        axes.annotate(f"{sooner:.1f} times sooner", (0.98 * arguments.seconds, loss), ha="right", va="top")
     axes.legend(frameon=False)
     axes.set_xlabel(f"seconds, {arguments.hosts} hosts, {arguments.rate:.0f} Mbit/s")
     axes.set_ylabel("training loss (nats per byte)")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0.9 * min(min(smooth([loss for _, loss in run["curve"]])) for run in found.values()))
     axes.set_xlim(left=0)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

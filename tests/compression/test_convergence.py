@@ -43,12 +43,17 @@ def _dense_loss(size):
     return _train(Dense(), Group.of())
 
 
-@pytest.mark.parametrize("kind", [Cast, Quantize, Sign, PowerSGD, "alternating", TopK, BlockTopK, RandomK])
+MADE = {
+    "alternating": lambda: PowerSGD(alternate=True),
+    "sign": lambda: Sign(start_step=50),  # 1.3 % off without the dense steps
+}
+
+
+@pytest.mark.parametrize("kind", [Cast, Quantize, "sign", PowerSGD, "alternating", TopK, BlockTopK, RandomK])
 @distributed(world_size=2)
 def test_digits_reach_the_dense_loss_with_the_defaults(kind, group):
-    compressor = PowerSGD(alternate=True) if kind == "alternating" else kind()
-    tolerance = 0.015 if kind is Sign else 0.01  # one bit in both phases: 1.3 % here
-    assert _train(compressor, group) == pytest.approx(_dense_loss(group.size), rel=tolerance)
+    compressor = MADE.get(kind, kind)()
+    assert _train(compressor, group) == pytest.approx(_dense_loss(group.size), rel=0.01)
 
 
 def _quadratic(compressor, group, learning_rate, steps=400):
