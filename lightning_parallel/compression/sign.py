@@ -29,8 +29,9 @@ class Sign(Compressor):
         M_i = g_i + e_i        c = mean(C(M_i)) + d        out = C(c)        d' = c - C(c)
 
     Not linear, biased; it needs error feedback to converge. On a small CNN of 500 steps the loss ended 1.3 % above the
-    dense one, and within 0.1 % with `start_step=50`. It does not suit AdamW, which makes full steps of what one bit adds to
-    elements without a gradient: a small GPT of 600 steps ended 43 % above, with dense embeddings and `start_step=50` 15 %.
+    dense one, and within 0.1 % with `start_step=50`. It does not suit AdamW, which makes full steps of what one bit
+    adds to elements without a gradient: a small GPT of 600 steps ended 43 % above, with dense embeddings and
+    `start_step=50` 15 %.
 
     Args:
         feedback: Error feedback; None turns off both residuals.

@@ -72,8 +72,8 @@ class TopK(Sparsifier):
     (ratio (value + 2)) on a plain all-reduce sends less.
 
     An element waits about 1 / ratio steps. On a small CNN the loss was within 1 % of the dense one at 2 % after 500
-    steps and at 1 % after 1000. A small GPT of 600 steps under AdamW, which scales every element by its own history, was
-    still 28 % above at 2 % and 5.6 % at 20 %. See `Sparsifier` for the arguments.
+    steps and at 1 % after 1000. A small GPT of 600 steps under AdamW, which scales every element by its own history,
+    was still 28 % above at 2 % and 5.6 % at 20 %. See `Sparsifier` for the arguments.
 
     Source: Aji and Heafield 2017, arXiv 1704.05021; momentum: Lin et al. 2018, arXiv 1712.01887.
     """
@@ -179,8 +179,8 @@ class BlockTopK(Sparsifier):
         2. all-reduce of the elements of the chosen blocks
 
     The first phase costs 1 / block of the dense bytes. Biased and not linear. On a small CNN of 500 steps the loss
-    stayed within 1 % of the dense one at 10 % of the blocks, not at 5 %; that of a small GPT under AdamW (600 steps) was
-    22 % above at 10 % and 3.5 % at 50 %.
+    stayed within 1 % of the dense one at 10 % of the blocks, not at 5 %; that of a small GPT under AdamW (600 steps)
+    was 22 % above at 10 % and 3.5 % at 50 %.
 
     Args:
         ratio: Share of the blocks to send, in (0, 1], or a schedule of it.
