@@ -1,11 +1,11 @@
 """What measuring costs: a step with all callbacks beside one without, in turn, and the cost of a span.
 
-    python benchmarks/profiling.py [--step 0.05] [--blocks 8] [--steps 25] [--ranks 2]
+    python benchmarks/profiling.py [--step 0.05] [--blocks 5] [--steps 60] [--ranks 2]
 
 Every step sleeps for `--step` seconds, as if a device computed, and runs a small tensor-parallel model besides, whose
 collectives are recorded. Runs with and without callbacks alternate, so that a change of the machine's speed meets both;
-what is compared are medians over all steps: of the step, and of the processor time that the main thread spends in it,
-which other processes disturb less. Exchanges between ranks come every 10 steps, five times as often as by default.
+what is compared is the first decile over all steps, which other processes disturb least: of the step, and of the
+processor time that the main thread spends in it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ class Clock(Callback):
 
 
 def _measuring() -> list[Callback]:
-    often = {"exchange_every": 10, "show_table": False}
     makers: tuple[Callable[..., Callback], ...] = (
         StepBreakdown,
         CommunicationProfiler,
@@ -92,7 +91,7 @@ def _measuring() -> list[Callback]:
         Throughput,
         StragglerMonitor,
     )
-    return [*(make(**often) for make in makers), MemoryProfiler(show_table=False)]
+    return [*(make(show_table=False) for make in makers), MemoryProfiler(show_table=False)]
 
 
 def _block(arguments: argparse.Namespace, callbacks: list[Callback]) -> list[Step]:
@@ -129,9 +128,8 @@ def _worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
 
 
 def _print(arguments: argparse.Namespace, off: list[Step], on: list[Step]) -> None:
-    (wall, busy), (measured_wall, measured_busy) = (
-        [statistics.median(kind) for kind in zip(*steps)] for steps in (off, on)
-    )
+    wall, busy = (statistics.quantiles(kind, n=10)[0] for kind in zip(*off))
+    measured_wall, measured_busy = (statistics.quantiles(kind, n=10)[0] for kind in zip(*on))
     table = Table(title=f"all callbacks, {len(on)} steps each, {arguments.ranks} rank(s)")
     for header in ("", "found", "at most"):
         table.add_column(header, justify="right")
@@ -186,8 +184,8 @@ def main() -> None:
     """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", type=float, default=0.05, help="seconds of a step")
-    parser.add_argument("--blocks", type=int, default=8, help="runs with, and as many without")
-    parser.add_argument("--steps", type=int, default=25, help="steps of a run")
+    parser.add_argument("--blocks", type=int, default=5, help="runs with, and as many without")
+    parser.add_argument("--steps", type=int, default=60, help="steps of a run")
     parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -133,7 +133,7 @@ class Session:
         assert self.recorder is not None
         for window in self.recorder.close_step():
             self._hand_out(window)
-        if self.recorder.step % self.exchange_every == 0:
+        if self.group.size > 1 and self.recorder.step % self.exchange_every == 0:
             self._exchange()
 
     def _hand_out(self, window: Window) -> None:

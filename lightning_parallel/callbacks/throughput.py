@@ -248,7 +248,8 @@ class Throughput(MeasuringCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._stop_counting(_counted(self.samples, batch))
+        if self._counter is not None:
+            self._stop_counting(_counted(self.samples, batch))
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def _stop_counting(self, samples: int | None) -> None:
