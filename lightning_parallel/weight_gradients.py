@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["WeightGradients", "deferring", "waiting"]
 
@@ -28,12 +28,13 @@ class WeightGradients:
     def __len__(self) -> int:
         return len(self._deferred)
 
-    def defer(self, parameter: Tensor, compute: Callable[[], Tensor]) -> bool:
+    def defer(self, parameter: Tensor | None, compute: Callable[[], Tensor]) -> bool:
         """Leave the gradient of `parameter` for later; says whether it will be computed then.
 
-        A tensor that autograd made from a parameter, such as a cast or a view, has to be differentiated now.
+        Anything but a parameter itself has to be differentiated now: a cast or a view of one, and what unpacking hooks
+        make of a saved one (activation checkpointing), whose gradient would go astray once its graph is gone.
         """
-        if not parameter.is_leaf:
+        if not isinstance(parameter, nn.Parameter):
             return False
         self._deferred.append((parameter, compute))
         return True

@@ -61,6 +61,7 @@ class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
+        ctx.leaves = [leaf if isinstance(leaf, nn.Parameter) else None for leaf in (weight, bias)]
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -80,8 +81,8 @@ class _Linear(Function):
 
         queue = weight_gradients.waiting()
         dw = db = None
-        if wants_weight and (queue is None or not queue.defer(weight, weight_gradient)):
+        if wants_weight and (queue is None or not queue.defer(ctx.leaves[0], weight_gradient)):
             dw = weight_gradient()
-        if wants_bias and (queue is None or not queue.defer(bias, bias_gradient)):
+        if wants_bias and (queue is None or not queue.defer(ctx.leaves[1], bias_gradient)):
             db = bias_gradient()
         return dx, dw, db

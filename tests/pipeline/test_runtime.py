@@ -78,6 +78,12 @@ def test_models_as_they_are(group, builder, options):
     compare(group, builder, "1f1b", 3, options=options)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@distributed(world_size=2)
+def test_weight_gradients_of_checkpointed_layers_that_come_later(group, reentrant):
+    compare(group, "llama", "zb_h1", 3, options={"checkpointing": reentrant})
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("builder", ["two_streams", "tied", "gpt2", "bert"])
 @distributed(world_size=4)
