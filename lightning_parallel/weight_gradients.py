@@ -1,10 +1,10 @@
 """Weight gradients that may be computed later than the gradients of the inputs.
 
 Some pipeline schedules hand the gradient of a stage's input back first and compute weight gradients when nothing else
-is to be done. A layer takes part by asking in its backward:
+is to be done. A layer takes part by asking in its backward, with the parameter that it kept from its forward:
 
     waiting = weight_gradients.waiting()
-    if waiting is not None and waiting.defer(weight, lambda: gradient.t() @ x):
+    if waiting is not None and waiting.defer(ctx.weight, lambda: gradient.t() @ x):
         return input_gradient, None
 """
 

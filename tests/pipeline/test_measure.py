@@ -72,7 +72,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, may_wait):
-        ctx.may_wait = may_wait
+        ctx.may_wait, ctx.parameter = may_wait, weight
         ctx.save_for_backward(weight)
         return x * weight
 
@@ -84,7 +84,7 @@ class _Product(torch.autograd.Function):
 
         (weight,), waiting = ctx.saved_tensors, weight_gradients.waiting()
         time.sleep(0.01)
-        if ctx.may_wait and waiting is not None and waiting.defer(weight, compute):
+        if ctx.may_wait and waiting is not None and waiting.defer(ctx.parameter, compute):
             return gradient * weight, None, None
         return gradient * weight, compute(), None
 
