@@ -171,27 +171,75 @@ def resolve_ties(module: nn.Module, plan: Plan, ranks: int) -> None:
     A module that only keeps a parameter of another one, without computing with it, has no say.
     """
     modules = dict(module.named_modules())
-    for paths in _tied(modules):
-        tied = [modules[path] for path in paths]
-        if not any(path in plan.styles for path in paths):
-            continue
-        if any(read_elsewhere(module, path) for path in paths):
-            for path in paths:
-                plan.styles.pop(path, None)
-                plan.notes[path] = "whole: other code reads its weight, or that of a module that shares it"
-            continue
-        if all(is_native(owner, nn.Embedding) or is_linear(owner) for owner in tied):
-            for path, owner in zip(paths, tied):
-                plan.styles[path] = Vocab() if is_native(owner, nn.Embedding) else Column(gather_output=True)
-        rules: dict[int, set[Shard | None]] = {}
-        for path, owner in zip(paths, tied):
-            cut = _rules(plan.styles.get(path), owner, ranks)
-            for name, parameter in owner.named_parameters(recurse=False):
-                rules.setdefault(id(parameter), set()).add(cut.get(name))
-        if any(len(different) > 1 for different in rules.values()):
-            for path in paths:
-                plan.styles.pop(path, None)
-                plan.notes[path] = "whole: shares a parameter with a module that is divided in another way"
+    groups = _tied(modules)
+    while any(_resolve(module, {path: modules[path] for path in paths}, plan, ranks) for paths in groups):
+        pass
+
+
+def _resolve(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan, ranks: int) -> bool:
+    """Settle modules that share parameters; whether the plan had to change."""
+    if not any(path in plan.styles for path in tied):
+        return False
+    if any(read_elsewhere(module, path) for path in tied):
+        _leave_whole(plan, tied, "whole: other code reads its weight, or that of a module that shares it")
+        return True
+    if _agree(plan.styles, tied, ranks):
+        return False
+    alike: dict[str, Style] = {}
+    if all(is_native(owner, nn.Embedding) or is_linear(owner) for owner in tied.values()):
+        alike = {
+            path: Vocab() if is_native(owner, nn.Embedding) else Column(gather_output=True)
+            for path, owner in tied.items()
+        }
+    _leave_whole(plan, tied, "whole: shares a parameter with a module that is divided in another way")
+    if alike and _agree(alike, tied, ranks):
+        plan.styles |= alike
+        for path in tied:
+            plan.notes.pop(path, None)
+    return True
+
+
+def _agree(styles: Mapping[str, Style], tied: Mapping[str, nn.Module], ranks: int) -> bool:
+    """Whether modules divide the parameters that they share alike."""
+    rules: dict[int, set[Shard | None]] = {}
+    for path, owner in tied.items():
+        cut = _rules(styles.get(path), owner, ranks)
+        for name, parameter in owner.named_parameters(recurse=False):
+            rules.setdefault(id(parameter), set()).add(cut.get(name))
+    return all(len(different) == 1 for different in rules.values())
+
+
+def _leave_whole(plan: Plan, paths: Iterable[str], note: str) -> None:
+    """Divide the modules no more, nor those that hand divided features to them or take them."""
+    for path in paths:
+        style = plan.styles.pop(path, None)
+        if _is_half(style):
+            around = _region(plan, path, Row if isinstance(style, Column) else Column)
+            for other in [other for other in plan.styles if other.startswith(around)]:
+                if _is_half(plan.styles[other]):
+                    del plan.styles[other]
+                    plan.notes[other] = f"whole: `{path}` is, with which it would be divided"
+            for edited in [edited for edited in plan.edits if f"{edited}.".startswith(around)]:
+                del plan.edits[edited]
+        plan.notes[path] = note
+
+
+def _is_half(style: Style | None) -> bool:
+    """Whether a layer takes or gives divided features, so that another one belongs to it."""
+    return (isinstance(style, Column) and not style.gather_output) or (isinstance(style, Row) and not style.split_input)
+
+
+def _region(plan: Plan, path: str, partner: type) -> str:
+    """Beginning of the paths of the smallest module around `path` that also holds its partner."""
+    around = path
+    while around:
+        around = around.rpartition(".")[0]
+        start = f"{around}." if around else ""
+        if any(
+            isinstance(style, partner) and _is_half(style) for p, style in plan.styles.items() if p.startswith(start)
+        ):
+            return start
+    return ""
 
 
 def _tied(modules: Mapping[str, nn.Module]) -> list[list[str]]:

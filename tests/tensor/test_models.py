@@ -237,6 +237,32 @@ def _own(attention, width=30, heads=5, tied=True):
     return Language([Block(attention(width, heads), width) for _ in range(2)], width, tied).double()
 
 
+SHARING = {
+    "in the same place": (
+        [("blocks.1.mlp.0", "blocks.0.mlp.0"), ("blocks.1.attention.out", "blocks.0.attention.out")],
+        2,
+    ),
+    "one gives, one takes": ([("blocks.1.attention.out", "blocks.0.attention.query")], 0),
+    "all of one block": ([("blocks.0.attention.key", "blocks.0.attention.query")], 2),
+}
+
+
+def _sharing(pairs):
+    model = _own(SeparateAttention, width=32, heads=4)
+    for mine, theirs in pairs:
+        model.get_submodule(mine).weight = model.get_submodule(theirs).weight
+    return model
+
+
+@pytest.mark.parametrize("name", SHARING)
+@distributed(world_size=2)
+def test_layers_that_share_a_weight(group, name):
+    pairs, divided = SHARING[name]
+    plan, _ = _compare(group, lambda: _sharing(pairs), rtol=1e-10)
+    outputs = [style for path, style in plan.styles.items() if path.endswith("attention.out")]
+    assert sum(isinstance(style, Row) and not style.split_input for style in outputs) == divided
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @distributed(world_size=2)
 def test_own_blocks_with_sizes_that_do_not_divide(group, tied):
