@@ -12,6 +12,7 @@ from collections import UserDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +23,9 @@ def join_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequenc
     """One value for the whole batch.
 
     Tensors and lists with one entry per sample are concatenated; floating-point scalars, and tensors without a sample
-    dimension, become the mean by `weights`; integers that differ are counts and are added. Containers are joined entry
-    by entry. What is equal for all microbatches stays; anything else becomes a list with an entry per microbatch.
+    dimension, become the mean by `weights`; integers are counts and are added, but for Python's that are equal in all
+    microbatches and not their sizes. Containers are joined entry by entry, arrays as tensors are. What is equal for all
+    microbatches stays; anything else becomes a list with an entry per microbatch.
 
     Args:
         values: What the step gave for each microbatch.
@@ -37,6 +39,9 @@ def join_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequenc
         return list(values)
     if isinstance(first, Tensor):
         return _join_tensors(list(values), samples, weights)
+    if isinstance(first, (np.ndarray, np.generic)):
+        joined = _join_tensors([torch.as_tensor(value) for value in values], samples, weights)
+        return joined.numpy() if isinstance(joined, Tensor) else [part.numpy() for part in joined]
     if isinstance(first, (Mapping, UserDict)):
         return _join_mappings(values, samples, weights)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
@@ -49,9 +54,9 @@ def join_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequenc
         return _join_sequences(values, samples, weights)
     if isinstance(first, float):
         return sum(weight * value for weight, value in zip(weights, values))
-    if all(value == first for value in values):
-        return first
-    return sum(values) if type(first) is int else list(values)
+    if type(first) is int and (len(set(values)) > 1 or list(values) == list(samples)):
+        return sum(values)
+    return first if all(value == first for value in values) else list(values)
 
 
 def _join_tensors(values: list[Tensor], samples: Sequence[int], weights: Sequence[float]) -> Any:
@@ -63,9 +68,9 @@ def _join_tensors(values: list[Tensor], samples: Sequence[int], weights: Sequenc
         return values
     if values[0].is_floating_point() or values[0].is_complex():
         return torch.stack([weight * value for weight, value in zip(weights, values)]).sum(0)
-    if all(torch.equal(value, values[0]) for value in values):
-        return values[0]
-    return torch.stack(values).sum(0) if values[0].dtype != torch.bool else values
+    if values[0].dtype != torch.bool:
+        return torch.stack(values).sum(0)
+    return values[0] if all(torch.equal(value, values[0]) for value in values) else values
 
 
 def _join_mappings(values: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:

@@ -61,9 +61,10 @@ def run_made_up(
 def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, Any]]) -> Iterator[None]:
     """Put attributes, as `stand_ins` gives them for each submodule and its path, in front of its own.
 
-    Tensors that the module sets anew inside the block stay.
+    Tensors that the module sets anew inside the block stay; buffers are what they were.
     """
     done = []
+    buffers = [(child, dict(child._buffers)) for child in module.modules()]
     for path, child in module.named_modules():
         attributes = stand_ins(path, child)
         done.append((child, {name: vars(child)[name] for name in attributes if name in vars(child)}, attributes))
@@ -76,6 +77,8 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
                 if vars(child).get(name) is stand_in or isinstance(stand_in, list):
                     child.__dict__.pop(name, None)
                     child.__dict__.update({name: before[name]} if name in before else {})
+        for child, registered in buffers:
+            child._buffers.update(registered)
 
 
 def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, list[Any]]:

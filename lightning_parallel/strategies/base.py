@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import checkpoint as checkpoints
+from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups, liveness
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
@@ -233,7 +234,12 @@ class MeshStrategy(MeshCollectives):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
+        failure: Exception | None = None
+        try:
+            super().setup_optimizers(trainer)
+        except Exception as error:
+            failure = error
+        comm.raise_together(failure, self.groups.world)
 
     @override
     def teardown(self) -> None:

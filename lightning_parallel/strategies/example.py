@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,10 +10,14 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["STEPS", "first_batch"]
+from lightning_parallel.pipeline.runtime import loss_of
+
+__all__ = ["STEPS", "first_batch", "warn_unless_mean"]
 
 STEPS = {
     TrainerFn.FITTING: "training_step",
@@ -22,6 +26,47 @@ STEPS = {
     TrainerFn.PREDICTING: "predict_step",
 }
 """The step that a run is made of."""
+
+
+def warn_unless_mean(
+    module: nn.Module, step: Callable[[Any], Any], batch: Any, microbatches: Sequence[Any], weights: Sequence[float]
+) -> None:
+    """Warn if the loss of `batch` is not the mean of those of its microbatches, so that a pipeline computes another.
+
+    Compares without dropout, and not where the loss is random even so.
+    """
+    if len(microbatches) < 2:
+        return
+    modes = {child: child.training for child in module.modules()}
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            whole, again = (_loss(step, batch, seed) for seed in (0, 1))
+            losses = torch.stack([_loss(step, part, 0).to(whole) for part in microbatches])
+            mean = torch.tensor(weights).to(whole) @ losses / sum(weights)
+    except Exception:  # the trial of the cut will say what is wrong with the step
+        return
+    finally:
+        for child, mode in modes.items():
+            child.training = mode
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
+    tolerance = 1e-6 if whole.dtype == torch.float64 else 5e-3  # layers may compute in half precision
+    if torch.allclose(whole, again, rtol=tolerance) and not torch.allclose(whole, mean, rtol=tolerance):
+        rank_zero_warn(
+            f"The loss of the first batch is {whole:.6g}, but the mean over its {len(microbatches)} microbatches is"
+            f" {mean:.6g}: it is not a mean over samples, so a pipeline trains on another loss than one process. Where"
+            " it is a mean over tokens, count them by `weigh`; divide a sum by the number of samples; where the samples"
+            " of a batch depend on each other, set `num_microbatches=1`."
+        )
+
+
+def _loss(step: Callable[[Any], Any], batch: Any, seed: int) -> Tensor:
+    with isolate_rng():
+        torch.manual_seed(seed)
+        return loss_of(step(batch)).detach()
 
 
 def first_batch(trainer: Trainer) -> Any | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal, Optional, Union
 
@@ -31,6 +32,7 @@ from lightning_parallel.strategies import checks
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.example import STEPS, first_batch
 from lightning_parallel.strategies.microbatches import StepEffects, share_metrics, undone
+from lightning_parallel.strategies.optimizers import empty_allowed, require_parameters
 from lightning_parallel.strategies.parallelize import Pipelining, cut_stages
 from lightning_parallel.strategies.tensor import TensorParallelStrategy
 
@@ -195,10 +197,16 @@ class HybridParallelStrategy(TensorParallelStrategy):
         return frozenset() if self.engine is None else self.engine.counted_elsewhere
 
     @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        with nullcontext() if self.engine is None else empty_allowed():
+            super().setup_optimizers(trainer)
+
+    @override
     def check_optimizers(self) -> None:
         super().check_optimizers()
         if self.engine is not None:
             checks.check_pipeline_optimizers(self.optimizers)
+            require_parameters(self.optimizers, self.engine.group)
 
     # ------------------------------------------------------------------------------------------------- the steps
 

@@ -177,11 +177,20 @@ def _changes(
 
 
 def _joined_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
-    """As many entries as one step adds, where each microbatch added equally many."""
+    """The entries that one step adds: one per sample, or as many as each microbatch added."""
+    if len(added) == sum(samples) and not _per_step(added, samples):
+        return added
     count = len(added) // len(samples)
     if count * len(samples) != len(added):
         return added
     return [join_outputs(added[entry::count], samples, weights) for entry in range(count)]
+
+
+def _per_step(added: list[Any], samples: Sequence[int]) -> bool:
+    """Whether entries that are as many as the samples are still the whole step's: figures, or tensors of samples."""
+    if any(isinstance(entry, Tensor) and entry.dim() > 0 and entry.shape[0] in samples for entry in added):
+        return True
+    return max(samples) == 1 and all(isinstance(entry, (float, Tensor)) for entry in added)
 
 
 @contextmanager

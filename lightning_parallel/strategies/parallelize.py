@@ -31,6 +31,7 @@ from lightning_parallel.pipeline.probe import measure_link
 from lightning_parallel.pipeline.schedule import Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.strategies import replicas
+from lightning_parallel.strategies.example import warn_unless_mean
 from lightning_parallel.strategies.stage_table import choice_table, stage_table
 from lightning_parallel.tensor.discovery import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
@@ -160,7 +161,10 @@ def _cut(
         samples //= 2  # batch normalisation needs two samples in each microbatch
     counts = _microbatch_counts(how.num_microbatches, ranks, samples)
     if example is not None:
-        example = (example[0], how.split(example[1], counts[0])[0])
+        step, batch = example
+        microbatches = how.split(batch, counts[0])
+        warn_unless_mean(module, step, batch, microbatches, [how.weigh(part) for part in microbatches])
+        example = (step, microbatches[0])
 
     def choose(costs: Costs) -> Schedule:
         workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)

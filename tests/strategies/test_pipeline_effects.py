@@ -1,0 +1,165 @@
+"""What a step leaves behind besides gradients, on microbatches as on the whole batch."""
+
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import PipelineParallelStrategy, comm
+from tests.harness import distributed
+from tests.strategies.models import Samples, trainer_for
+from tests.strategies.test_pipeline import Block, Deep, assert_same, fit
+
+
+class Listing(Deep):
+    """Keeps predictions sample by sample, figures step by step, and several things in what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.predicted, self.rows, self.figures, self.logits, self.seen_outputs = [], [], [], [], []
+
+    def training_step(self, batch, index):
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        best = logits.argmax(-1)
+        self.predicted.extend(best.tolist())
+        self.rows += list(zip(y.tolist(), best.tolist()))
+        self.figures.append(loss.item())
+        self.logits.append(logits.detach())
+        return {"loss": loss, "n": len(y), "right": (best == y).sum(), "array": best.numpy(), "name": "step"}
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.seen_outputs.append({name: value for name, value in outputs.items() if name != "loss"})
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@distributed(world_size=2)
+def test_lists_and_outputs(microbatches):
+    expected, module = Listing(), Listing()
+    fit(expected, "auto", 1, max_epochs=1)
+    fit(module, PipelineParallelStrategy(2, num_microbatches=microbatches), 2, max_epochs=1)
+    assert module.predicted == expected.predicted
+    assert module.rows == expected.rows
+    assert module.figures == pytest.approx(expected.figures)
+    for mine, theirs in zip(module.logits, expected.logits, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    for mine, theirs in zip(module.seen_outputs, expected.seen_outputs, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert (mine["n"], int(mine["right"]), mine["name"]) == (theirs["n"], int(theirs["right"]), "step")
+        np.testing.assert_array_equal(mine["array"], theirs["array"])
+
+
+class Frozen(Deep):
+    """Trains the last blocks and the head, as fine-tuning does; a stage may have nothing to train."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.requires_grad_(False)
+        for name in kept:
+            self.get_submodule(name).requires_grad_(True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("kept", [["head"], ["blocks.3", "head"], ["embed", "blocks.0"]])
+@distributed(world_size=2)
+def test_a_stage_without_anything_to_train(group, kept):
+    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "half.ckpt"
+    expected, module = Frozen(kept), Frozen(kept)
+    options = {"gradient_clip_val": 0.3}
+    expected_trainer = fit(expected, "auto", 1, **options)
+    strategy = PipelineParallelStrategy(2, balance="uniform")
+    fit(module, strategy, 2, max_epochs=1, **options).save_checkpoint(path)
+    resumed = Frozen(kept)
+    trainer = fit(resumed, PipelineParallelStrategy(2, balance="uniform"), 2, ckpt_path=path, **options)
+    assert_same(trainer, resumed, expected_trainer, expected)
+
+
+@distributed(world_size=2)
+def test_optimizers_with_nothing_to_train_anywhere_are_refused():
+    with pytest.raises(ValueError, match="empty parameter list on every stage"):
+        fit(Frozen([]), PipelineParallelStrategy(2), 2)
+
+
+@distributed(world_size=2)
+def test_an_error_in_configure_optimizers_of_one_stage_is_raised_on_all(group):
+    class Failing(Deep):
+        def configure_optimizers(self):
+            if self.global_rank == 1:
+                raise KeyError("head")
+            return super().configure_optimizers()
+
+    with pytest.raises((KeyError, RuntimeError), match="head"):
+        fit(Failing(), PipelineParallelStrategy(2), 2)
+
+
+class Counting(Block):
+    """Sets its buffers anew in every forward pass."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.calls = self.calls + 1
+            self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        return super().forward(x)
+
+
+@distributed(world_size=2)
+def test_buffers_that_layers_set_can_be_saved(group):
+    def build():
+        module = Deep()
+        torch.manual_seed(3)
+        module.blocks = nn.ModuleList(Counting(8) for _ in range(4)).double()
+        return module
+
+    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "buffers.ckpt"
+    expected, module = build(), build()
+    fit(expected, "auto", 1, max_epochs=1)
+    fit(module, PipelineParallelStrategy(2, num_microbatches=2), 2, max_epochs=1).save_checkpoint(path)
+    state = torch.load(path, weights_only=False)["state_dict"]
+    for index in range(4):
+        assert state[f"blocks.{index}.calls"] == 2 * expected.blocks[index].calls, "once per microbatch"
+        torch.testing.assert_close(state[f"blocks.{index}.largest"], expected.blocks[index].largest)
+
+
+class Sum(Deep):
+    def training_step(self, batch, index):
+        return {"loss": F.cross_entropy(self(batch[0]), batch[1], reduction="sum"), "logits": torch.zeros(1)}
+
+
+class Contrastive(Deep):
+    def training_step(self, batch, index):
+        features = self(batch[0])
+        loss = F.cross_entropy(features @ features.T, torch.arange(len(features)))
+        return {"loss": loss, "logits": torch.zeros(1)}
+
+
+class Noisy(Deep):
+    def training_step(self, batch, index):
+        x, y = batch
+        return {"loss": F.cross_entropy(self(x + torch.randn_like(x)), y), "logits": torch.zeros(1)}
+
+
+@pytest.mark.parametrize(("kind", "warned"), [(Sum, True), (Contrastive, True), (Noisy, False), (Deep, False)])
+@distributed(world_size=2)
+def test_losses_that_are_no_means_over_samples_are_warned_about(group, kind, warned):
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = trainer_for(PipelineParallelStrategy(2, num_microbatches=4), 2, max_steps=1)
+        trainer.fit(kind(), DataLoader(Samples(), batch_size=8))
+    if group.rank == 0:
+        assert any("is not a mean over samples" in str(warning.message) for warning in caught) == warned
