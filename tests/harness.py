@@ -4,7 +4,8 @@
     def test_sum(group):            # runs on both ranks; `group` is the `Group` of all ranks
         ...
 
-Workers are forked once per world size from a server that has already imported torch and Lightning, and are reused.
+Workers are forked per world size from a server that has already imported torch and Lightning, and are reused for a
+while.
 They meet through a file, never a port. Every job has a deadline: a pool that misses it shows every rank's stack, is
 killed, and the next job gets a new one. `run` returns the ranks' results, for tests whose oracle lives in the parent.
 """
@@ -35,6 +36,7 @@ import pytest
 __all__ = ["distributed", "run"]
 
 DEADLINE_S = 90.0
+JOBS_PER_POOL = 40  # the process groups of a fit stay, with their threads, as long as the process does
 TestFunction = Callable[..., None]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch"])
@@ -45,6 +47,7 @@ class _Pool:
         self.folder = Path(tempfile.mkdtemp(prefix="lightning_parallel_test_"))
         pipes = [_context.Pipe() for _ in range(world_size)]
         self.pipes = [parent for parent, _ in pipes]
+        self.jobs = 0
         self.workers = [
             _context.Process(target=_work, args=(rank, world_size, str(self.folder), child), daemon=True)
             for rank, (_, child) in enumerate(pipes)
@@ -110,8 +113,11 @@ def run(function: Callable[..., Any], world_size: int, deadline_s: float = DEADL
 
     A parameter called `group` receives the `Group` of all ranks; arguments and results must be picklable.
     """
+    if world_size in _pools and _pools[world_size].jobs >= JOBS_PER_POOL:
+        _pools.pop(world_size).kill()
     if world_size not in _pools:
         _pools[world_size] = _Pool(world_size)
+    _pools[world_size].jobs += 1
     try:
         return _pools[world_size].run(function.__module__, function.__qualname__, kwargs, deadline_s)
     except RankError:
