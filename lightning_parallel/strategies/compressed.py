@@ -24,12 +24,13 @@ from lightning_parallel.compression import (
     Quantize,
     RandomK,
     Reducer,
+    ShardedSteps,
     Sign,
     TopK,
     compression_hook,
 )
 
-__all__ = ["BUILD", "CompressedDDPStrategy", "SavesCompression", "with_compressor"]
+__all__ = ["BUILD", "CompressedDDPStrategy", "SavesCompression", "SavesShardedCompression", "with_compressor"]
 
 KEY = "compression"  # of the state in a Lightning checkpoint
 
@@ -69,6 +70,28 @@ class SavesCompression(Strategy):
         for parameter in self.lightning_module.parameters():
             parameter.grad = None
         rank_zero_warn("A gradient was not finite on some rank: this step changes nothing.")
+
+
+class SavesShardedCompression(SavesCompression):
+    """As above, where gradients are compressed for ranks that share parameters out."""
+
+    _state: ShardedSteps | None = None
+
+    @override
+    def _gather_compression(self) -> dict[str, Any]:
+        assert self._state is not None
+        return self._state.gather_state()
+
+    @override
+    def _load_compression(self, state: dict[str, Any]) -> None:
+        assert self._state is not None
+        self._state.load_state_dict(state)
+
+    @override
+    def teardown(self) -> None:
+        if self._state is not None:
+            self._state.close()
+        super().teardown()
 
 
 class CompressedDDPStrategy(SavesCompression, DDPStrategy):

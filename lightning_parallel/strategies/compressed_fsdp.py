@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.compression import Reducer, ShardedSteps, compress_fsdp
-from lightning_parallel.strategies.compressed import SavesCompression
+from lightning_parallel.strategies.compressed import SavesShardedCompression
 from lightning_parallel.strategies.fsdp_precision import DeviceFSDPPrecision
 
 __all__ = ["CompressedFSDPStrategy"]
 
 
-class CompressedFSDPStrategy(SavesCompression, FSDPStrategy):
+class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
     """Lightning's `FSDPStrategy` (FSDP1) with compressed gradients, on CPU too.
 
     A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's memory is part
@@ -50,7 +50,6 @@ class CompressedFSDPStrategy(SavesCompression, FSDPStrategy):
         super().__init__(**kwargs)
         self.compression = compression
         self._wrapped: Any = None
-        self._state: ShardedSteps | None = None
 
     @override
     def setup_environment(self) -> None:
@@ -161,19 +160,3 @@ class CompressedFSDPStrategy(SavesCompression, FSDPStrategy):
         synchronized = isinstance(self.model, FullyShardedDataParallel) and self.model._sync_gradients
         if self._state is not None and synchronized and not self._state.finish() and self._scaler is None:
             self._skip_step()
-
-    @override
-    def _gather_compression(self) -> dict[str, Any]:
-        assert self._state is not None
-        return self._state.gather_state()
-
-    @override
-    def _load_compression(self, state: dict[str, Any]) -> None:
-        assert self._state is not None
-        self._state.load_state_dict(state)
-
-    @override
-    def teardown(self) -> None:
-        if self._state is not None:
-            self._state.close()
-        super().teardown()

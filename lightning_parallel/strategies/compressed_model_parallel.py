@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_parallel.compression import Reducer, ShardedSteps, compress_fully_shard, shard_ranks
-from lightning_parallel.strategies.compressed import SavesCompression
+from lightning_parallel.compression import Reducer, compress_fully_shard, shard_ranks
+from lightning_parallel.strategies.compressed import SavesShardedCompression
 
 __all__ = ["CompressedModelParallelStrategy"]
 
 
-class CompressedModelParallelStrategy(SavesCompression, ModelParallelStrategy):
+class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStrategy):
     """Lightning's `ModelParallelStrategy` with compressed gradients, on CPU too.
 
     What is compressed follows from the mesh that the module's `configure_model` gives to `fully_shard`:
@@ -44,7 +44,6 @@ class CompressedModelParallelStrategy(SavesCompression, ModelParallelStrategy):
     def __init__(self, compression: Reducer, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.compression = compression
-        self._state: ShardedSteps | None = None
         self._synchronizes = True
 
     @property
@@ -96,19 +95,3 @@ class CompressedModelParallelStrategy(SavesCompression, ModelParallelStrategy):
         super().post_backward(closure_loss)
         if self._state is not None and self._synchronizes and not self._state.finish():
             self._skip_step()
-
-    @override
-    def _gather_compression(self) -> dict[str, Any]:
-        assert self._state is not None
-        return self._state.gather_state()
-
-    @override
-    def _load_compression(self, state: dict[str, Any]) -> None:
-        assert self._state is not None
-        self._state.load_state_dict(state)
-
-    @override
-    def teardown(self) -> None:
-        if self._state is not None:
-            self._state.close()
-        super().teardown()

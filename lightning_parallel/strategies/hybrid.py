@@ -31,7 +31,7 @@ from lightning_parallel.pipeline.runtime import StepResult, loss_of
 from lightning_parallel.strategies import checks
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.example import STEPS, first_batch
-from lightning_parallel.strategies.microbatches import StepEffects, share_metrics, undone
+from lightning_parallel.strategies.microbatches import StepEffects, moved, share_metrics, undone
 from lightning_parallel.strategies.optimizers import empty_allowed, require_parameters
 from lightning_parallel.strategies.parallelize import Pipelining, cut_stages
 from lightning_parallel.strategies.tensor import TensorParallelStrategy
@@ -282,11 +282,11 @@ class HybridParallelStrategy(TensorParallelStrategy):
             output: Any = join_outputs(result.outputs, samples, result.weights)
             if name == "training_step":
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
-            return (_to_cpu(output), *effects.joined(samples, result.weights))
+            return (moved(output, torch.device("cpu")), *effects.joined(samples, result.weights))
 
         output, calls, attributes = comm.broadcast_from(found, self.engine.group, self.engine.last_rank)
         effects.repeat(calls, attributes, self.root_device)
-        return _to_device(output, self.root_device)
+        return moved(output, self.root_device)
 
     def _gradient_scale(self) -> float | Tensor:
         """What gradients are multiplied by: the share of a batch in an accumulated one, and the loss scale."""
@@ -379,11 +379,3 @@ def _samples(microbatch: Any) -> int:
         return num_samples(microbatch)
     except ValueError:  # a batch that only the user's `split` understands
         return -1
-
-
-def _to_cpu(value: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

@@ -22,7 +22,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.ghost import Ghost
 from lightning_parallel.pipeline.join import join_outputs
 
-__all__ = ["StepEffects", "share_metrics", "undone"]
+__all__ = ["StepEffects", "moved", "share_metrics", "undone"]
 
 _LOG = inspect.signature(LightningModule.log)
 Call = tuple[str, Any, dict[str, Any]]
@@ -56,16 +56,17 @@ class StepEffects:
     def repeat(self, calls: Sequence[Call], attributes: Mapping[str, Any], device: torch.device) -> None:
         """Log and remember on this rank what the last stage did."""
         for name, value in attributes.items():
-            self.module.__dict__[name] = _moved(value, device)
+            self.module.__dict__[name] = moved(value, device)
         for name, value, arguments in calls:
             if isinstance(value, _MetricAt):
                 metric = self.module.get_submodule(value.path)
-                metric._forward_cache = _moved(value.cache, device)
+                metric._forward_cache = moved(value.cache, device)
                 value = metric
-            self.module.log(name, _moved(value, device), **arguments)
+            self.module.log(name, moved(value, device), **arguments)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def moved(value: Any, device: torch.device) -> Any:
+    """`value` with all its tensors on `device`."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
@@ -237,11 +238,11 @@ def share_metrics(module: nn.Module, group: Group, source: int, alone: Callable[
 def _shared_compute(metric: Metric, group: Group, source: int, alone: Callable[[], bool]) -> Callable[..., Any]:
     def compute(*args: Any, **kwargs: Any) -> Any:
         if not alone():
-            mine = (metric._update_count, _moved(_states(metric), torch.device("cpu")))
+            mine = (metric._update_count, moved(_states(metric), torch.device("cpu")))
             count, states = comm.broadcast_object(mine, group, source)
             if group.rank != source:
                 for name, state in states.items():
-                    setattr(metric, name, _moved(state, metric.device))
+                    setattr(metric, name, moved(state, metric.device))
                 metric._update_count, metric._computed = count, None
         return metric.__dict__["_computes_alone"](*args, **kwargs)
 

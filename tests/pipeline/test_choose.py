@@ -1,7 +1,5 @@
 """The choice of the schedule: the fastest that fits, found by simulation and explained."""
 
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -12,6 +10,7 @@ from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
 from tests.harness import distributed
+from tests.pipeline.models import Sleep
 
 LAYER = Cost(1e-3, 1e-3, 1e-3, activation_bytes=2**20, resident_bytes=2**20)
 
@@ -100,26 +99,13 @@ def test_rows_explain_the_choice():
     assert by_name["1f1b", "1", "1"][4:7] == ("66 ms", "27.3%", "4")
 
 
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
-
-
 class Sleeper(nn.Module):
     def __init__(self, seconds):
         super().__init__()
         self.seconds, self.weight = seconds, nn.Parameter(torch.ones(4))
 
     def forward(self, x):
-        return _Sleep.apply(x * self.weight, self.seconds)
+        return Sleep.apply(x * self.weight, self.seconds)
 
 
 @distributed(world_size=2)

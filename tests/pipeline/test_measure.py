@@ -12,22 +12,9 @@ from lightning_parallel.pipeline.measure import count_parameters, measure
 from lightning_parallel.pipeline.observe import observe
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.trunk import find_trunk
-from tests.pipeline.models import built
+from tests.pipeline.models import Sleep, built
 
 CPU = torch.device("cpu")
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
 
 
 class Sleeper(nn.Module):
@@ -37,7 +24,7 @@ class Sleeper(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x):
-        return _Sleep.apply(self.linear(x), self.seconds)
+        return Sleep.apply(self.linear(x), self.seconds)
 
 
 def sleepers(seconds):
