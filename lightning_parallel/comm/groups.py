@@ -81,6 +81,7 @@ class MeshGroups:
         self.mesh = mesh
         self.coordinate = mesh.coordinate(self.world.ranks[self.world.rank])
         self._settings = timeout, backend
+        self._others: dict[tuple[Axis, str], Group] = {}
         made = {axis: self._create((axis,), axis, timeout, backend) for axis in AXES}
         self.data_parallel, self.pipeline_parallel, self.tensor_parallel = (made[axis] for axis in AXES)
         if self.pipeline_parallel.size > 1 and self.tensor_parallel.size > 1:
@@ -97,9 +98,11 @@ class MeshGroups:
         ranks = next(ranks for ranks in peers if me in ranks)
         return Group(name, tuple(ranks), ranks.index(me), group)
 
-    def another(self, axis: Axis) -> Group:
-        """A second group of the ranks along `axis`, with messages of its own; all ranks of the mesh must ask for it."""
-        return self._create((axis,), axis, *self._settings)
+    def another(self, axis: Axis, purpose: str) -> Group:
+        """A further group of the ranks along `axis`, one for each `purpose`; all ranks of the mesh must ask for it."""
+        if (axis, purpose) not in self._others:
+            self._others[axis, purpose] = self._create((axis,), axis, *self._settings)
+        return self._others[axis, purpose]
 
     def __getitem__(self, axis: Axis) -> Group:
         return getattr(self, axis)

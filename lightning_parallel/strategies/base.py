@@ -25,7 +25,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -33,10 +33,10 @@ from lightning_parallel import checkpoint as checkpoints
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups, liveness
 from lightning_parallel.data_parallel import GradientReducer
-from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
+from lightning_parallel.mesh import DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies import checks, compression_axis, data, replicas
 from lightning_parallel.strategies.exchange import MeshCollectives
-from lightning_parallel.strategies.launcher import SpawnLauncher, announce_rank, connect
+from lightning_parallel.strategies.launcher import SpawnLauncher, announce_rank, connect, forget, meet
 from lightning_parallel.strategies.precision import mesh_wide_norms, span_mesh
 from lightning_parallel.tensor.sharding import Shard
 
@@ -192,8 +192,7 @@ class MeshStrategy(MeshCollectives):
         if self._groups is None:
             assert self.cluster_environment is not None
             connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
-            self._groups = MeshGroups(mesh, timeout=self._timeout)
-            self._device_mesh = init_device_mesh(self.root_device.type, mesh.shape, mesh_dim_names=AXES)
+            self._groups, self._device_mesh = meet(mesh, self.root_device.type, self._timeout)
         liveness.start()
         replicas.share_random_state(self.groups.model)
         assert self.lightning_module is not None
@@ -240,6 +239,11 @@ class MeshStrategy(MeshCollectives):
         except Exception as error:
             failure = error
         comm.raise_together(failure, self.groups.world)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        forget(self._groups)
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

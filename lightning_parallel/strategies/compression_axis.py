@@ -32,7 +32,7 @@ def reducer_options(strategy: MeshStrategy) -> dict[str, Any]:
         return {}
     return {
         "compression": strategy.compression,
-        "side_group": strategy.groups.another(DATA),
+        "side_group": strategy.groups.another(DATA, "compression"),
         "replica_group": strategy.groups.model,
     }
 

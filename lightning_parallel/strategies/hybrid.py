@@ -155,7 +155,8 @@ class HybridParallelStrategy(TensorParallelStrategy):
             module.__dict__["_pipeline_order"] = tuple(module.state_dict()), tuple(dict(module.named_parameters()))
         channels = None
         if self.root_device.type == "cuda":
-            channels = {(kind, up): self.groups.another(PIPELINE) for kind in (Kind.F, Kind.I) for up in (True, False)}
+            ways = [(kind, up) for kind in (Kind.F, Kind.I) for up in (True, False)]
+            channels = {(kind, up): self.groups.another(PIPELINE, f"{kind} {up}") for kind, up in ways}
         example = self._example(trainer) if "_pipeline_engine" not in module.__dict__ else None
         with undone(module):
             self.engine = cut_stages(module, self.pipelining, self.groups, self.root_device, example, channels)
