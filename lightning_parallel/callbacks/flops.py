@@ -35,11 +35,13 @@ class ForwardFlops(TorchDispatchMode):
 
     Attributes:
         total: Operations so far; a multiplication and its addition are two.
+        paused: Count nothing now: gradients are reduced, or parameters updated, with matrix products of their own.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0
+        self.paused = False
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,7 +49,8 @@ class ForwardFlops(TorchDispatchMode):
             return NotImplemented  # a subclass says first which plain tensors it stands for
         out = func(*args, **(kwargs or {}))
         formula = flop_registry.get(func._overloadpacket) or _FORMULAS.get(func._overloadpacket)
-        if formula is not None and torch._C._current_graph_task_id() == -1 and not _is_meta(out):
+        forward = not self.paused and torch._C._current_graph_task_id() == -1
+        if formula is not None and forward and not _is_meta(out):
             self.total += formula(*args, **(kwargs or {}), out_val=out)
         return out
 

@@ -10,7 +10,10 @@ from lightning.pytorch import LightningModule, Trainer
 from rich import box
 from rich.table import Table
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
@@ -217,6 +220,7 @@ class Throughput(MeasuringCallback):
         self.samples, self.tokens = samples or num_samples, tokens or num_tokens
         self.flops_per_sample, self.peak_flops = flops_per_sample, peak_flops
         self._counter: ForwardFlops | None = None
+        self._after_update: RemovableHandle | None = None
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
@@ -238,11 +242,28 @@ class Throughput(MeasuringCallback):
         self._accumulator.count(step, counted)
         if step == 0 and counted.samples:
             if self.flops_per_sample == "auto":
+                self._after_update = register_optimizer_step_post_hook(lambda *_: self._pause(False))
                 self._counter = ForwardFlops()
                 self._counter.__enter__()
             elif self.flops_per_sample is not None:
                 share = self.session.mesh.world_size // self.session.mesh.data_parallel
                 self._accumulator.flops = self.flops_per_sample * counted.samples / share, counted.samples
+
+    def _pause(self, paused: bool) -> None:
+        if self._counter is not None:
+            self._counter.paused = paused
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._pause(True)
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pause(False)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._pause(True)  # until the hook after its update
 
     @override
     def on_train_batch_end(
@@ -257,6 +278,8 @@ class Throughput(MeasuringCallback):
         if counter is None:
             return
         counter.__exit__(None, None, None)
+        assert self._after_update is not None
+        self._after_update.remove()
         assert isinstance(self._accumulator, ThroughputAccumulator)
         if samples and counter.total:
             self._accumulator.flops = BACKWARD_FACTOR * counter.total, samples

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_parallel import HybridParallelStrategy
+from lightning_parallel import HybridParallelStrategy, PowerSGD
 from lightning_parallel.callbacks import Throughput
 from lightning_parallel.callbacks.flops import ForwardFlops
 from lightning_parallel.callbacks.throughput import POINTS, Batch, ThroughputAccumulator, num_tokens
@@ -79,7 +79,7 @@ LAYOUTS = {
     "one": ({}, 1),
     "tensor": ({"sizes": {"tensor_parallel_size": 2}}, 1),
     "pipeline": ({"sizes": {"pipeline_parallel_size": 2, "num_microbatches": 4}}, 1),
-    "data": ({"sizes": {"data_parallel_size": 2}, "replicas": 2}, 2),
+    "data": ({"sizes": {"data_parallel_size": 2, "compression": PowerSGD(rank=1, min_numel=1)}, "replicas": 2}, 2),
 }
 
 
@@ -121,6 +121,43 @@ def test_attention_counts_its_two_products():
     with ForwardFlops() as counter:
         F.scaled_dot_product_attention(query, query, query)
     assert counter.total == 2 * (2 * 3 * 5 * 5 * 8) * 2
+
+
+class Orthogonal(torch.optim.SGD):
+    """Multiplies matrices to find its update."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.detach().view(len(parameter), -1).T @ parameter.detach().view(len(parameter), -1)
+        return loss
+
+
+class ByHand(Words):
+    """Takes two updates in a step; its optimizer has matrix products of its own."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        return Orthogonal(self.parameters(), lr=1e-3)
+
+    def training_step(self, batch, index):
+        for half in batch.chunk(2):
+            loss = super().training_step(half, index)
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_what_an_optimizer_computes_is_no_work_of_the_model(automatic):
+    module = ByHand()
+    if automatic:
+        module.automatic_optimization, module.training_step = True, super(ByHand, module).training_step
+    callback = Throughput(show_table=False, peak_flops=1e9)
+    trainer = trainer_for(callbacks=[callback], max_steps=3)
+    trainer.fit(module, DataLoader(torch.arange(4 * BATCH * LENGTH).reshape(-1, LENGTH) % 50, batch_size=BATCH))
+    assert callback.report()["model_flops_per_sample"] == 3 * FORWARD_FLOPS
 
 
 def window(step, seconds, validation=0.0):
