@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -220,7 +220,8 @@ class Throughput(MeasuringCallback):
         self.samples, self.tokens = samples or num_samples, tokens or num_tokens
         self.flops_per_sample, self.peak_flops = flops_per_sample, peak_flops
         self._counter: ForwardFlops | None = None
-        self._after_update: RemovableHandle | None = None
+        self._updates: tuple[RemovableHandle, ...] = ()
+        self._depth = 0  # of the updates that run: one may call that of its superclass
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
@@ -242,7 +243,8 @@ class Throughput(MeasuringCallback):
         self._accumulator.count(step, counted)
         if step == 0 and counted.samples:
             if self.flops_per_sample == "auto":
-                self._after_update = register_optimizer_step_post_hook(lambda *_: self._pause(False))
+                before, after = self._before_update, self._after_update
+                self._updates = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
                 self._counter = ForwardFlops()
                 self._counter.__enter__()
             elif self.flops_per_sample is not None:
@@ -252,6 +254,13 @@ class Throughput(MeasuringCallback):
     def _pause(self, paused: bool) -> None:
         if self._counter is not None:
             self._counter.paused = paused
+
+    def _before_update(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _after_update(self, *_: Any) -> None:
+        self._depth -= 1
+        self._pause(self._depth > 0)
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -263,7 +272,7 @@ class Throughput(MeasuringCallback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self._pause(True)  # until the hook after its update
+        self._pause(True)  # the loss is known; until the end of the update
 
     @override
     def on_train_batch_end(
@@ -278,8 +287,9 @@ class Throughput(MeasuringCallback):
         if counter is None:
             return
         counter.__exit__(None, None, None)
-        assert self._after_update is not None
-        self._after_update.remove()
+        for update in self._updates:
+            update.remove()
+        self._depth = 0
         assert isinstance(self._accumulator, ThroughputAccumulator)
         if samples and counter.total:
             self._accumulator.flops = BACKWARD_FACTOR * counter.total, samples
