@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
 from torch import Tensor
 from typing_extensions import override
@@ -46,7 +46,8 @@ class ProfileReport(MeasuringCallback):
     Trainer's callbacks, in any order. `lightning-parallel report DIR` makes the page again, and compares two runs.
 
     After an error, or if the ranks could not exchange something before, figures are those of the last exchange, and the
-    ranks leave their part of the trace in files, which rank 0 reads as far as they are there after 5 s.
+    ranks leave their part of the trace in files, which rank 0 reads as far as they are there after 5 s. Where there is
+    nothing to train, as after the resume of a run that is over, nothing is written.
 
     Args:
         dirpath: Where to write; by default `profile` in the trainer's log folder.
@@ -130,6 +131,9 @@ class ProfileReport(MeasuringCallback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.session is not None
+        if self.session.recorder is None:
+            rank_zero_info(f"nothing was trained: {self.folder / PAGE} is left as it is")
+            return
         self._finish(trainer, self.session)
 
     @override

@@ -10,8 +10,9 @@ import torch
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_parallel import TensorParallelStrategy, comm
+from lightning_parallel import TensorParallelStrategy, callbacks, comm
 from lightning_parallel.callbacks import ProfileReport, StepBreakdown
 from lightning_parallel.callbacks.curve import Curve
 from lightning_parallel.callbacks.page_compare import changes
@@ -22,7 +23,15 @@ from tests.callbacks.sample import sample_report
 from tests.harness import run
 from tests.strategies.models import Net, loader, trainer_for
 
+OTHERS = (
+    "StepBreakdown CommunicationProfiler PipelineTimeline StragglerMonitor Throughput MemoryProfiler"
+    " ReplicaDriftMonitor DataShardingMonitor HangReporter"
+)
 FILES = ["report.html", "report.json", "trace.json.gz"]
+
+
+def others():
+    return [getattr(callbacks, name)() for name in OTHERS.split()]
 
 
 def read(folder):
@@ -107,6 +116,28 @@ def test_it_can_be_used_again(tmp_path):
     again.fit(module, loader())
     assert [read(tmp_path)["reports"]["StepBreakdown"]["steps"], read(tmp_path)["run"]["steps"]] == [11, 11]
     assert len(read(tmp_path)["series"]["loss"]) == 12
+
+
+class Stream(IterableDataset):
+    """Has no length, and ends at once."""
+
+    def __iter__(self):
+        return iter(())
+
+
+def test_a_run_without_a_step_has_a_page(tmp_path):
+    trainer = trainer_for(callbacks=[ProfileReport(str(tmp_path)), *others()])
+    trainer.fit(Net().double(), DataLoader(Stream()))
+    assert [read(tmp_path)["run"]["steps"], trainer.callbacks[0].report()["run"]["steps"]] == [0, 0]
+    assert "0 steps" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("nothing", [{"limit_train_batches": 0}, {"max_steps": 0}, {"max_epochs": 0}])
+def test_where_nothing_is_trained_the_files_are_left_alone(tmp_path, nothing):
+    """As after the resume of a run that is over."""
+    (tmp_path / "report.html").write_text("of the run")
+    trainer_for(callbacks=[ProfileReport(str(tmp_path)), *others()], **nothing).fit(Net().double(), loader())
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("report.html", "of the run")]
 
 
 # ---------------------------------------------------------------------------------------------------------- errors
