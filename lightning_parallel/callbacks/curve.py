@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 __all__ = ["Curve"]
@@ -11,6 +10,7 @@ __all__ = ["Curve"]
 class Curve:
     """Every so-many-th value, so that there are never more than `most`; reads tensors only at the end.
 
+    >>> import torch
     >>> curve = Curve(most=4)
     >>> for step in range(10):
     ...     curve.add(step, torch.tensor(float(step)))
@@ -27,13 +27,11 @@ class Curve:
         """Take notice of the value of the next step: a tensor with one element."""
         if self._count % self._stride == 0:
             self._steps.append(step)
-            self._values.append(value)
+            self._values.append(value.detach().clone())  # it may be written to, or be a piece of something large
         self._count += 1
         if len(self._steps) > self._most:
             self._steps, self._values, self._stride = self._steps[::2], self._values[::2], self._stride * 2
 
     def points(self) -> list[tuple[int, float]]:
         """The values kept, by step."""
-        if not self._values:
-            return []
-        return list(zip(self._steps, torch.stack([value.reshape(()) for value in self._values]).tolist()))
+        return [(step, value.item()) for step, value in zip(self._steps, self._values)]

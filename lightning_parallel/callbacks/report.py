@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_parallel import comm
@@ -110,9 +111,9 @@ class ProfileReport(MeasuringCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor):
-            self._loss.add(self._step, loss.detach())
+        loss = _loss(outputs)
+        if loss is not None:
+            self._loss.add(self._step, loss)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -257,6 +258,14 @@ def rebuild(path: Path, kineto: Sequence[Path] = ()) -> Path:
     rebuilt = build_report(run, report["reports"], loss, trace)
     write_files(folder, rebuilt if trace is not None else {**report, **rebuilt}, trace)
     return folder / PAGE
+
+
+def _loss(outputs: Any) -> Tensor | None:
+    """The loss among what a step returned, if it is one number that this rank knows by itself."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if isinstance(loss, DTensor):
+        loss = loss.to_local() if all(place.is_replicate() for place in loss.placements) else None
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def _reports(trainer: Trainer, this: ProfileReport) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,8 @@ import torch
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel import TensorParallelStrategy, callbacks, comm
@@ -65,6 +67,55 @@ def test_the_loss_is_that_of_the_steps(tmp_path, comes_first):
     points = callback.report()["series"]["loss"]
     assert [step for step, _ in points] == list(range(8))
     assert [value for _, value in points] == pytest.approx([float(loss) for loss in module.losses])
+
+
+class ByHand(Net):
+    """Under manual optimization a step may return what it likes."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.automatic_optimization, self.returned = False, returned
+
+    def training_step(self, batch, index):
+        return self.returned(super().training_step(batch, index))
+
+
+def sharded(loss):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return DTensor.from_local(loss, mesh, [Partial()])
+
+
+def replicated(loss):
+    return DTensor.from_local(loss, sharded(loss).device_mesh)
+
+
+def losses_of(returned, folder):
+    callback = ProfileReport(str(folder), show_diagnosis=False)
+    trainer_for(callbacks=[callback], max_epochs=1).fit(ByHand(returned).double(), loader())
+    return len(callback.report()["series"].get("loss", ()))
+
+
+@pytest.mark.parametrize(
+    ("returned", "known"),
+    [
+        (lambda loss: {"loss": loss.expand(1, 1)}, 4),
+        (lambda loss: {"loss": loss.expand(3)}, 0),
+        (lambda loss: {"other": loss}, 0),
+        (lambda loss: None, 0),
+    ],
+    ids=["one", "several", "other", "nothing"],
+)
+def test_only_a_single_number_is_a_loss(tmp_path, returned, known):
+    assert losses_of(returned, tmp_path) == known
+
+
+def check_dtensors(folder):
+    assert losses_of(replicated, f"{folder}/replicated") == 4
+    assert losses_of(sharded, f"{folder}/sharded") == 0
+
+
+def test_reading_a_loss_never_communicates(tmp_path):
+    run(check_dtensors, 1, folder=str(tmp_path))
 
 
 def test_a_long_run_keeps_values_at_equal_distances():
