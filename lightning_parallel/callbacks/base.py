@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Optional
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -26,12 +29,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_parallel import comm
 from lightning_parallel.callbacks.session import Session
+from lightning_parallel.comm import Group
 from lightning_parallel.mesh import AXES
 from lightning_parallel.recorder import Window
 from lightning_parallel.terminal import show
 
-__all__ = ["VERSION", "Accumulator", "MeasuringCallback", "place"]
+__all__ = ["VERSION", "Accumulator", "MeasuringCallback", "errors_as_warnings", "made_folder", "place"]
 
 VERSION = 1
 """Of the keys of all reports; changes when the meaning of a key does."""
@@ -167,15 +172,16 @@ class MeasuringCallback(Callback, ABC):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.session, self._report = Session.of(trainer), None
+        self.session, self._report, self._accumulator = Session.of(trainer), None, None
+        if self.dirpath is not None:
+            made_folder(Path(self.dirpath), self.session.group)
         self._accumulator = self.accumulate(trainer, pl_module)
         self.session.join(self._accumulator, self.exchange_every, self.warmup_steps)
 
     @property
     def _led(self) -> Session | None:
         """The session, on the callback that leads it."""
-        leads = self.session is not None and self._accumulator is not None and self.session.is_led_by(self._accumulator)
-        return self.session if leads else None
+        return self.session if self.session is not None and self.session.is_led_by(self._accumulator) else None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -218,7 +224,8 @@ class MeasuringCallback(Callback, ABC):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._publish()
+        with errors_as_warnings(f"the report of {self.name} could not be written"):
+            self._publish()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -242,6 +249,37 @@ class MeasuringCallback(Callback, ABC):
         table = self.table(self.report()) if self.show_table else None
         if table is not None:
             show(table)
+
+
+@contextmanager
+def errors_as_warnings(what: str) -> Iterator[None]:
+    """For what is done after training, on one rank alone: its failure must not end a run that went well.
+
+    Args:
+        what: Has failed then.
+    """
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(f"{what}: {error!r}", stacklevel=3)
+
+
+def made_folder(path: Path, group: Group) -> Path:
+    """`path` as the first rank of `group` has it, made there; every rank must call it.
+
+    Raises:
+        ValueError: If that rank cannot write to it; RuntimeError on the others.
+    """
+
+    def make() -> Path:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=path):
+                return path
+        except OSError as error:
+            raise ValueError(f"expected a folder that can be written to for profiles, got {path}: {error}") from error
+
+    return comm.broadcast_from(make, group)
 
 
 def place(session: Session) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
+from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback, made_folder
 from lightning_parallel.callbacks.hang_state import blame, read_states, state_of_rank, write_text
 from lightning_parallel.recorder import Window
 
@@ -203,6 +203,7 @@ class HangReporter(MeasuringCallback):
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
         assert self.session is not None
         base = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
+        base = made_folder(base, self.session.group)
         name = f"hang-{datetime.now():%Y%m%d-%H%M%S}"
         facts = comm.all_gather_object((base / name, Process(os.getpid())), self.session.group)
         folder, processes = facts[0][0], [process for _, process in facts]

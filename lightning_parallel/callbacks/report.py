@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +18,14 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.base import VERSION, Accumulator, MeasuringCallback, place
+from lightning_parallel.callbacks.base import (
+    VERSION,
+    Accumulator,
+    MeasuringCallback,
+    errors_as_warnings,
+    made_folder,
+    place,
+)
 from lightning_parallel.callbacks.clock import Clock, clock_id, compare_clocks
 from lightning_parallel.callbacks.curve import Curve
 from lightning_parallel.callbacks.diagnosis import diagnose
@@ -32,6 +38,7 @@ from lightning_parallel.callbacks.trace import TraceAccumulator, chrome_trace, r
 __all__ = ["PAGE", "REPORT", "TRACE", "ProfileReport", "read_report", "rebuild"]
 
 PAGE, REPORT, TRACE = "report.html", "report.json", "trace.json.gz"
+NOT_WRITTEN = "the profile could not be written"
 PATIENCE_S = 5.0
 """How long rank 0 waits for the others' part of the trace after an error."""
 
@@ -86,8 +93,9 @@ class ProfileReport(MeasuringCallback):
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
         assert self.session is not None
         folder = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "profile")
+        self.folder = made_folder(folder, self.session.group)
         started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        self.folder, started = comm.all_gather_object((folder, started), self.session.group)[0]
+        started = comm.all_gather_object(started, self.session.group)[0]
         self._run = {"started": started}
         self._loss, self._parts = Curve(), ()
         self._clock = compare_clocks(self.session.group, clock_id())
@@ -127,7 +135,8 @@ class ProfileReport(MeasuringCallback):
                 self.session.failure = str(error)
             self._parts = self.session.gather(self._accumulator.part(self._clock)) or ()
         if not self._parts:
-            self._leave_part(self._accumulator.part(self._clock))
+            with errors_as_warnings(NOT_WRITTEN):
+                self._leave_part(self._accumulator.part(self._clock))
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,7 +144,8 @@ class ProfileReport(MeasuringCallback):
         if self.session.recorder is None:
             rank_zero_info(f"nothing was trained: {self.folder / PAGE} is left as it is")
             return
-        self._finish(trainer, self.session)
+        with errors_as_warnings(NOT_WRITTEN):
+            self._finish(trainer, self.session)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -146,11 +156,9 @@ class ProfileReport(MeasuringCallback):
         assert isinstance(self._accumulator, TraceAccumulator)
         part = self._accumulator.part(self._clock, session.recorder.last_steps(1))
         self._run["error"] = f"{type(exception).__name__}: {exception}"
-        try:
+        with errors_as_warnings(NOT_WRITTEN):  # a failure must not take the place of `exception`
             self._leave_part(part)
             self._finish(trainer, session)
-        except Exception as failure:  # whatever it is, it must not take the place of `exception`
-            warnings.warn(f"the profile could not be written: {failure!r}", stacklevel=2)
 
     def _leave_part(self, part: Mapping[str, Any]) -> None:
         """Leave this rank's part of the trace to rank 0, where the ranks cannot exchange it."""
@@ -163,8 +171,8 @@ class ProfileReport(MeasuringCallback):
         self._run |= {"seconds": time.perf_counter() - self._began_s, "steps": session.steps}
         reports = _reports(trainer, self)
         trace = chrome_trace(self._parts, self._run["mesh"]) if self._parts else None
-        report = build_report(self._run, reports, self._loss.points(), trace)
-        self._report = write_files(self.folder, report, trace)
+        self._report = report = build_report(self._run, reports, self._loss.points(), trace)
+        write_files(self.folder, report, trace)
         if self.show_diagnosis:
             self._show(report)
 
@@ -207,14 +215,13 @@ def build_report(
     return report
 
 
-def write_files(folder: Path, report: dict[str, Any], trace: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Write page, data and trace; returns the report."""
+def write_files(folder: Path, report: Mapping[str, Any], trace: Mapping[str, Any] | None) -> None:
+    """Write page, data and trace."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
     (folder / PAGE).write_text(render(report), encoding="utf-8")
     if trace is not None:
         write_trace(trace, folder / TRACE)
-    return report
 
 
 def read_report(path: Path) -> tuple[Path, dict[str, Any]]:

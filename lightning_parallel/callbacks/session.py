@@ -105,9 +105,9 @@ class Session:
         self.exchange_every = min(exchange_every, self.exchange_every or exchange_every)
         self.warmup_steps = max(warmup_steps, self.warmup_steps)
 
-    def is_led_by(self, member: Member) -> bool:
-        """Whether `member` says when a step ends."""
-        return bool(self.members) and self.members[0] is member
+    def is_led_by(self, member: Member | None) -> bool:
+        """Whether `member` says when a step ends; None leads as long as there is no member."""
+        return next(iter(self.members), None) is member
 
     # --------------------------------------------------------------------------------------------------------- steps
 

@@ -32,8 +32,8 @@ OTHERS = (
 FILES = ["report.html", "report.json", "trace.json.gz"]
 
 
-def others():
-    return [getattr(callbacks, name)() for name in OTHERS.split()]
+def others(**options):
+    return [getattr(callbacks, name)(**options) for name in OTHERS.split()]
 
 
 def read(folder):
@@ -233,15 +233,57 @@ def test_a_part_that_came_late_is_in_the_trace_made_again(tmp_path):
     assert len(read(tmp_path)["series"]["loss"]) == 5
 
 
-def test_a_page_that_cannot_be_written_does_not_hide_the_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    callback = ProfileReport(str(tmp_path / "file" / "folder"))
-    trainer = trainer_for(callbacks=[callback])
+class Removing(Failing):
+    """Puts a file where the folder of the profile was, and fails or not."""
+
+    def __init__(self, folder, fails):
+        super().__init__()
+        self.folder, self.fails = folder, fails
+
+    def training_step(self, batch, index):
+        if self.folder.is_dir():
+            shutil.rmtree(self.folder)
+            self.folder.write_text("")
+        return super().training_step(batch, index) if self.fails else Net.training_step(self, batch, index)
+
+
+def profiled(folder):
+    return trainer_for(callbacks=[ProfileReport(str(folder)), *others(dirpath=str(folder))])
+
+
+def test_what_cannot_be_written_does_not_hide_an_error(tmp_path):
     with (
-        pytest.warns(UserWarning, match="the profile could not be written"),
+        pytest.warns(UserWarning, match="the profile could not be written: FileExistsError"),
         pytest.raises(ValueError, match="sixth step"),
     ):
-        trainer.fit(Failing().double(), loader())
+        profiled(tmp_path / "there").fit(Removing(tmp_path / "there", fails=True).double(), loader())
+
+
+def test_what_cannot_be_written_does_not_end_a_fit_with_an_error(tmp_path):
+    with pytest.warns(UserWarning) as warned:
+        profiled(tmp_path / "there").fit(Removing(tmp_path / "there", fails=False).double(), loader())
+    messages = [str(one.message) for one in warned if "could not be written" in str(one.message)]
+    assert len(messages) == len(OTHERS.split()), messages
+    assert sum("the profile could not be written" in message for message in messages) == 1
+
+
+def refuse(folder):
+    """Only rank 0 looks at the folder, every rank is told; then the Trainer can be used with another one."""
+    size, path = place_rank(), Path(folder)
+    path.joinpath("file").write_text("")
+    for callbacks in ([ProfileReport(f"{folder}/file/a")], [StepBreakdown(), StepBreakdown(dirpath=f"{folder}/file")]):
+        trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=size), size, callbacks=callbacks)
+        module = Net(hidden=16).double()
+        with pytest.raises((ValueError, RuntimeError), match="a folder that can be written to for profiles, got .*file"):
+            trainer.fit(module, loader())
+        callbacks[-1].dirpath = f"{folder}/good"
+        trainer.fit(module, loader())
+    comm.barrier(comm.Group.of())
+    return sorted(each.name for each in path.joinpath("good").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_on_all_ranks(tmp_path):
+    assert run(refuse, 2, folder=str(tmp_path)) == [["StepBreakdown.csv", "StepBreakdown.json", *FILES]] * 2
 
 
 def test_the_number_of_traced_steps_must_not_be_negative():
