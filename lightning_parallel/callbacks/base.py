@@ -20,6 +20,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Optional
@@ -36,7 +37,7 @@ from lightning_parallel.mesh import AXES
 from lightning_parallel.recorder import Window
 from lightning_parallel.terminal import show
 
-__all__ = ["VERSION", "Accumulator", "MeasuringCallback", "errors_as_warnings", "made_folder", "place"]
+__all__ = ["VERSION", "Accumulator", "MeasuringCallback", "errors_as_warnings", "finite", "made_folder", "place"]
 
 VERSION = 1
 """Of the keys of all reports; changes when the meaning of a key does."""
@@ -155,13 +156,14 @@ class MeasuringCallback(Callback, ABC):
         }
         if session.failure is not None:
             report["incomplete"] = session.failure
-        return {**report, **self._accumulator.summarize(shared)}
+        found: dict[str, Any] = finite({**report, **self._accumulator.summarize(shared)})
+        return found
 
     def write(self, dirpath: str | Path) -> None:
         """Write the report to `<name>.json` and `<name>.csv`."""
         folder, report = Path(dirpath), self.report()
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.name}.json").write_text(json.dumps(report, indent=1))
+        (folder / f"{self.name}.json").write_text(json.dumps(report, indent=1, allow_nan=False))
         rows = [_flat(row) for row in self.rows(report)]
         with (folder / f"{self.name}.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
@@ -280,6 +282,21 @@ def made_folder(path: Path, group: Group) -> Path:
             raise ValueError(f"expected a folder that can be written to for profiles, got {path}: {error}") from error
 
     return comm.broadcast_from(make, group)
+
+
+def finite(value: Any) -> Any:
+    """Nested dicts and lists as JSON can hold them, which knows no NaN and no infinity.
+
+    Of a dict, entries that are not finite are left out, as signals that are absent; in a list None takes their place.
+
+    >>> finite({"cosine": float("nan"), "loss": [(0, 0.5), (1, float("inf"))]})
+    {'loss': [[0, 0.5], [1, None]]}
+    """
+    if isinstance(value, Mapping):
+        return {key: item for key, entry in value.items() if (item := finite(entry)) is not None or entry is None}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def place(session: Session) -> dict[str, Any]:

@@ -6,11 +6,11 @@ arrow keys. Hatched marks are waits, so no reader depends on telling colours apa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, log10
 
 __all__ = ["Bar", "Block", "Line", "Part", "bars", "lanes", "legend", "lines", "table", "ticks"]
 
@@ -51,10 +51,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Line:
-    """A named curve; points with a value that is not finite are left out."""
+    """A named curve with gaps where a value is None; `note` is said of it."""
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[tuple[float, float | None]]
+    note: str = ""
 
 
 def _percent(value: float) -> str:
@@ -132,8 +133,7 @@ def legend(kinds: Mapping[str, str]) -> str:
 
 def lines(curves: Sequence[Line], what: str, unit: str) -> str:
     """Curves over a common x axis; the second one is dashed. Values are on the left, steps below."""
-    curves = [Line(curve.name, [point for point in curve.points if isfinite(point[1])]) for curve in curves]
-    values = [y for curve in curves for _, y in curve.points]
+    values = [y for curve in curves for _, y in curve.points if y is not None]
     if len(values) < 2:
         return ""
     xs = [x for curve in curves for x, _ in curve.points]
@@ -146,13 +146,13 @@ def lines(curves: Sequence[Line], what: str, unit: str) -> str:
 
     levels = _round_steps(low, high, 5)
     grid = "".join(f'<path class="grid" d="M0 {place(first, y)[1]:.2f}H100"/>' for y in levels)
-    paths = ["L".join("{:.2f} {:.2f}".format(*place(*point)) for point in curve.points) for curve in curves]
-    drawn = "".join(f'<path class="curve c{index}" d="M{path}"/>' for index, path in enumerate(paths) if path)
+    drawn = "".join(f'<path class="curve c{index}" d="{_path(curve, place)}"/>' for index, curve in enumerate(curves))
     scale = "".join(f'<i style="top:{_percent(place(first, y)[1])}">{y:g}</i>' for y in levels)
     steps = "".join(f'<i style="left:{_percent(place(x, low)[0])}">{x:g}</i>' for x in _round_steps(first, last, 6))
     keys = "".join(f'<li><i class="curve c{i}"></i>{escape(curve.name)}</li>' for i, curve in enumerate(curves))
+    notes = "".join(f"<small class=note> {escape(note)}</small>" for note in _notes(curves))
     return (
-        f'<figure class="lines"><figcaption>{escape(what)} <small>{escape(unit)}</small></figcaption>'
+        f'<figure class="lines"><figcaption>{escape(what)} <small>{escape(unit)}</small>{notes}</figcaption>'
         f'<div class="plot" role="img" aria-label="{escape(_in_words(what, curves))}"><div class="scale">{scale}</div>'
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none">{grid}{drawn}</svg>'
         f'<div class="steps">{steps}</div></div>'
@@ -160,9 +160,20 @@ def lines(curves: Sequence[Line], what: str, unit: str) -> str:
     )
 
 
+def _path(curve: Line, place: Callable[[float, float], tuple[float, float]]) -> str:
+    pieces = [list(piece) for _, piece in groupby(curve.points, key=lambda point: point[1] is None)]
+    drawn = [[place(x, y) for x, y in piece if y is not None] for piece in pieces]
+    return "".join("M" + "L".join(f"{left:.2f} {top:.2f}" for left, top in piece) for piece in drawn if piece)
+
+
+def _notes(curves: Sequence[Line]) -> list[str]:
+    return [f"{curve.name}: {curve.note}" if len(curves) > 1 else curve.note for curve in curves if curve.note]
+
+
 def _in_words(what: str, curves: Sequence[Line]) -> str:
-    ends = [f"{c.name} from {c.points[0][1]:.4g} to {c.points[-1][1]:.4g}" for c in curves if c.points]
-    return f"{what}: {'; '.join(ends)}"
+    known = [(curve.name, [y for _, y in curve.points if y is not None]) for curve in curves]
+    ends = [f"{name} from {values[0]:.4g} to {values[-1]:.4g}" for name, values in known if values]
+    return f"{what}: {'; '.join([*ends, *_notes(curves)])}"
 
 
 def table(

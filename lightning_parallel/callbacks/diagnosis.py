@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_parallel.callbacks.advice import WORTH_SAYING, Advice
 from lightning_parallel.callbacks.diagnosis_pipeline import diagnose_pipeline
-from lightning_parallel.callbacks.units import bytes_text, percent, seconds_text
+from lightning_parallel.callbacks.units import bytes_text, gap_text, percent, seconds_text
 
 __all__ = ["diagnose"]
 
@@ -26,7 +26,7 @@ def diagnose(report: Report) -> list[Advice]:
     """
     reports, run = report.get("reports", {}), report.get("run", {})
     ranks = reports.get("StepBreakdown", {}).get("ranks", [])
-    found = [*_wrong(reports)]
+    found = [*_loss(report), *_wrong(reports)]
     if ranks:
         found += [*_data(ranks), *_lateness(ranks, reports), *_rare(ranks), *_compression(reports, ranks)]
         if len(ranks) == run.get("world_size", len(ranks)) > 1:
@@ -37,6 +37,19 @@ def diagnose(report: Report) -> list[Advice]:
 
 
 # ------------------------------------------------------------------------------------------------------------ wrong
+
+
+def _loss(report: Report) -> Iterator[Advice]:
+    points = report.get("series", {}).get("loss", [])
+    if gap_text(points):
+        yield Advice(
+            "wrong" if points[-1][1] is None else "note",
+            f"The loss is {gap_text(points)}",
+            "Such steps teach nothing. Lower the learning rate or warm it up, clip gradients (`gradient_clip_val`), use"
+            " `bf16-mixed` in place of `16-mixed`; `Trainer(detect_anomaly=True)` names the operation.",
+            None,
+            {"points": len(points), "not_finite": sum(value is None for _, value in points)},
+        )
 
 
 def _wrong(reports: Report) -> Iterator[Advice]:

@@ -11,7 +11,7 @@ from lightning_parallel.callbacks import charts
 from lightning_parallel.callbacks.charts import Line
 from lightning_parallel.callbacks.page import advice_list, document, figures, headline, run_facts
 from lightning_parallel.callbacks.page_sections import CURVES, HELD, PHASES, section, step_bar, thinned
-from lightning_parallel.callbacks.units import bytes_text, count_text, percent, seconds_text
+from lightning_parallel.callbacks.units import bytes_text, count_text, gap_text, percent, seconds_text
 
 __all__ = ["Change", "changes", "render_comparison"]
 
@@ -193,7 +193,7 @@ def _course(first: Report, second: Report, names: tuple[str, str]) -> str:
     plots = []
     for key, _, title, unit in CURVES:
         curves = [
-            Line(name, thinned(report["series"][key]))
+            Line(name, thinned(report["series"][key]), gap_text(report["series"][key]))
             for name, report in zip(names, (first, second))
             if len(report.get("series", {}).get(key, ())) > 1
         ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from statistics import fmean
 from typing import Any
 
 from lightning_parallel.callbacks import charts
 from lightning_parallel.callbacks.charts import Bar, Block, Line, Part
-from lightning_parallel.callbacks.units import bytes_text, count_text, percent, rank_label, seconds_text
+from lightning_parallel.callbacks.units import bytes_text, count_text, gap_text, percent, rank_label, seconds_text
 from lightning_parallel.pipeline.simulate import Timeline
 
 __all__ = [
@@ -307,7 +308,7 @@ def course(report: Report) -> str:
     """Loss, throughput and step time over the steps."""
     series = report.get("series") or {}
     plots = [
-        charts.lines([Line(name, thinned(series[key]))], title, unit)
+        charts.lines([Line(name, thinned(series[key]), gap_text(series[key]))], title, unit)
         for key, name, title, unit in CURVES
         if len(series.get(key, ())) > 1
     ]
@@ -325,8 +326,9 @@ CURVES = (
 _MOST_POINTS = 400
 
 
-def thinned(points: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
-    """At most as many points as can be seen: means of runs of equal length."""
+def thinned(points: Sequence[Sequence[Any]]) -> list[tuple[float, float | None]]:
+    """At most as many points as can be seen: means of runs of equal length, None where no value is known."""
     size = -(-len(points) // _MOST_POINTS)
-    runs = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
+    runs = [list(zip(*points[start : start + size])) for start in range(0, len(points), size)]
+    known = [[y for y in ys if y is not None] for _, ys in runs]
+    return [(fmean(xs), fmean(ys) if ys else None) for (xs, _), ys in zip(runs, known)]

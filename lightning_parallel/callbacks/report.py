@@ -23,6 +23,7 @@ from lightning_parallel.callbacks.base import (
     Accumulator,
     MeasuringCallback,
     errors_as_warnings,
+    finite,
     made_folder,
     place,
 )
@@ -199,9 +200,9 @@ def build_report(
 ) -> dict[str, Any]:
     """What `report.json` holds."""
     series = dict(reports.get("Throughput", {}).get("series", {}))
-    report: dict[str, Any] = {"version": VERSION, "run": dict(run), "reports": dict(reports), "series": series}
-    if len(loss) > 1:
-        series["loss"] = [list(point) for point in loss]
+    report: dict[str, Any] = {"version": VERSION, "run": run, "reports": reports, "series": series}
+    if loss:
+        series["loss"] = loss
     if trace is not None:
         clocks = trace["otherData"]["clocks"]
         report["trace"] = {
@@ -211,6 +212,7 @@ def build_report(
             "steps": len({event["name"] for event in trace["traceEvents"] if event.get("cat") == "step"}),
             "uncertainty": max((clock["uncertainty_ns"] for clock in clocks), default=0) / 1e9,
         }
+    report = finite(report)
     report["diagnosis"] = [advice.to_dict() for advice in diagnose(report)]
     return report
 
@@ -218,7 +220,7 @@ def build_report(
 def write_files(folder: Path, report: Mapping[str, Any], trace: Mapping[str, Any] | None) -> None:
     """Write page, data and trace."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    (folder / REPORT).write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
     (folder / PAGE).write_text(render(report), encoding="utf-8")
     if trace is not None:
         write_trace(trace, folder / TRACE)

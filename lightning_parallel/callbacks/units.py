@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["bytes_text", "count_text", "percent", "rank_label", "seconds_text"]
+__all__ = ["bytes_text", "count_text", "gap_text", "percent", "rank_label", "seconds_text"]
 
 
 def percent(share: float) -> str:
@@ -34,6 +34,21 @@ def bytes_text(count: float) -> str:
 def count_text(value: float) -> str:
     """Three digits, or all of them before the point: `1234.5` as `1,234`."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def gap_text(points: Sequence[Sequence[Any]]) -> str:
+    """Where a curve over the steps has no finite value; empty if it has one at each point.
+
+    >>> gap_text([(0, 0.5), (1, None), (2, 0.4), (3, None), (4, None)])
+    'not finite from step 3 on'
+    """
+    gaps = [step for step, value in points if value is None]
+    if not gaps:
+        return ""
+    if points[-1][1] is None:
+        last = max((step for step, value in points if value is not None), default=-1)
+        return f"not finite from step {min(step for step in gaps if step > last)} on"
+    return f"not finite at {len(gaps)} of {len(points)} points, first at step {gaps[0]}"
 
 
 def rank_label(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> str:

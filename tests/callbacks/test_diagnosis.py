@@ -36,6 +36,22 @@ def test_a_run_without_losses_is_told_so():
     assert "100 % of the time is forward and backward" in advice.title
 
 
+@pytest.mark.parametrize(
+    ("losses", "kind", "title"),
+    [
+        ([0.5, None, 0.4, None, None], "wrong", "The loss is not finite from step 3 on"),
+        ([0.5, None, 0.4, None, 0.3], "note", "The loss is not finite at 2 of 5 points, first at step 1"),
+        ([None, None], "wrong", "The loss is not finite from step 0 on"),
+    ],
+)
+def test_a_loss_that_is_not_finite_comes_first(losses, kind, title):
+    series = {"loss": [[step, loss] for step, loss in enumerate(losses)]}
+    found = diagnose(report([rank(0, data_wait=0.03)]) | {"series": series})
+    (advice,) = [advice for advice in found if advice.title == title]
+    assert advice.kind == kind
+    assert kind == "note" or found[0] is advice
+
+
 def test_waiting_for_data():
     (advice,) = diagnose(report([rank(0, data_wait=0.03), rank(1, data_wait=0.04)]))
     assert advice.title == "Waiting for data takes 40 ms of a 100 ms step (40 %, rank 1)"

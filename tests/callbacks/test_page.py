@@ -174,6 +174,17 @@ def test_absent_signals_are_named_and_never_drawn_as_zero(show):
     assert page.query_selector(".bars") is None
 
 
+def test_a_curve_has_gaps_and_keeps_its_axis(show):
+    report = full_report()
+    loss = report["series"]["loss"]
+    report["series"]["loss"] = [[step, None if 50 <= step < 60 or step >= 100 else value] for step, value in loss]
+    figure = show(render(report)).query_selector("figure.lines")
+    assert "not finite from step 100 on" in figure.inner_text()
+    assert figure.query_selector(".steps i:last-child").inner_text() == "150"
+    pieces = figure.query_selector("path.curve").get_attribute("d").split("M")[1:]
+    assert [piece.split("L")[-1].split()[0] for piece in pieces] == ["24.62", "49.75"]
+
+
 def test_an_error_that_ended_the_run_is_on_top(show):
     report = full_report()
     report["run"]["error"] = "ValueError: <b>not markup</b>"

@@ -118,6 +118,28 @@ def test_reading_a_loss_never_communicates(tmp_path):
     run(check_dtensors, 1, folder=str(tmp_path))
 
 
+def test_what_is_not_finite_is_null_in_the_files_and_said_on_the_page(tmp_path):
+    class Exploding(Net):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            return loss * float("nan") if len(self.losses) > 4 else loss
+
+    class Undefined(StepBreakdown):
+        def accumulate(self, trainer, pl_module):
+            accumulator = super().accumulate(trainer, pl_module)
+            summarize = accumulator.summarize
+            accumulator.summarize = lambda shared: {**summarize(shared), "worst": float("inf")}
+            return accumulator
+
+    profile = ProfileReport(str(tmp_path), show_diagnosis=False)
+    trainer_for(callbacks=[profile, Undefined(dirpath=str(tmp_path))]).fit(Exploding().double(), loader())
+    for name in ("report.json", "Undefined.json"):
+        json.loads((tmp_path / name).read_text(), parse_constant=pytest.fail)
+    assert [step for step, loss in read(tmp_path)["series"]["loss"] if loss is None] == [4, 5, 6, 7]
+    assert (tmp_path / "report.html").read_text().count("not finite from step 4 on") == 3  # diagnosis, chart, its words
+    assert main(["report", str(tmp_path)]) == 0
+
+
 def test_a_long_run_keeps_values_at_equal_distances():
     curve = Curve(most=100)
     for step in range(10_000):
