@@ -7,6 +7,7 @@ first, then what costs time, the costliest first, then remarks without a gain.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from lightning_parallel.callbacks.advice import WORTH_SAYING, Advice
@@ -112,11 +113,11 @@ def _data(ranks: Sequence[Report]) -> Iterator[Advice]:
 
 
 def _communication(ranks: Sequence[Report], report: Report) -> Iterator[Advice]:
-    """What every rank waits at least is communication; what some wait beyond that is lateness of the others."""
-    waits = [rank["communication_exposed"] for rank in ranks if "communication_exposed" in rank]
-    if not waits:
+    """What every rank waits in a step is communication; what some wait beyond that is lateness of the others."""
+    least = report["reports"]["StepBreakdown"].get("communication_least")
+    if not least:
         return
-    wall, wait = _wall(ranks), min(waits)
+    wall, wait = _wall(ranks), min(least)
     share = wait / wall
     if share < WORTH_SAYING:
         return
@@ -159,29 +160,31 @@ _COMPRESSED = {f"{name}Strategy": f"Compressed{name}Strategy" for name in ("DDP"
 
 def _uneven(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:
     """Waits of ranks of one stage beyond what all of them wait; `_lateness` names ranks that are always late."""
-    monitor = reports.get("StragglerMonitor")
-    if (monitor or {}).get("stragglers"):
+    monitor, least = reports.get("StragglerMonitor"), reports["StepBreakdown"].get("communication_least")
+    if not least or (monitor or {}).get("stragglers"):
         return
     stages: dict[int, list[tuple[float, int]]] = {}
     for rank in ranks:
         stage = rank.get("coordinate", {}).get("pipeline_parallel", 0)
         if "communication_exposed" in rank:
             stages.setdefault(stage, []).append((rank["communication_exposed"], rank["rank"]))
-    lost = {stage: sum(wait for wait, _ in waits) / len(waits) - min(waits)[0] for stage, waits in stages.items()}
-    worst, wall = max(lost, key=lambda stage: lost[stage], default=0), _wall(ranks)
-    if lost.get(worst, 0.0) / wall < WORTH_SAYING:
+    lost = {stage: fmean(wait for wait, _ in waits) - least[stage] for stage, waits in stages.items()}
+    worst, wall = max(lost, key=lambda stage: lost[stage]), _wall(ranks)
+    if lost[worst] / wall < WORTH_SAYING:
         return
-    (least, waited_for), (most, waiter) = min(stages[worst]), max(stages[worst])
+    (fewest, waited_for), (most, waiter) = min(stages[worst]), max(stages[worst])
     why = (
         "Add `StragglerMonitor()`, which names ranks that are late in most steps."
         if monitor is None
         else "No rank is late in most steps: look for inputs of unequal length, and for other load on the machines."
     )
     title = (
-        f"Ranks wait for each other: rank {waiter} for {seconds_text(most)} of a {seconds_text(wall)} step,"
-        f" rank {waited_for} for {seconds_text(least)}"
+        f"Ranks wait for each other for {seconds_text(lost[worst])} of a {seconds_text(wall)} step: rank {waiter} is"
+        f" held up for {seconds_text(most)}, rank {waited_for} for {seconds_text(fewest)}, all of them at once for"
+        f" {seconds_text(least[worst])}"
     )
-    yield Advice("slow", title, why, lost[worst] / wall, {"most": most, "least": least, "wall": wall})
+    figures = {"lost": lost[worst], "most": most, "fewest": fewest, "least": least[worst], "wall": wall}
+    yield Advice("slow", title, why, lost[worst] / wall, figures)
 
 
 def _lateness(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:

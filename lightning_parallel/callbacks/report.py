@@ -28,8 +28,8 @@ from lightning_parallel.callbacks.base import (
     place,
 )
 from lightning_parallel.callbacks.clock import Clock, clock_id, compare_clocks
-from lightning_parallel.callbacks.curve import Curve
 from lightning_parallel.callbacks.diagnosis import diagnose
+from lightning_parallel.callbacks.even_steps import EvenSteps
 from lightning_parallel.callbacks.kineto import add_kineto
 from lightning_parallel.callbacks.page import render
 from lightning_parallel.callbacks.run_facts import run_facts
@@ -39,6 +39,8 @@ from lightning_parallel.callbacks.trace import TraceAccumulator, chrome_trace, r
 __all__ = ["PAGE", "REPORT", "TRACE", "ProfileReport", "read_report", "rebuild"]
 
 PAGE, REPORT, TRACE = "report.html", "report.json", "trace.json.gz"
+LOSSES = 1000
+"""Steps whose losses are drawn at most; they are read from the device when training has ended."""
 NOT_WRITTEN = "the profile could not be written"
 PATIENCE_S = 5.0
 """How long rank 0 waits for the others' part of the trace after an error."""
@@ -84,7 +86,7 @@ class ProfileReport(MeasuringCallback):
         self.trace_steps, self.show_diagnosis = trace_steps, show_diagnosis
         self.folder = Path()
         self._run: dict[str, Any] = {}
-        self._loss = Curve()
+        self._loss = EvenSteps[Tensor](LOSSES)
         self._parts: Sequence[Mapping[str, Any]] = ()
         self._clock: Clock | None = None
         self._began_s = 0.0
@@ -98,7 +100,7 @@ class ProfileReport(MeasuringCallback):
         started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         started = comm.all_gather_object(started, self.session.group)[0]
         self._run = {"started": started}
-        self._loss, self._parts = Curve(), ()
+        self._loss, self._parts = EvenSteps(LOSSES), ()
         self._clock = compare_clocks(self.session.group, clock_id())
         return TraceAccumulator(place(self.session), self.trace_steps)
 
@@ -122,7 +124,7 @@ class ProfileReport(MeasuringCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         loss = _loss(outputs)
         if loss is not None:
-            self._loss.add(self._step, loss)
+            self._loss.add(self._step, loss.detach().clone())  # it may be written to, or a piece of something large
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -172,7 +174,8 @@ class ProfileReport(MeasuringCallback):
         self._run |= {"seconds": time.perf_counter() - self._began_s, "steps": session.steps}
         reports = _reports(trainer, self)
         trace = chrome_trace(self._parts, self._run["mesh"]) if self._parts else None
-        self._report = report = build_report(self._run, reports, self._loss.points(), trace)
+        loss = [(step, value.item()) for step, value in self._loss.values.items()]
+        self._report = report = build_report(self._run, reports, loss, trace)
         write_files(self.folder, report, trace)
         if self.show_diagnosis:
             self._show(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,12 +13,17 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback, place
+from lightning_parallel.callbacks.even_steps import EvenSteps
 from lightning_parallel.callbacks.phases import PHASES
+from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.recorder import OTHER, Span, Window
 
 __all__ = ["BreakdownAccumulator", "StepBreakdown", "union_ns"]
 
-HIDDEN = "communication_hidden"
+EXPOSED, HIDDEN = "communication_exposed", "communication_hidden"
+
+KEPT = 256
+"""Steps in which the ranks compare how long they waited, evenly spread over the run."""
 
 
 class BreakdownAccumulator(Accumulator):
@@ -33,10 +39,12 @@ class BreakdownAccumulator(Accumulator):
         self._total: Counter[str] = Counter()
         self._logged: Counter[str] = Counter()
         self._steps = self._steps_logged = 0
+        self._waits = EvenSteps[int](KEPT)
 
     @override
     def add(self, window: Window) -> None:
         self._steps += 1
+        self._waits.add(window.step, window.phases.get(EXPOSED, 0))
         self.end(window)
 
     @override
@@ -47,7 +55,8 @@ class BreakdownAccumulator(Accumulator):
 
     @override
     def share(self) -> dict[str, Any]:
-        return {**self._place, **self._means(self._total, self._steps)} if self._steps else self._place
+        row = {**self._place, **self._means(self._total, self._steps)} if self._steps else self._place
+        return {"row": row, "waits": dict(self._waits.values)}
 
     def _means(self, total_ns: Mapping[str, int], steps: int) -> dict[str, float]:
         """Seconds per step; `wall` is the sum of the phases."""
@@ -57,7 +66,9 @@ class BreakdownAccumulator(Accumulator):
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        report: dict[str, Any] = {"ranks": [rank for rank in shared if "wall" in rank]}
+        report: dict[str, Any] = {"ranks": [rank["row"] for rank in shared if rank["waits"]]}
+        if len(report["ranks"]) == len(shared) > 1:
+            report["communication_least"] = _least_waits(shared)
         return {**report, "missing": list(self._missing)} if self._missing else report
 
     @override
@@ -90,11 +101,14 @@ class StepBreakdown(MeasuringCallback):
 
         ranks: [{rank, coordinate: {axis: index}, wall, data_wait, forward, backward, communication_exposed,
                  communication_hidden, pipeline_wait, optimizer, checkpoint, validation, other}]
+        communication_least: [seconds]
         missing: [sentence]
 
     `wall` is the sum of the phases. `communication_hidden` lies beside it: collectives in flight while the main thread
-    did other things. Validation and checkpoints after the last step are shared out among the steps. `missing`, only
-    where something is, says which communication of the strategy is not seen and so counts as forward or backward.
+    did other things. Validation and checkpoints after the last step are shared out among the steps.
+    `communication_least`, where there are several ranks, says for each pipeline stage how long every one of its ranks
+    was held up by communication in a step: what a rank was held up beyond that it waited for late ranks. `missing`,
+    only where something is, says which communication of the strategy is not seen and so counts as forward or backward.
 
     Logged: `step_breakdown/<phase>`, seconds per step of rank 0, mean over the steps since the last logging.
     """
@@ -118,6 +132,18 @@ class StepBreakdown(MeasuringCallback):
         for rank in ranks:
             table.add_row(str(rank["rank"]), *(f"{rank[key] * 1e3:.2f}" if key in rank else "-" for key in shown))
         return table
+
+
+def _least_waits(shared: Sequence[Mapping[str, Any]]) -> list[float]:
+    """By pipeline stage, the shortest wait among its ranks in a step, mean over the steps."""
+    stages: dict[int, list[dict[int, int]]] = {}
+    for rank in shared:
+        stages.setdefault(rank["row"]["coordinate"][PIPELINE], []).append(rank["waits"])
+    common = {stage: set.intersection(*map(set, waits)) for stage, waits in stages.items()}
+    return [
+        fmean(min(wait[step] for wait in stages[stage]) for step in steps) / 1e9
+        for stage, steps in sorted(common.items())
+    ]
 
 
 def hidden_ns(spans: Iterable[Span]) -> int:

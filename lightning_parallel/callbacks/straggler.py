@@ -18,6 +18,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback, place
+from lightning_parallel.callbacks.even_steps import EvenSteps
 from lightning_parallel.callbacks.units import percent, seconds_text
 from lightning_parallel.recorder import OTHER, Window
 
@@ -105,24 +106,18 @@ class StragglerAccumulator(Accumulator):
 
     def __init__(self, place: Mapping[str, Any], threshold: float = 0.1, unseen: Sequence[str] = ()) -> None:
         self._place, self._threshold, self._unseen = dict(place), threshold, frozenset(unseen)
-        self._stride = 1
-        self._steps: dict[int, Step] = {}
+        self._steps = EvenSteps[Step](KEPT)
         self._last: Step = {}
 
     @override
     def add(self, window: Window) -> None:
         phases = {phase: window.phases.get(phase, 0) / 1e9 for phase in WORK if phase not in self._unseen}
         self._last = {**phases, "wall": window.wall_ns / 1e9}
-        if window.step % self._stride:
-            return
-        self._steps[window.step] = self._last
-        if len(self._steps) > KEPT:
-            self._stride *= 2
-            self._steps = {number: step for number, step in self._steps.items() if number % self._stride == 0}
+        self._steps.add(window.step, self._last)
 
     @override
     def share(self) -> dict[str, Any]:
-        return {**self._place, "steps": dict(self._steps)}
+        return {**self._place, "steps": dict(self._steps.values)}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,12 @@ def sample_report(num_ranks=4, steps=200):
             "versions": {"lightning_parallel": "0.1.0", "torch": "2.13.0"},
         },
         "reports": {
-            "StepBreakdown": {"version": 1, "steps": steps, "ranks": [_rank(rank) for rank in range(num_ranks)]},
+            "StepBreakdown": {
+                "version": 1,
+                "steps": steps,
+                "ranks": [_rank(rank) for rank in range(num_ranks)],
+                "communication_least": [0.0041, 0.0039],
+            },
             "PipelineTimeline": {
                 "bubble": {"ideal": 0.2, "simulated": 0.264, "measured": 0.303},
                 "ranks": [],

@@ -15,10 +15,17 @@ def rank(number, wall=0.1, coordinate=None, **phases):
     return {**place, "wall": wall, "forward": rest / 3, "backward": rest * 2 / 3, **phases}
 
 
-def report(ranks=None, run=None, **reports):
+def report(ranks=None, run=None, least=None, **reports):
+    """`least` is how long all ranks of a stage are held up at once; by default the same ranks wait in each step."""
     found = dict(reports)
     if ranks is not None:
-        found["StepBreakdown"] = {"ranks": ranks}
+        waits = {}
+        for one in ranks:
+            stage = one["coordinate"].get("pipeline_parallel", 0)
+            if "communication_exposed" in one:
+                waits.setdefault(stage, []).append(one["communication_exposed"])
+        always = [min(waits[stage]) for stage in sorted(waits)]
+        found["StepBreakdown"] = {"ranks": ranks, "communication_least": least or always}
     return {"run": {"world_size": len(ranks or [0]), **(run or {})}, "reports": found}
 
 
@@ -117,10 +124,20 @@ def test_waits_for_stages_that_were_not_looked_into():
 def test_ranks_that_wait_for_each_other_without_a_straggler():
     ranks = [rank(0, communication_exposed=0.001), rank(1, communication_exposed=0.021)]
     (advice,) = diagnose(report(ranks))
-    assert advice.title.startswith("Ranks wait for each other: rank 1 for 21 ms of a 100 ms step, rank 0 for 1 ms")
+    assert advice.title == (
+        "Ranks wait for each other for 10 ms of a 100 ms step: rank 1 is held up for 21 ms, rank 0 for 1 ms, all of them"
+        " at once for 1 ms"
+    )
     assert advice.gain == pytest.approx(0.1)
     assert "StragglerMonitor()" in advice.text
     (advice,) = diagnose(report(ranks, StragglerMonitor={"stragglers": []}))
+    assert "unequal length" in advice.text
+
+
+def test_lateness_that_changes_sides_is_not_communication():
+    ranks = [rank(r, communication_exposed=0.05) for r in range(2)]
+    (advice,) = diagnose(report(ranks, least=[0.002], StragglerMonitor={"stragglers": []}))
+    assert advice.title.startswith("Ranks wait for each other for 48 ms of a 100 ms step")
     assert "unequal length" in advice.text
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel import TensorParallelStrategy, callbacks, comm
 from lightning_parallel.callbacks import ProfileReport, StepBreakdown
-from lightning_parallel.callbacks.curve import Curve
+from lightning_parallel.callbacks.even_steps import EvenSteps
 from lightning_parallel.callbacks.page_compare import changes
 from lightning_parallel.callbacks.trace import read_trace
 from lightning_parallel.cli import main
@@ -141,13 +141,12 @@ def test_what_is_not_finite_is_null_in_the_files_and_said_on_the_page(tmp_path):
 
 
 def test_a_long_run_keeps_values_at_equal_distances():
-    curve = Curve(most=100)
+    kept = EvenSteps(most=100)
     for step in range(10_000):
-        curve.add(step, torch.tensor(2.0 * step))
-    points = curve.points()
-    assert 50 < len(points) <= 100
-    assert {later[0] - earlier[0] for earlier, later in pairwise(points)} == {128}
-    assert all(value == 2 * step for step, value in points)
+        kept.add(step, 2 * step)
+    assert 50 < len(kept.values) <= 100
+    assert {later - earlier for earlier, later in pairwise(kept.values)} == {128}
+    assert all(value == 2 * step for step, value in kept.values.items())
 
 
 def test_it_works_alone_and_says_what_is_missing(tmp_path, capsys):

@@ -28,7 +28,7 @@ from lightning_parallel.callbacks import (
 )
 from lightning_parallel.callbacks.phases import PHASES, phase_of
 from lightning_parallel.callbacks.session import Session
-from lightning_parallel.callbacks.step_breakdown import BreakdownAccumulator, hidden_ns, union_ns
+from lightning_parallel.callbacks.step_breakdown import KEPT, BreakdownAccumulator, hidden_ns, union_ns
 from lightning_parallel.recorder import Span, Window
 from tests.harness import run
 from tests.strategies.models import Net, loader, trainer_for
@@ -320,6 +320,21 @@ def test_means_are_per_step_and_unknown_phases_are_other():
     assert rank["communication_exposed"] == 0
     assert accumulator.scalars()["step_breakdown/wall"] == 1.5
     assert accumulator.scalars() == {}
+
+
+def test_what_all_ranks_of_a_stage_wait_is_told_from_waiting_for_each_other():
+    """Two stages of two ranks; in the first, one rank is 20 later in even steps and the other in odd ones."""
+    places = [{"rank": r, "coordinate": {"pipeline_parallel": r // 2}} for r in range(4)]
+    accumulators = [BreakdownAccumulator(place) for place in places]
+    for step in range(1, 1000):
+        for rank, waits in enumerate((5 + 20 * (step % 2), 25 - 20 * (step % 2), 7, 9)):
+            accumulators[rank].add(Window(step, 0, 100, {"communication_exposed": waits}, []))
+    shared = [accumulator.share() for accumulator in accumulators]
+    report = accumulators[0].summarize(shared)
+    assert report["communication_least"] == pytest.approx([5e-9, 7e-9])
+    assert [rank["communication_exposed"] for rank in report["ranks"]][:2] == pytest.approx([15e-9] * 2, rel=0.01)
+    assert len(shared[0]["waits"]) <= KEPT
+    assert "communication_least" not in accumulators[0].summarize(shared[:1])
 
 
 @pytest.mark.parametrize(
