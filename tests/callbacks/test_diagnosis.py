@@ -125,8 +125,8 @@ def test_ranks_that_wait_for_each_other_without_a_straggler():
     ranks = [rank(0, communication_exposed=0.001), rank(1, communication_exposed=0.021)]
     (advice,) = diagnose(report(ranks))
     assert advice.title == (
-        "Ranks wait for each other for 10 ms of a 100 ms step: rank 1 is held up for 21 ms, rank 0 for 1 ms, all of them"
-        " at once for 1 ms"
+        "Ranks wait for each other for 10 ms of a 100 ms step: rank 1 is held up for 21 ms, rank 0 for 1 ms, all of"
+        " them at once for 1 ms"
     )
     assert advice.gain == pytest.approx(0.1)
     assert "StragglerMonitor()" in advice.text
