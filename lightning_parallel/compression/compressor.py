@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import abc
 import copy
+import inspect
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
 
+from lightning_parallel.compression.arguments import check_fraction, check_integer
 from lightning_parallel.compression.codec import Codec, Exact, by_rank
 from lightning_parallel.compression.exchange import Exchange, Scatter, Sum, Traffic
 from lightning_parallel.compression.feedback import Block, Feedback, FeedbackName
 from lightning_parallel.compression.reducer import Method, Reducer, Step
 
 __all__ = ["Compressor", "Dense"]
+
+
+_OF_THE_OUTER = {"feedback", "decay", "start_step", "min_numel"}  # what an encoding of values has no use for
 
 
 class Compressor(Reducer, Method):
@@ -26,13 +31,14 @@ class Compressor(Reducer, Method):
 
     Args:
         feedback: Error feedback: None, `classic`, `decayed` or `ef21`.
-        decay: How much of the old residual `decayed` keeps.
+        decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
         start_step: Steps with plain means before compression begins.
         min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
         values: Encoding of what is sent, as `| values` would set it.
         momentum: Momentum correction; the optimizer must then have none.
 
     Raises:
+        TypeError: If an argument is of a wrong type.
         ValueError: If an argument is out of range, or a combination makes no sense.
     """
 
@@ -41,7 +47,7 @@ class Compressor(Reducer, Method):
     def __init__(
         self,
         feedback: Optional[FeedbackName],
-        decay: float = 0.5,
+        decay: Optional[float] = None,
         start_step: int = 0,
         min_numel: int = 1024,
         values: Optional[Codec] = None,
@@ -50,14 +56,18 @@ class Compressor(Reducer, Method):
         super().__init__()
         if feedback not in (None, "classic", "decayed", "ef21"):
             raise ValueError(f"`feedback` must be None, 'classic', 'decayed' or 'ef21', got {feedback!r}")
-        if not 0 <= decay < 1 or not 0 <= momentum < 1:
-            raise ValueError(f"`decay` and `momentum` must be in [0, 1), got {decay} and {momentum}")
-        if start_step < 0 or min_numel < 0:
-            raise ValueError(f"`start_step` and `min_numel` must not be negative, got {start_step} and {min_numel}")
+        if decay is not None:
+            check_fraction("decay", decay)
+            if feedback != "decayed":
+                raise ValueError(f"`decay` is that of feedback='decayed', got decay={decay} with feedback={feedback!r}")
+        check_fraction("momentum", momentum)
+        check_integer("start_step", start_step, least=0)
+        check_integer("min_numel", min_numel, least=0)
         if momentum and feedback != "classic":
             raise ValueError(f"momentum correction accumulates in classic error feedback, got feedback={feedback!r}")
         self.start_step, self.min_numel = start_step, min_numel
-        self.feedback = Feedback(feedback, decay if feedback == "decayed" else 0.0, momentum)
+        self.decay = decay
+        self.feedback = Feedback(feedback, 0.5 if decay is None else decay, momentum)
         self.values: Codec = Exact()
         self._dense = Dense(momentum)
         if values is not None:
@@ -86,6 +96,8 @@ class Compressor(Reducer, Method):
 
     def _set_values(self, values: Codec) -> None:
         allowed = f"one of {', '.join(self.codecs)}" if self.codecs else "nothing"
+        if not isinstance(values, (Codec, Compressor)):
+            raise TypeError(f"{type(self).__name__} can be followed by {allowed}, got {values!r}")
         if type(values).__name__ not in self.codecs:
             raise ValueError(
                 f"`{type(self).__name__} | {type(values).__name__}` is not possible: "
@@ -93,9 +105,34 @@ class Compressor(Reducer, Method):
             )
         if not isinstance(self.values, Exact):
             raise ValueError(f"{type(self).__name__} already encodes its values by {self.values!r}; use one encoding")
-        if isinstance(values, Compressor) and values.start_step:
-            raise ValueError(f"set `start_step` on {type(self).__name__}, not on the encoding of its values")
+        settings = values._settings() if isinstance(values, Compressor) else {}
+        useless = {name: value for name, value in settings.items() if name in _OF_THE_OUTER and value is not None}
+        if useless:
+            raise ValueError(
+                f"{', '.join(f'`{name}`' for name in useless)} would have no effect on the encoding of values, got "
+                f"{values!r}; give it to {type(self).__name__}"
+            )
         self.values = values
+
+    def _settings(self) -> dict[str, Any]:
+        """What it was made with where that is not the default, by argument; without the encoding of its values."""
+        held = {**vars(self), "feedback": self.feedback.kind, "momentum": self.feedback.momentum}
+        arguments = inspect.signature(type(self)).parameters
+        return {
+            name: held[name]
+            for name, argument in arguments.items()
+            if name != "values" and name in held and held[name] != argument.default
+        }
+
+    def _main(self) -> dict[str, str]:
+        """The argument that is always shown, and how."""
+        return {}
+
+    def __repr__(self) -> str:
+        main = self._main()
+        others = [f"{name}={value!r}" for name, value in self._settings().items() if name not in main]
+        alone = f"{type(self).__name__}({', '.join([*main.values(), *others])})"
+        return alone if isinstance(self.values, Exact) else f"{alone} | {self.values!r}"
 
 
 class Dense(Reducer, Method):
@@ -111,6 +148,7 @@ class Dense(Reducer, Method):
 
     def __init__(self, momentum: float = 0.0) -> None:
         super().__init__()
+        check_fraction("momentum", momentum)
         self.feedback = Feedback(momentum=momentum)
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
@@ -149,4 +187,4 @@ class Dense(Reducer, Method):
         return [Traffic("reduce_scatter", 4 * world_size * shard)]
 
     def __repr__(self) -> str:
-        return "Dense()"
+        return f"Dense(momentum={self.feedback.momentum})" if self.feedback.momentum else "Dense()"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Optional
 
+from lightning_parallel.compression.arguments import check_integer
 from lightning_parallel.compression.compressor import Compressor, Dense
 from lightning_parallel.compression.reducer import Method, Reducer
 
@@ -26,14 +27,17 @@ class Policy(Reducer):
         min_numel: Tensors with fewer elements are averaged as they are, whatever the pattern says.
 
     Raises:
-        TypeError: If a rule is neither a compressor nor None.
+        TypeError: If `rules` is no mapping, a pattern no string, or a rule neither a compressor nor None.
     """
 
     def __init__(self, rules: Mapping[str, Optional[Compressor]], min_numel: int = 0) -> None:
         super().__init__()
+        if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
+            raise TypeError(f"`rules` must map patterns of names to compressors, {{'*': PowerSGD(4)}}, got {rules!r}")
         wrong = {pattern: rule for pattern, rule in rules.items() if not isinstance(rule, (Compressor, type(None)))}
         if wrong:
             raise TypeError(f"the rules of a policy are compressors or None, got {wrong}")
+        check_integer("min_numel", min_numel, least=0)
         self.rules, self.min_numel = dict(rules), min_numel
         self._dense = Dense()
 
@@ -57,4 +61,4 @@ class Policy(Reducer):
         return rule.method(name, shape, step)
 
     def __repr__(self) -> str:
-        return f"Policy({self.rules})"
+        return f"Policy({self.rules}{f', min_numel={self.min_numel}' if self.min_numel else ''})"

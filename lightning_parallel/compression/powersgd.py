@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, Optional, Union
 import torch
 from torch import Tensor
 
+from lightning_parallel.compression.arguments import check_flag, check_integer
 from lightning_parallel.compression.codec import Codec, Mean
 from lightning_parallel.compression.compressor import Compressor
 from lightning_parallel.compression.draws import generator
@@ -47,7 +48,7 @@ class PowerSGD(Compressor):
         rank: Rank r, or a schedule of ranks.
         alternate: Use the alternating form (half the bytes and half the round trips).
         feedback: Error feedback; the method needs one to converge.
-        decay: How much of the old residual `decayed` keeps.
+        decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
         start_step: Steps with plain means before compression begins.
         min_numel: Smaller tensors are averaged as they are, like those that would not shrink.
         values: Encoding of the factors: `PowerSGD(4) | Cast("bf16")`.
@@ -65,15 +66,17 @@ class PowerSGD(Compressor):
         rank: Union[int, Schedule] = 4,
         alternate: bool = False,
         feedback: Optional[FeedbackName] = "classic",
-        decay: float = 0.5,
+        decay: Optional[float] = None,
         start_step: int = 0,
         min_numel: int = 1024,
         values: Optional[Codec] = None,
         seed: int = 0,
     ) -> None:
         super().__init__(feedback, decay, start_step, min_numel, values)
-        if min(every(rank)) < 1:
-            raise ValueError(f"`rank` must be at least 1, got {rank!r}")
+        for value in every(rank):
+            check_integer("rank", value, least=1)
+        check_flag("alternate", alternate)
+        check_integer("seed", seed)
         self.rank, self.alternate, self.seed = rank, alternate, seed
 
     @property
@@ -145,8 +148,8 @@ class PowerSGD(Compressor):
     def _rank(self, n: int, m: int, step: int) -> int:
         return min(n, m, int(at(self.rank, step)))
 
-    def __repr__(self) -> str:
-        return f"PowerSGD(rank={self.rank}{', alternate=True' if self.alternate else ''})"
+    def _main(self) -> dict[str, str]:
+        return {"rank": f"rank={self.rank}"}
 
 
 def _orthonormal(rows: Tensor) -> Tensor:

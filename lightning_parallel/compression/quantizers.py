@@ -9,6 +9,7 @@ from typing import Literal, Optional, Union
 import torch
 from torch import Tensor
 
+from lightning_parallel.compression.arguments import check_flag, check_integer
 from lightning_parallel.compression.bits import pack_nibbles, unpack_nibbles
 from lightning_parallel.compression.codec import Codec, Mean, as_bytes, by_rank, from_bytes, pad
 from lightning_parallel.compression.compressor import Compressor
@@ -52,7 +53,7 @@ class Cast(Quantizer):
     Args:
         dtype: `bf16`, `fp16`, `fp32` or a torch dtype.
         feedback: Error feedback; without it no memory is needed.
-        decay: How much of the old residual `decayed` keeps.
+        decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
         start_step: Steps with plain means before compression begins.
         min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
     """
@@ -64,14 +65,16 @@ class Cast(Quantizer):
         self,
         dtype: Union[Literal["bf16", "fp16", "fp32"], torch.dtype] = "bf16",
         feedback: Optional[FeedbackName] = None,
-        decay: float = 0.5,
+        decay: Optional[float] = None,
         start_step: int = 0,
         min_numel: int = 1024,
     ) -> None:
         super().__init__(feedback, decay, start_step, min_numel)
         found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if found is None or found not in DTYPES.values():
-            raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)} or such a torch dtype, got {dtype!r}")
+        if found not in DTYPES.values():
+            error = ValueError if isinstance(dtype, (str, torch.dtype)) else TypeError
+            raise error(f"`dtype` must be one of {', '.join(DTYPES)} or such a torch dtype, got {dtype!r}")
+        assert found is not None
         self.dtype: torch.dtype = found
 
     @property
@@ -115,8 +118,8 @@ class Cast(Quantizer):
     def scatter_traffic(self, shard: int, world_size: int) -> list[Traffic]:
         return [Traffic("reduce_scatter", self.packed_bytes(world_size * shard))]
 
-    def __repr__(self) -> str:
-        return f"Cast({str(self.dtype).removeprefix('torch.')!r})"
+    def _main(self) -> dict[str, str]:
+        return {"dtype": next(repr(name) for name, dtype in DTYPES.items() if dtype == self.dtype)}
 
 
 class Quantize(Quantizer):
@@ -136,7 +139,7 @@ class Quantize(Quantizer):
         bits: 8 or 4.
         stochastic: Round up with the probability of the fraction: floor(x / s + u), u uniform in [0, 1).
         feedback: Error feedback.
-        decay: How much of the old residual `decayed` keeps.
+        decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
         start_step: Steps with plain means before compression begins.
         min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
         seed: Of stochastic rounding; every rank draws its own numbers.
@@ -152,12 +155,15 @@ class Quantize(Quantizer):
         bits: Literal[8, 4] = 8,
         stochastic: bool = False,
         feedback: Optional[FeedbackName] = "classic",
-        decay: float = 0.5,
+        decay: Optional[float] = None,
         start_step: int = 0,
         min_numel: int = 1024,
         seed: int = 0,
     ) -> None:
         super().__init__(feedback, decay, start_step, min_numel)
+        check_integer("bits", bits)
+        check_flag("stochastic", stochastic)
+        check_integer("seed", seed)
         if bits not in (8, 4):
             raise ValueError(f"`bits` must be 8 or 4, got {bits!r}")
         self.bits, self.stochastic, self.seed = bits, stochastic, seed
@@ -309,5 +315,5 @@ class Quantize(Quantizer):
         extent = math.ceil(n / groups)
         return groups, extent + (extent % 2 if self.bits == 4 else 0)
 
-    def __repr__(self) -> str:
-        return f"Quantize({self.bits}{', stochastic=True' if self.stochastic else ''})"
+    def _main(self) -> dict[str, str]:
+        return {"bits": str(self.bits)}

@@ -35,7 +35,7 @@ class Sign(Compressor):
 
     Args:
         feedback: Error feedback; None turns off both residuals.
-        decay: How much of the old residual `decayed` keeps.
+        decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
         start_step: Steps with plain means before compression begins.
         min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
 
@@ -49,7 +49,7 @@ class Sign(Compressor):
     def __init__(
         self,
         feedback: Optional[FeedbackName] = "classic",
-        decay: float = 0.5,
+        decay: Optional[float] = None,
         start_step: int = 0,
         min_numel: int = 1024,
     ) -> None:
@@ -107,9 +107,6 @@ class Sign(Compressor):
             )
             staged[:, valid:] = 0
         return torch.cat([bits, as_bytes(scales.unsqueeze(1))], dim=1)
-
-    def __repr__(self) -> str:
-        return "Sign()"
 
 
 def _mean_of(tensors: Iterator[Tensor], count: int) -> Tensor:

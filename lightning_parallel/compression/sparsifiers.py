@@ -9,6 +9,7 @@ from typing import ClassVar, Optional, Union
 import torch
 from torch import Tensor
 
+from lightning_parallel.compression.arguments import check_integer, check_ratio
 from lightning_parallel.compression.codec import Codec, as_bytes, from_bytes, pad
 from lightning_parallel.compression.compressor import Compressor
 from lightning_parallel.compression.draws import generator
@@ -29,7 +30,7 @@ class Sparsifier(Compressor):
     Args:
         ratio: Share of the elements to send, in (0, 1], or a schedule of it.
         feedback: Error feedback.
-        decay: How much of the old residual `decayed` keeps.
+        decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
         momentum: Momentum correction: the momentum of SGD, applied before the selection. Give the optimizer none.
         start_step: Steps with plain means before compression begins.
         min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
@@ -43,7 +44,7 @@ class Sparsifier(Compressor):
         self,
         ratio: Union[float, Schedule] = 0.02,
         feedback: Optional[FeedbackName] = "classic",
-        decay: float = 0.5,
+        decay: Optional[float] = None,
         momentum: float = 0.0,
         start_step: int = 0,
         min_numel: int = 1024,
@@ -51,15 +52,16 @@ class Sparsifier(Compressor):
         seed: int = 0,
     ) -> None:
         super().__init__(feedback, decay, start_step, min_numel, values, momentum)
-        if not all(0 < value <= 1 for value in every(ratio)):
-            raise ValueError(f"`ratio` must be in (0, 1], got {ratio!r}")
+        for value in every(ratio):
+            check_ratio("ratio", value)
+        check_integer("seed", seed)
         self.ratio, self.seed = ratio, seed
 
     def _count(self, n: int, step: int) -> int:
         return max(1, round(at(self.ratio, step) * n))
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(ratio={self.ratio})"
+    def _main(self) -> dict[str, str]:
+        return {"ratio": f"ratio={self.ratio}"}
 
 
 class TopK(Sparsifier):
@@ -128,7 +130,7 @@ class RandomK(Sparsifier):
         self,
         ratio: Union[float, Schedule] = 0.25,
         feedback: Optional[FeedbackName] = "classic",
-        decay: float = 0.5,
+        decay: Optional[float] = None,
         momentum: float = 0.0,
         start_step: int = 0,
         min_numel: int = 1024,
@@ -198,15 +200,14 @@ class BlockTopK(Sparsifier):
         ratio: Union[float, Schedule] = 0.1,
         block: int = 256,
         feedback: Optional[FeedbackName] = "classic",
-        decay: float = 0.5,
+        decay: Optional[float] = None,
         momentum: float = 0.0,
         start_step: int = 0,
         min_numel: int = 1024,
         values: Optional[Codec] = None,
     ) -> None:
         super().__init__(ratio, feedback, decay, momentum, start_step, min_numel, values)
-        if block < 1:
-            raise ValueError(f"`block` must be at least 1, got {block}")
+        check_integer("block", block, least=1)
         self.block = block
 
     @property

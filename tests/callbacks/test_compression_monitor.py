@@ -88,17 +88,21 @@ def test_losses_of_each_compressor(group):
     account.look()
     report = account.summarize([account.share()])
     rows = {row["compressor"]: row for row in report["compressors"]}
-    for label, name in (("TopK(ratio=0.1)", "p0"), ("Cast('bfloat16')", "p1")):
+    for label, name in (("TopK(ratio=0.1, min_numel=0)", "p0"), ("Cast('bf16', min_numel=0)", "p1")):
         error = (before[name] - true[name]).norm() / true[name].norm()
         assert rows[label]["relative_error"] == pytest.approx(error.item(), rel=1e-5)
         assert rows[label]["cosine"] == pytest.approx(
             torch.cosine_similarity(before[name].flatten(), true[name].flatten(), 0).item()
         )
         assert rows[label]["parameters"] == 1
-    assert rows["Cast('bfloat16')"]["ratio"] == 2
+    assert rows["Cast('bf16', min_numel=0)"]["ratio"] == 2
     assert rows["Dense()"]["relative_error"] < 1e-6
-    assert report["residual_norm"] == rows["TopK(ratio=0.1)"]["residual_norm"] == pytest.approx(reducer.residual_norm)
-    assert "residual_norm" not in rows["Cast('bfloat16')"]
+    assert (
+        report["residual_norm"]
+        == rows["TopK(ratio=0.1, min_numel=0)"]["residual_norm"]
+        == pytest.approx(reducer.residual_norm)
+    )
+    assert "residual_norm" not in rows["Cast('bf16', min_numel=0)"]
     assert report["sent_bytes"] == sum(row["sent_bytes"] for row in rows.values())
 
 
@@ -165,7 +169,7 @@ def check(name, group):
     assert 0 < report["relative_error"] < 3
     assert 0.1 < report["cosine"] <= 1
     assert min(report["encode"], report["wire"], report["decode"]) > 0
-    assert {row["compressor"] for row in report["compressors"]} == {"PowerSGD(rank=1)", "Dense()"}
+    assert {row["compressor"] for row in report["compressors"]} == {"PowerSGD(rank=1, min_numel=16)", "Dense()"}
     assert [report] * group.size == comm.all_gather_object(report, group)
 
 
@@ -195,7 +199,7 @@ def test_table_and_logger(group):
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         trainer.fit(Net().double(), loader(group.size, group.rank))
-    assert ("PowerSGD(rank=1)" in shown.getvalue()) == (group.rank == 0)
+    assert ("PowerSGD(rank=1, min_numel=16)" in shown.getvalue()) == (group.rank == 0)
     if group.rank == 0:
         written = Path(folder).glob("CompressionMonitor.*")
         assert sorted(path.suffix for path in written) == [".csv", ".json"]

@@ -60,6 +60,9 @@ def test_composition_and_schedules_in_yaml():
     assert isinstance(topk.values, Quantize)
     assert topk.ratio(50) == 0.25
     assert isinstance(topk.ratio, Schedule)
+    ranks = f"{{class_path: {PACKAGE}.Schedule, init_args: {{values: {{0: 4, 100: 2}}}}}}"
+    power = parse(f"{{class_path: {PACKAGE}.PowerSGD, init_args: {{rank: {ranks}, feedback: decayed, decay: 0.25}}}}")
+    assert repr(power) == "PowerSGD(rank=Schedule({0: 4, 100: 2}), feedback='decayed', decay=0.25)"
 
 
 def test_cast_takes_names_and_dtypes():

@@ -1,5 +1,6 @@
 """The defining property of each method."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -266,6 +267,9 @@ def test_schedule():
     assert [Schedule({0: 4, 3: 2})(step) for step in (0, 2, 3, 9)] == [4, 4, 2, 2]
     warm = Schedule.warm_up(0.001, steps=100)
     assert [round(warm(step), 4) for step in (0, 25, 50, 75, 100, 10**6)] == [0.25, 0.0629, 0.0158, 0.004, 0.001, 0.001]
+    ranks = Schedule.warm_up(4, steps=30, start=32, stages=3)
+    assert ranks.values == {0: 32, 10: 16, 20: 8, 30: 4}
+    assert all(isinstance(rank, int) for rank in PowerSGD(ranks).rank.values.values())
     with pytest.raises(ValueError, match="begins at step 0"):
         Schedule({1: 0.1})
 
@@ -303,9 +307,22 @@ def test_the_first_matching_rule_decides():
         lambda: TopK(0.1) | Sign(),
         lambda: TopK(0.1) | Quantize(8) | Cast("bf16"),
         lambda: TopK(0.1) | Quantize(8, start_step=3),
+        lambda: TopK(0.1) | Quantize(8, feedback="ef21"),
+        lambda: PowerSGD(2) | Cast("bf16", feedback="classic"),
+        lambda: TopK(0.1) | Quantize(8, min_numel=10),
         lambda: TopK(0.1, values=Sign()),
         lambda: TopK(0.0),
         lambda: TopK(1.5),
+        lambda: TopK(float("nan")),
+        lambda: TopK(0.1, decay=0.9),
+        lambda: TopK(0.1, feedback="decayed", decay=1.0),
+        lambda: TopK(0.1, momentum=-0.1),
+        lambda: Dense(momentum=1.0),
+        lambda: TopK(0.1, min_numel=-1),
+        lambda: Policy({}, min_numel=-1),
+        lambda: Schedule.warm_up(0.1, steps=10, stages=0),
+        lambda: Schedule.warm_up(0.1, steps=-1),
+        lambda: Schedule.warm_up(0, steps=10),
         lambda: RandomK(Schedule({0: 0.1, 2: 2.0})),
         lambda: PowerSGD(0),
         lambda: Quantize(3),
@@ -319,6 +336,72 @@ def test_the_first_matching_rule_decides():
 def test_what_makes_no_sense_is_refused_at_construction(compose):
     with pytest.raises(ValueError, match="`|use one encoding|momentum|start_step"):
         compose()
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: TopK("0.1"), "ratio"),
+        (lambda: TopK(None), "ratio"),
+        (lambda: TopK(True), "ratio"),
+        (lambda: TopK(Schedule({0: "0.1"})), r"values\[0\]"),
+        (lambda: PowerSGD("4"), "rank"),
+        (lambda: PowerSGD(2.5), "rank"),
+        (lambda: PowerSGD(float("inf")), "rank"),
+        (lambda: PowerSGD(Schedule({0: 8, 10: 2.5})), "rank"),
+        (lambda: PowerSGD(4, alternate="classic"), "alternate"),
+        (lambda: PowerSGD(4, seed=None), "seed"),
+        (lambda: RandomK(0.1, seed=1.5), "seed"),
+        (lambda: Sign(start_step="5"), "start_step"),
+        (lambda: Sign(start_step=2.5), "start_step"),
+        (lambda: Sign(min_numel=None), "min_numel"),
+        (lambda: Sign(feedback="decayed", decay="x"), "decay"),
+        (lambda: BlockTopK(0.1, block=2.5), "block"),
+        (lambda: Quantize("8"), "bits"),
+        (lambda: Quantize(8, stochastic=None), "stochastic"),
+        (lambda: Cast(None), "dtype"),
+        (lambda: Schedule({0: 0.5, "3": 0.2}), "step"),
+        (lambda: Schedule(0.5), "a schedule"),
+        (lambda: Schedule.warm_up(0.1, steps=10.0), "steps"),
+        (lambda: Policy(PowerSGD(4)), "rules"),
+        (lambda: Policy(None), "rules"),
+        (lambda: Policy({1: PowerSGD(4)}), "rules"),
+        (lambda: Policy({}, min_numel="5"), "min_numel"),
+        (lambda: TopK(0.1, values="bf16"), "TopK"),
+        (lambda: TopK(0.1) | None, "TopK"),
+        (lambda: TopK(0.1) | Quantize, "TopK"),
+    ],
+)
+def test_wrong_types_are_refused_by_name(make, argument):
+    with pytest.raises(TypeError, match=argument + ".* got "):
+        make()
+
+
+def test_numbers_of_numpy_are_numbers():
+    shapes = {"w": (100, 100)}
+    assert TopK(np.float32(0.5)).wire_bytes(shapes, 2) == TopK(0.5).wire_bytes(shapes, 2)
+    assert PowerSGD(np.int64(4)).wire_bytes(shapes, 2) == PowerSGD(4).wire_bytes(shapes, 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "TopK(ratio=0.1) | Quantize(8)",
+        "TopK(ratio=0.1, feedback='decayed', decay=0.25, start_step=5, min_numel=0)",
+        "RandomK(ratio=0.1, feedback=None, seed=3) | Cast('fp16')",
+        "BlockTopK(ratio=0.1, block=64, momentum=0.9)",
+        "PowerSGD(rank=Schedule({0: 8, 10: 2}), alternate=True, feedback='ef21') | Quantize(4, stochastic=True)",
+        "PowerSGD(rank=4)",
+        "Cast('bf16', feedback='classic')",
+        "Quantize(4, stochastic=True, seed=1)",
+        "Sign(feedback=None)",
+        "Dense()",
+        "Dense(momentum=0.9)",
+        "Policy({'*.bias': None, '*': TopK(ratio=0.1) | Cast('bf16')}, min_numel=100)",
+    ],
+)
+def test_shown_as_it_was_made(text):
+    assert repr(eval(text)) == text
 
 
 def test_composition_leaves_its_parts_alone():
