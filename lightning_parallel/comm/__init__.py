@@ -21,6 +21,7 @@ from lightning_parallel.comm.objects import (
     barrier,
     broadcast_from,
     broadcast_object,
+    equal_everywhere,
     raise_together,
 )
 from lightning_parallel.comm.records import PROFILING, CommRecord, Pending, observe, record, rehearsal
@@ -43,6 +44,7 @@ __all__ = [
     "broadcast_",
     "broadcast_from",
     "broadcast_object",
+    "equal_everywhere",
     "irecv",
     "isend",
     "observe",

@@ -41,7 +41,7 @@ class Exchange:
     def suits(tensor: Tensor, group: Group) -> bool:
         """Whether to exchange `tensor` instead of calling the backend's all-reduce."""
         small = tensor.numel() * tensor.element_size() <= MAX_BYTES
-        return group.size == 2 and tensor.device.type == "cpu" and small
+        return group.size == 2 and tensor.device.type == "cpu" and tensor.layout == torch.strided and small
 
     def wait(self) -> None:
         """Wait for both directions, then combine."""

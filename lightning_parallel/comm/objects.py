@@ -6,12 +6,22 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
+from lightning_parallel.comm.collectives import all_reduce_
 from lightning_parallel.comm.groups import Group
 from lightning_parallel.comm.records import explain, recorded
 
-__all__ = ["agree", "all_gather_object", "barrier", "broadcast_from", "broadcast_object", "raise_together"]
+__all__ = [
+    "agree",
+    "all_gather_object",
+    "barrier",
+    "broadcast_from",
+    "broadcast_object",
+    "equal_everywhere",
+    "raise_together",
+]
 
 T = TypeVar("T")
 
@@ -86,6 +96,13 @@ def raise_together(error: Exception | None, group: Group) -> None:
         first = next(iter(failed.values()))
         kind = {"ValueError": ValueError, "TypeError": TypeError}.get(first[0], RuntimeError)
         raise kind(f"{first[1]}\n(found on rank {', '.join(map(str, failed))})")
+
+
+def equal_everywhere(number: int, group: Group) -> bool:
+    """Whether all ranks of `group` hold the same 63-bit `number`: a small all-reduce, where `agree` takes several."""
+    device = "cuda" if "nccl" in group.backend else "cpu"
+    largest, smallest = all_reduce_(torch.tensor([number, -number], device=device), group, "max").tolist()
+    return largest == -smallest
 
 
 def agree(what: str, value: Any, group: Group) -> None:

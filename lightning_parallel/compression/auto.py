@@ -128,13 +128,20 @@ class _MeasuringStep(Step):
         self._taken = [0.0] * (1 + len(reducer.candidates))
 
     def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
+        if not named_gradients:
+            return
         flat = torch.cat([gradient.detach().flatten() for gradient in named_gradients.values()])
         self._time(0, lambda: comm.all_reduce_(flat, self.group).div_(self.group.size))
         for index, candidate in enumerate(self.reducer.candidates):
             copies = {name: gradient.detach().clone() for name, gradient in named_gradients.items()}
-            self._time(1 + index, lambda candidate=candidate, copies=copies: candidate.reduce_(copies, self.group))
+            self._time(1 + index, lambda candidate=candidate, copies=copies: self._try(candidate, copies))
         super().reduce_(named_gradients, shards)
         self._device = next((gradient.device for gradient in named_gradients.values()), self._device)
+
+    def _try(self, candidate: Reducer, copies: Mapping[str, Tensor]) -> None:
+        with candidate.begin(self.group) as step:
+            step.reduce_(copies)
+            step.commit()
 
     def commit(self) -> bool:
         finite = super().commit()

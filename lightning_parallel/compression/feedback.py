@@ -46,6 +46,7 @@ class Block:
         gradients: One per name; overwritten with the mean at the end.
         sent: Positions (names, k) in the flattened tensors that were sent, where the method sends only some.
         keep_rest: Whether M - C(M) is wanted.
+        turn: The number by which the method goes in this step; see `Method.turn`.
         shard: Elements of a rank's part, if each rank needs no more than its own of the flattened means (the last parts
             may be shorter, or empty); set only for methods that can leave out the rest.
         targets: One contiguous tensor per name, in the working dtype, for the unscaled mean.
@@ -55,6 +56,7 @@ class Block:
     gradients: list[Tensor]
     sent: Optional[Tensor] = None
     keep_rest: bool = True
+    turn: int = 0
     shard: Optional[int] = None
     targets: list[Tensor] = field(default_factory=list)
 

@@ -14,8 +14,8 @@ therefore chosen here, by the order of the module's parameters alone: equal runs
 
 # No postponed annotations here: DDP compares those of a hook with its classes.
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
@@ -33,13 +34,30 @@ from lightning_parallel.compression.transaction import Transaction, fill
 __all__ = ["HookState", "compression_hook"]
 
 
-@dataclass(eq=False)
 class _Bucket:
-    """A bucket of DDP: finished when all the portions that hold a gradient of it are."""
+    """A bucket of DDP: finished when all the portions that hold a gradient of it are.
 
-    buffer: Tensor
-    future: Future[Tensor]
-    waits_for: set[int] = field(default_factory=set)
+    Attributes:
+        future: Holds `buffer` when it is finished, or raises what went wrong. DDP can read an error only from what
+            `then` returns: `set_exception` makes it fail on the exception object.
+    """
+
+    def __init__(self, buffer: Tensor, names: list[str], last: bool) -> None:
+        self.buffer, self.names, self.last = buffer, names, last
+        self.waits_for: set[int] = set()
+        self._error: BaseException | None = None
+        self._end: Future[Tensor] = Future(devices=[] if buffer.device.type == "cpu" else [buffer.device])
+        self.future: Future[Tensor] = self._end.then(self._result)
+
+    def end(self, error: Optional[BaseException] = None) -> None:
+        """Give the buffer back to DDP."""
+        self._error = error
+        self._end.set_result(self.buffer)
+
+    def _result(self, end: Future[Tensor]) -> Tensor:
+        if self._error is not None:
+            raise self._error
+        return end.value()
 
 
 class HookState:
@@ -71,10 +89,13 @@ class HookState:
         if isinstance(module, DistributedDataParallel):
             if unused_parameters is None:
                 unused_parameters = bool(module.find_unused_parameters or module.static_graph)
+            trainable = _trainable(module.module)  # as DDP saw it; what is frozen later still comes, as zeros
             module = module.module
+        else:
+            trainable = None
         self.compressor = compressor
         self._transaction = Transaction(compressor, scaler)
-        self._module = module
+        self._module, self._trainable = module, trainable
         self._process_group, self._timeout = process_group, timeout
         self._unused_parameters, self._bucket_bytes = bool(unused_parameters), bucket_bytes
         self._lane: Lane | None = None
@@ -84,8 +105,15 @@ class HookState:
         self._portions: list[list[str]] = []
         self._portion_of: dict[str, int] = {}
         self._plain = False
+        self._seen: set[str] = set()  # of the backward pass that runs
         self._arrived: dict[int, dict[str, Tensor]] = {}
         self._buckets: list[_Bucket] = []
+        self._failure: BaseException | None = None
+        self._touched: set[str] = set()
+        self._used: set[str] = set()  # the same, in the lane
+        self._watches: list[RemovableHandle] = []
+        if self._unused_parameters:
+            self._watch(module)
 
     def __deepcopy__(self, memo: object) -> "HookState":
         return self  # it belongs to one DDP module, whose copies share its process group as well
@@ -101,80 +129,101 @@ class HookState:
             )
         buffer = bucket.buffer()
         lane = self._open(buffer.device)
-        named = {self._name(p): gradient for p, gradient in zip(bucket.parameters(), bucket.gradients())}
-        future: Future[Tensor] = Future(devices=[] if buffer.device.type == "cpu" else [buffer.device])
-        first, last = bucket.index() == 0, bucket.is_last()
+        names = [self._name(parameter) for parameter in bucket.parameters()]
+        first = not self._seen.isdisjoint(names) or not self._seen
+        self._seen = set(names) if first else self._seen.union(names)
+        # DDP does not count its buckets where it reduces all at once, as in the first step of a static graph.
+        last = bucket.is_last() or (bucket.index() == 0 and self._seen >= self._portion_of.keys())
         if first:
             self._plain = self.compressor.plain  # equal on all ranks, and settled by the end of a step
-        if self._plain:
-            lane.submit(lambda: self._average(buffer, future, last))
-            return future
-        lane.submit(lambda: self._take(_Bucket(buffer, future), named, first, last))
-        return future
-
-    def _average(self, buffer: Tensor, future: Future[Tensor], last: bool) -> None:
-        """What DDP does without a hook."""
-        assert self._group is not None
-        try:
-            comm.all_reduce_(buffer.div_(self._group.size), self._group)
-        except BaseException as error:
-            failure: Any = RuntimeError(f"{type(error).__name__}: {error}")
-            future.set_exception(failure)
-            raise
         if last:
-            self.compressor.pass_by()
-        future.set_result(buffer)
+            self._seen = set()
+        taken = _Bucket(buffer, names, last)
+        pairs = zip(bucket.gradients(), bucket.parameters())
+        gradients = dict(zip(names, (_laid_out(gradient, parameter) for gradient, parameter in pairs)))
+        touched = self._touched & gradients.keys()
+        self._touched -= touched
+        lane.submit(lambda: self._take(taken, gradients, touched, first))
+        return taken.future
 
-    def _take(self, bucket: _Bucket, named: Mapping[str, Tensor], first: bool, last: bool) -> None:
+    def _take(self, bucket: _Bucket, gradients: Mapping[str, Tensor], touched: set[str], first: bool) -> None:
         if first:
-            self._transaction.finish()
-            self._arrived, self._buckets = {}, []
+            self._arrived, self._buckets, self._failure = {}, [], None
         self._buckets.append(bucket)
         try:
-            self._launch(named, bucket, last)
+            if self._failure is not None:
+                raise self._failure
+            if first:
+                self._transaction.finish()
+            if self._plain:
+                self._average(bucket)
+            else:
+                self._launch(gradients, touched, bucket)
         except BaseException as error:
+            self._failure = error
             self._transaction.abandon()
             for waiting in self._buckets:
-                failure: Any = RuntimeError(f"{type(error).__name__}: {error}")
-                waiting.future.set_exception(failure)
+                waiting.end(error)
             self._buckets = []
             raise
 
-    def _launch(self, named: Mapping[str, Tensor], bucket: _Bucket, last: bool) -> None:
+    def _average(self, bucket: _Bucket) -> None:
+        """What DDP does without a hook."""
+        assert self._group is not None
+        comm.all_reduce_(bucket.buffer.div_(self._group.size), self._group)
+        if bucket.last:
+            self.compressor.pass_by()
+        self._buckets.remove(bucket)
+        bucket.end()
+
+    def _launch(self, gradients: Mapping[str, Tensor], touched: set[str], bucket: _Bucket) -> None:
         assert self._group is not None
         assert self._lane is not None
-        for name, gradient in named.items():
+        if bucket.buffer.layout != torch.strided:  # no compressor takes it, and DDP shows none of its gradients
+            comm.all_reduce_(bucket.buffer.div_(self._group.size), self._group)
+            self._transaction.step(self._group).watch(bucket.buffer)
+        for name, gradient in gradients.items():
             portion = self._portion_of[name]
             self._arrived.setdefault(portion, {})[name] = gradient
             bucket.waits_for.add(portion)
+        self._used |= touched
         # With the last bucket also those of which DDP was told to leave out a parameter.
-        ready = [p for p, found in self._arrived.items() if last or len(found) == len(self._portions[p])]
+        ready = [p for p, found in self._arrived.items() if bucket.last or len(found) == len(self._portions[p])]
         for portion in sorted(ready):
-            gradients = self._arrived.pop(portion)
-            used = self._used(gradients, self._group) if self._unused_parameters else gradients
+            arrived = self._arrived.pop(portion)
+            used = self._used_anywhere(arrived, self._group) if self._unused_parameters else arrived
             self._transaction.step(self._group).reduce_(used)
             for waiting in self._buckets:
                 waiting.waits_for.discard(portion)
-        if last and self._lane.beside_host:
+        if bucket.last and self._lane.beside_host:
             self._transaction.finish()
         for done in [waiting for waiting in self._buckets if not waiting.waits_for]:
             self._buckets.remove(done)
-            done.future.set_result(done.buffer)
+            done.end()
 
-    @staticmethod
-    def _used(gradients: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
-        """Gradients that are not zero everywhere: DDP sends zeros for parameters that were not used."""
-        flags = torch.stack([gradient.any() for gradient in gradients.values()]).to(torch.uint8)
+    def _used_anywhere(self, gradients: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+        """Gradients that came on some rank since the last step; for the others DDP brings zeros, or an old mean."""
+        device = next(iter(gradients.values())).device
+        flags = torch.tensor([name in self._used for name in gradients], dtype=torch.uint8, device=device)
+        self._used -= gradients.keys()
         shared = comm.all_reduce_(flags, group, "max").tolist()
         return {name: gradient for (name, gradient), flag in zip(gradients.items(), shared) if flag}
+
+    def _watch(self, module: nn.Module) -> None:
+        """Notice which parameters a backward brings a gradient of, which DDP does not tell."""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self._watches.append(parameter.register_hook(partial(self._notice, name)))
+
+    def _notice(self, name: str, gradient: Tensor) -> None:
+        self._touched.add(name)
 
     # ------------------------------------------------------------------------------------------------------- names
 
     def _name(self, parameter: Tensor) -> str:
-        if id(parameter) not in self._names:
-            named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-            self._names = {id(p): name for name, p in named.items()}
-            sizes = {name: p.numel() * p.element_size() for name, p in named.items()}
+        if not self._names:
+            sizes = self._trainable or _trainable(self._module)
+            self._names = {id(p): name for name, p in self._module.named_parameters()}
             self._portions = fill(reversed(sizes), sizes, self._bucket_bytes)
             self._portion_of = {name: index for index, names in enumerate(self._portions) for name in names}
         if id(parameter) not in self._names:
@@ -182,7 +231,11 @@ class HookState:
                 f"DDP brought the gradient of a parameter of shape {tuple(parameter.shape)} that "
                 f"{type(self._module).__name__} does not have; give `HookState` the module that DDP wraps"
             )
-        return self._names[id(parameter)]
+        name = self._names[id(parameter)]
+        if name not in self._portion_of:  # frozen since DDP wrapped it; DDP brings it on all ranks at this point
+            self._portion_of[name] = len(self._portions)
+            self._portions.append([name])
+        return name
 
     def _open(self, device: torch.device) -> Lane:
         if self._lane is None:
@@ -229,9 +282,25 @@ class HookState:
         """End the thread and leave the group that compression used."""
         if self._lane is not None:
             self._lane.close()
+        for watch in self._watches:
+            watch.remove()
         if self._owned is not None:
             dist.destroy_process_group(self._owned)
         self._lane, self._group, self._owned = None, None, None
+
+
+def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """DDP lays gradients out as their parameters, where those are dense, but shows them as if contiguous."""
+    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return gradient
+    return gradient.as_strided(parameter.size(), parameter.stride())
+
+
+def _trainable(module: nn.Module) -> dict[str, int]:
+    """Bytes of the parameters whose gradients DDP would reduce if it wrapped `module` now, by name."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
+    return {name: p.numel() * p.element_size() for name, p in named.items()}
 
 
 def compression_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -28,6 +28,11 @@ class Memory:
         self._current: dict[str, dict[str, Tensor]] = {}
         self._buffers: dict[_Key, list[Tensor]] = {}  # [spare] or [spare, current]; current last
         self._staged: dict[_Key, Tensor] = {}
+        self._discarded: list[_Key] = []
+
+    def holds(self, slot: str, name: str) -> bool:
+        """Whether there is a committed tensor."""
+        return name in self._current.get(slot, {})
 
     def read(self, slot: str, name: str, device: torch.device) -> Tensor | None:
         """The committed tensor, on `device`; None if there is none yet."""
@@ -52,20 +57,27 @@ class Memory:
         self._staged[key] = spare
         return spare
 
+    def discard(self, slot: str, names: Sequence[str]) -> None:
+        """Hold nothing for `names` in `slot` after `commit`."""
+        self._discarded.append(_Key(slot, tuple(names)))
+
     def commit(self) -> None:
+        for slot_name, names in self._discarded:
+            for name in names:
+                self._current.get(slot_name, {}).pop(name, None)
         for key, buffer in self._staged.items():
             self._buffers[key] = [*self._buffers[key][-1:], buffer]
             slot = self._current.setdefault(key.slot, {})
             slot.update(zip(key.names, buffer.unbind()))
         if self._staged:
             self._forget_regrouped()
-        self._staged = {}
+        self._staged, self._discarded = {}, []
 
     def rollback(self) -> None:
         for key, buffer in self._staged.items():
             current = self._buffers[key][-1:]
             self._buffers[key] = [buffer, *current] if current else []
-        self._staged = {}
+        self._staged, self._discarded = {}, []
 
     def _forget_regrouped(self) -> None:
         """Drop stacks whose names are now stacked in other company, as after buckets were rebuilt."""
@@ -86,7 +98,7 @@ class Memory:
 
     def load(self, values: dict[str, dict[str, Tensor]]) -> None:
         """Replace everything by copies of `values`."""
-        self._buffers, self._staged = {}, {}
+        self._buffers, self._staged, self._discarded = {}, {}, []
         self._current = {
             slot: {name: tensor.detach().clone() for name, tensor in named.items()} for slot, named in values.items()
         }

@@ -15,6 +15,7 @@ from lightning_parallel.compression.compressor import Compressor
 from lightning_parallel.compression.draws import generator
 from lightning_parallel.compression.exchange import Exchange, Request, Traffic
 from lightning_parallel.compression.feedback import Block, FeedbackName
+from lightning_parallel.compression.memory import Memory
 from lightning_parallel.compression.reducer import Step
 from lightning_parallel.compression.schedule import Schedule, at, every
 
@@ -37,6 +38,8 @@ class PowerSGD(Compressor):
 
         even steps   Q = orthonormalise(Q)     P_i = M_i Q      P = mean(P_i)    rest = M_i - P_i Q^T
         odd steps    P = orthonormalise(P)     Q_i = M_i^T P    Q = mean(Q_i)    rest = M_i - P Q_i^T
+
+    A parameter that is not in every step takes turns by itself.
 
     Linear in the gradients, hence independent of how they are spread over the ranks; biased.
 
@@ -99,6 +102,10 @@ class PowerSGD(Compressor):
         sides = [n, m] if not self.alternate else [m if step % 2 else n]
         return [traffic for side in sides for traffic in self.values.mean_traffic(rank * side, world_size)]
 
+    def turn(self, name: str, number: int, memory: Memory) -> int:
+        """Of the parity that the factor left by the parameter's last step asks for."""
+        return number + (number % 2 != memory.holds("left", name)) if self.alternate else number
+
     def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
         matrices = work.view(len(work), work.shape[1], -1)
         left, right, left_mine, right_mine = yield from self._factors(matrices, block, step)
@@ -110,7 +117,7 @@ class PowerSGD(Compressor):
     def _factors(self, matrices: Tensor, block: Block, step: Step) -> Generator[Request, Tensor, _Factors]:
         """The mean's factors P^T (names, rank, n) and Q^T (names, rank, m), and those of what this rank sent."""
         keep = block.keep_rest
-        if self.alternate and step.number % 2:
+        if self.alternate and block.turn % 2:
             left = _orthonormal(self._basis("left", block, step, matrices.shape))
             right, sent = yield from self._mean("right", torch.bmm(left, matrices), block, step, keep)
             return left, right, left, sent
@@ -129,12 +136,14 @@ class PowerSGD(Compressor):
         mean, sent = yield from self.values.mean(mine.flatten(1), step, (self.seed, side, block.names), keep)
         if self.alternate or side == "right":
             step.memory.stage(side, block.names, mine.shape[1:], mine.dtype, mine.device).copy_(mean.view_as(mine))
+        if self.alternate:
+            step.memory.discard("right" if side == "left" else "left", block.names)
         return mean.view_as(mine), None if sent is None else sent.view_as(mine)
 
     def _basis(self, side: Side, block: Block, step: Step, shape: Sequence[int]) -> Tensor:
         """What the last step left on `side`, (names, rank, extent), filled up with equal random numbers everywhere."""
         _, n, m = shape
-        rank, extent = self._rank(n, m, step.number), n if side == "left" else m
+        rank, extent = self._rank(n, m, block.turn), n if side == "left" else m
         rows = []
         for name in block.names:
             row = step.memory.read(side, name, block.device)

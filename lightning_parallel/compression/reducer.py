@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, ClassVar, NamedTuple, Optional, Union
 
 import torch
@@ -24,6 +25,7 @@ __all__ = ["GroupLike", "Method", "Part", "Reducer", "Step"]
 GroupLike = Union[Group, dist.ProcessGroup, None]
 _LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
 
+_Signature = tuple[tuple[str, tuple[int, ...], torch.dtype, torch.layout], ...]
 _CACHED = 1 << 19  # elements that stay in a CPU's cache from one operation to the next
 
 
@@ -41,6 +43,10 @@ class Method(abc.ABC):
     def scatters(self) -> bool:
         """Whether it can leave out what other ranks need of the mean, and then sends less: `Block.shard`."""
         return False
+
+    def turn(self, name: str, number: int, memory: Memory) -> int:
+        """By which number parameter `name` goes in step `number`; a block holds parameters with the same."""
+        return number
 
     @abc.abstractmethod
     def exchange(self, block: Block, step: Step) -> Exchange:
@@ -139,11 +145,15 @@ class Reducer(abc.ABC):
             ValueError: If the ranks bring different names, shapes or dtypes.
         """
         with self.begin(group) as step:
+            step.compare(named_gradients)
             step.reduce_(named_gradients)
             return step.commit()
 
     def begin(self, group: GroupLike = None) -> Step:
-        """Start a step that is reduced in several buckets: `reduce_` each, in one order on all ranks, then `commit`."""
+        """Start a step that is reduced in several buckets: `reduce_` each, in one order on all ranks, then `commit`.
+
+        Ranks whose buckets differ are told so only where a bucket is new to all of them.
+        """
         return Step(self, group if isinstance(group, Group) else Group.of(group, axis="data_parallel"))
 
     def wire_bytes(self, named_shapes: Mapping[str, Sequence[int]], world_size: int, step: Optional[int] = None) -> int:
@@ -238,6 +248,17 @@ class Step:
         if self._open:
             self.rollback()
 
+    def compare(self, named_gradients: Mapping[str, Tensor]) -> None:
+        """Check that every rank is about to bring these.
+
+        Raises:
+            ValueError: On every rank, with the gradients in which they differ.
+        """
+        signature = _signature(named_gradients)
+        digest = blake2b(repr(signature).encode(), digest_size=8).digest()
+        if not comm.equal_everywhere(int.from_bytes(digest, "little") >> 1, self.group):
+            self._agree_on(signature)
+
     def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
         """Replace a part of the gradients by their mean; each parameter comes once in a step.
 
@@ -253,7 +274,7 @@ class Step:
         blocks = self._blocks(named_gradients, {} if self._fidelity or shards is None else shards)
         run([method.exchange(block, self) for method, block in blocks], self.group, self._seconds)
         self._parts += [
-            Part(method, block.names, block.shape, block.gradients[0].dtype, self.group.size, self.number, block.shard)
+            Part(method, block.names, block.shape, block.gradients[0].dtype, self.group.size, block.turn, block.shard)
             for method, block in blocks
         ]
         if self._fidelity:
@@ -305,15 +326,16 @@ class Step:
             method = self.reducer.method(name, gradient.shape, self.number)
             shard = shards.get(name) if method.scatters else None
             alone = not method.batched and gradient.numel() * gradient.element_size() >= ALONE_BYTES
-            key = (id(method), gradient.shape, gradient.dtype, gradient.device, shard, name if alone else None)
-            _, block = found.setdefault(key, (method, Block((), [], shard=shard)))
+            turn = method.turn(name, self.number, self.memory)
+            key = (id(method), turn, gradient.shape, gradient.dtype, gradient.device, shard, name if alone else None)
+            _, block = found.setdefault(key, (method, Block((), [], turn=turn, shard=shard)))
             block.names += (name,)
             block.gradients.append(gradient.detach())
         return list(found.values())
 
     def _agree(self, named_gradients: Mapping[str, Tensor]) -> None:
         """Check gradients of a new kind with the other ranks, before the first collective on them."""
-        signature = tuple((name, tuple(g.shape), g.dtype) for name, g in sorted(named_gradients.items()))
+        signature = _signature(named_gradients)
         key = (self.group.ranks, signature)
         if key in self.reducer._agreed:
             return
@@ -324,8 +346,16 @@ class Step:
         }
         error = TypeError(f"gradients must be dense and of a floating-point dtype, found {refused}")
         comm.raise_together(error if refused else None, self.group)
-        comm.agree("the gradients' names, shapes and dtypes", signature, self.group)
+        self._agree_on(signature)
         self.reducer._agreed.add(key)
+
+    def _agree_on(self, signature: _Signature) -> None:
+        listed = {name: f"{list(shape)} {dtype} {layout}" for name, shape, dtype, layout in signature}
+        comm.agree("the gradients' names, shapes and dtypes", listed, self.group)
+
+
+def _signature(named_gradients: Mapping[str, Tensor]) -> _Signature:
+    return tuple((name, tuple(g.shape), g.dtype, g.layout) for name, g in sorted(named_gradients.items()))
 
 
 def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:

@@ -300,9 +300,11 @@ class HybridParallelStrategy(TensorParallelStrategy):
     def differentiate(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> None:
         if self.engine is None:
             return super().differentiate(closure_loss, optimizer, *args, **kwargs)
+        assert self._reducer is not None
         for parameter, gradient in self._fresh.items():
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._reducer.mark(parameter for parameter, gradient in self._fresh.items() if gradient is not None)
         self._fresh = {}
         return None
 

@@ -87,7 +87,9 @@ def steps_of(reducer, steps, group, start=0):
     outputs = []
     for step in range(start, start + steps):
         grads = gradients(step, group.rank)
-        assert reducer.reduce_(grads, group)
+        with reducer.begin(group) as transaction:
+            transaction.reduce_(grads)
+            assert transaction.commit()
         outputs.append(grads)
     return outputs
 

@@ -13,68 +13,20 @@ accumulates once more meanwhile is seen, and the step is done again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending, Worker
+from lightning_parallel.data_parallel.beside import Beside, MeanReducer, MeanStep
 
-__all__ = ["GradientReducer", "MeanReducer"]
+__all__ = ["GradientReducer"]
 
 FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket, so that communication starts early
-
-
-class MeanStep(Protocol):
-    """One optimizer step of a `MeanReducer`; it ends in `commit` or in `rollback`."""
-
-    @property
-    def finite(self) -> bool:
-        """Whether every gradient so far was finite on every rank."""
-
-    def reduce_(self, named_gradients: Mapping[str, Tensor]) -> None:
-        """Replace a part of the gradients by their (approximate) mean, in place."""
-
-    def commit(self) -> bool:
-        """Keep what the step has left for the next ones."""
-
-    def rollback(self) -> None:
-        """Forget the step."""
-
-
-class MeanReducer(Protocol):
-    """What replaces the plain mean, such as a gradient compressor."""
-
-    def begin(self, group: Any) -> MeanStep:
-        """Start a step over `group`."""
-
-
-class _Beside:
-    """The step of a compressor that runs on a worker while backward goes on."""
-
-    def __init__(self, step: MeanStep, worker: Worker) -> None:
-        self.step, self._worker = step, worker
-        self._results: list[Callable[[], dict[str, Tensor]]] = []
-
-    def launch(self, gradients: dict[str, Tensor]) -> None:
-        self._results.append(self._worker.submit(lambda: self._means(gradients)))
-
-    @torch.no_grad()
-    def _means(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        means = {name: gradient.detach().clone() for name, gradient in gradients.items()}
-        self.step.reduce_(means)
-        return means
-
-    def wait(self) -> dict[str, Tensor]:
-        """The means of all buckets."""
-        try:
-            return {name: mean for result in self._results for name, mean in result().items()}
-        except BaseException:
-            self.step.rollback()
-            raise
 
 
 class _Bucket:
@@ -133,13 +85,14 @@ class GradientReducer:
         self._side_group = side_group if compression is not None and group.size > 1 else None
         self._replica_group = replica_group
         self._worker: Worker | None = None
-        self._beside: _Beside | None = None
+        self._beside: Beside | None = None
         self._prepare = prepare
         self._prepare_names = prepare_names if prepare is not None else frozenset()
         self.counted = True
         self._synchronizing = True
         self._hooks: list[Any] = []
         self._completed: set[str] = set()
+        self._accumulated: set[str] = set()  # gradients that came since the last reduction; others may be old
         self._touched = False
         self._trainable: list[bool] = []
         self.refresh()
@@ -156,12 +109,9 @@ class GradientReducer:
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._next = 0
         self._launched_anywhere = False
-        for name in self._prepare_names & self._active.keys():
-            self._hooks.append(self._active[name].register_post_accumulate_grad_hook(self._touch))
-        if self._overlaps:
-            for name, parameter in self._active.items():
-                if name not in self._prepare_names:
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(name)))
+        watched = self._active if self.group.size > 1 or self._compression is not None else self._prepare_names
+        for name in self._active.keys() & watched:
+            self._hooks.append(self._active[name].register_post_accumulate_grad_hook(self._hook(name)))
 
     @property
     def _overlaps(self) -> bool:
@@ -194,8 +144,10 @@ class GradientReducer:
         """False inside `no_sync()`."""
         return self._synchronizing
 
-    def _touch(self, parameter: Tensor) -> None:
-        self._touched |= self._synchronizing
+    def mark(self, parameters: Iterable[Tensor]) -> None:
+        """Take notice of gradients that were put in place, rather than accumulated by autograd."""
+        marked = set(map(id, parameters))
+        self._accumulated |= {name for name, parameter in self._active.items() if id(parameter) in marked}
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -225,8 +177,12 @@ class GradientReducer:
             self._synchronizing = before
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
+        early = self._overlaps and name not in self._prepare_names
+
         def ready(parameter: Tensor) -> None:
-            if not self._synchronizing:
+            self._accumulated.add(name)
+            self._touched |= self._synchronizing
+            if not self._synchronizing or not early:
                 return
             bucket = self._bucket_of[name]
             bucket.ready.add(name)
@@ -254,7 +210,7 @@ class GradientReducer:
         if self._worker is None:
             self._worker = Worker(next(iter(self._active.values())).device)
         if self._beside is None:
-            self._beside = _Beside(self._compression.begin(self._side_group), self._worker)
+            self._beside = Beside(self._compression.begin(self._side_group), self._worker)
         self._beside.launch(gradients)
 
     @torch.no_grad()
@@ -276,8 +232,8 @@ class GradientReducer:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a backward pass has started to reduce and `reduce()` has not been called."""
-        return self._touched or any(bucket.ready for bucket in self._buckets)
+        """Whether a backward pass has brought gradients and `reduce()` has not been called."""
+        return self._touched
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -288,7 +244,6 @@ class GradientReducer:
         if self._prepare is not None:
             self._completed = {name for name in self._active if name in self._prepare_names}
             self._prepare({name: self._gradient_of(name) for name in self._active if name in self._prepare_names})
-            self._touched = False
         try:
             if self._compression is not None:
                 self.counted = self._compress(self._compression, self._exchange_use())
@@ -304,6 +259,7 @@ class GradientReducer:
             bucket.launched = bucket.stale = False
             bucket.flat, bucket.pending = None, None
         self._next, self._beside = 0, None
+        self._accumulated, self._touched = set(), False
 
     def _gradient_of(self, name: str) -> Tensor:
         """The gradient of a parameter in its place; zeros are put there where it has none."""
@@ -312,8 +268,12 @@ class GradientReducer:
         return gradient
 
     def _exchange_use(self) -> set[str]:
-        """Names with a gradient on any replica; what any replica found stale or has launched is so here too."""
-        flags = [self._active[name].grad is not None for name in self._active]
+        """Names with a gradient on any replica; what any replica found stale or has launched is so here too.
+
+        A plain mean does nothing to an old gradient; a compressor would take it for another one.
+        """
+        only = self._active if self._compression is None else self._accumulated
+        flags = [parameter.grad is not None and name in only for name, parameter in self._active.items()]
         flags += [bucket.stale for bucket in self._buckets]
         if not flags:
             return set()
