@@ -177,7 +177,8 @@ class HangReporter(MeasuringCallback):
     stderr, and the processes end with status 70. A process of the same host that does not answer is killed.
 
     Progress is a batch, of training or of validation, begun or ended, or an epoch. `deadline_s` must be longer than the
-    longest time between two of these, which `report()` tells, and than any checkpoint takes to save.
+    longest time between two of these, which `report()` tells, with the checkpoints that are saved there. What comes
+    after the last epoch is not watched: `on_train_end` of callbacks further down the list, and `on_fit_end`.
 
     Args:
         deadline_s: Seconds without progress after which the processes end.
@@ -258,6 +259,8 @@ class HangReporter(MeasuringCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._progress("the end of training")
         super().on_train_end(trainer, pl_module)
+        assert self._watchdog is not None
+        self._watchdog.stop()  # an export of what was trained may take its time
 
     @override
     def _leave(self) -> None:

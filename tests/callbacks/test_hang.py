@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Callback
 
 from lightning_parallel.callbacks import HangReporter
 from lightning_parallel.callbacks.hang import EXIT_STATUS, Process, Watchdog
 from lightning_parallel.callbacks.hang_state import blame
+from tests.strategies.models import Net, loader, trainer_for
 
 SCRIPT = Path(__file__).with_name("hang_script.py")
 
@@ -61,6 +63,21 @@ def test_a_rank_that_skips_a_collective_is_named(tmp_path):
     assert "rank 0 did not enter" not in done.stderr
     assert '"op": "all_reduce"' in (written / "rank1.json").read_text()
     assert "in backward" in (written / "rank1.txt").read_text()
+
+
+def test_training_is_watched_and_nothing_else():
+    seen = {}
+
+    class Look(Callback):
+        def on_train_batch_end(self, *_):
+            seen["training"] = any("watchdog" in thread.name for thread in threading.enumerate())
+
+        def on_fit_end(self, *_):
+            seen["after"] = any("watchdog" in thread.name for thread in threading.enumerate())
+
+    for callbacks in ([HangReporter(), Look()], [Look(), HangReporter()]):
+        trainer_for(callbacks=callbacks).fit(Net().double(), loader())
+        assert seen == {"training": True, "after": False}
 
 
 # ---------------------------------------------------------------------------------------------- the watchdog alone
