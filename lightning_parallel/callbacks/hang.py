@@ -128,6 +128,10 @@ class Watchdog:
             if time.monotonic() - self._since > self.deadline or self.folder.exists():
                 try:
                     self._report()
+                except Exception as error:  # a full disk, say: then it is said here
+                    text = f"[rank {self.rank}] no progress in {self._where}; could not write details: {error!r}"
+                    print(text, file=sys.stderr, flush=True)  # noqa: T201
+                    faulthandler.dump_traceback()
                 finally:
                     self.end()
                 return

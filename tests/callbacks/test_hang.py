@@ -109,6 +109,16 @@ def test_a_rank_sees_the_alarm_of_another(tmp_path):
     assert "the start" in (tmp_path / "hang" / "verdict.txt").read_text()
 
 
+def test_where_details_cannot_be_written_it_says_so_and_ends(tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    dog, ended = watchdog(tmp_path / "file", deadline=0.2)
+    assert ended.wait(2)
+    dog.stop()
+    said = capfd.readouterr().err
+    assert "no progress in the start; could not write details: NotADirectoryError" in said
+    assert "in test_where_details" in said
+
+
 def test_a_process_number_that_was_used_again_is_not_killed():
     process = Process(os.getpid())
     process.birth = "1"
