@@ -41,8 +41,8 @@ class Codec(abc.ABC):
         """Numbers (..., n) from bytes (..., packed)."""
 
     @abc.abstractmethod
-    def packed_bytes(self, n: int) -> int:
-        """Bytes of one packed row of `n` 4-byte numbers."""
+    def packed_bytes(self, n: int, element_bytes: int = 4) -> int:
+        """Bytes of one packed row of `n` numbers of `element_bytes`."""
 
     @abc.abstractmethod
     def mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Mean:
@@ -53,8 +53,8 @@ class Codec(abc.ABC):
         """
 
     @abc.abstractmethod
-    def mean_traffic(self, n: int, world_size: int) -> list[Traffic]:
-        """The payloads of `mean` for one row."""
+    def mean_traffic(self, n: int, element_bytes: int, world_size: int) -> list[Traffic]:
+        """The payloads of `mean` for one row of `n` numbers of `element_bytes`."""
 
 
 class Exact(Codec):
@@ -70,16 +70,16 @@ class Exact(Codec):
     def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         return from_bytes(packed, dtype)
 
-    def packed_bytes(self, n: int) -> int:
-        return 4 * n
+    def packed_bytes(self, n: int, element_bytes: int = 4) -> int:
+        return element_bytes * n
 
     def mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Mean:
         total = yield Sum(rows.clone() if keep else rows)
         step.watch(total)
         return total.div_(step.group.size), rows if keep else None
 
-    def mean_traffic(self, n: int, world_size: int) -> list[Traffic]:
-        return [Traffic("all_reduce", 4 * n)]
+    def mean_traffic(self, n: int, element_bytes: int, world_size: int) -> list[Traffic]:
+        return [Traffic("all_reduce", element_bytes * n)]
 
     def __repr__(self) -> str:
         return "Exact()"

@@ -138,6 +138,9 @@ class Compressor(Reducer, Method):
 class Dense(Reducer, Method):
     """The plain mean, by all-reduce. Exact, linear and unbiased.
 
+    Gradients of 16 bits are summed in fp32 and travel as that, twice what `DistributedDataParallel` sends without a
+    hook: so do those of a compressor that are small, or come before its `start_step`. fp64 travels as it is.
+
     Args:
         momentum: Applied to the mean here, where an optimizer without momentum expects it done (momentum correction).
     """
@@ -180,11 +183,11 @@ class Dense(Reducer, Method):
         block.write_shard(mine.div_(step.group.size).view(-1, shard), step.group.rank)
         block.deliver(scale=1.0)
 
-    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
-        return [Traffic("all_reduce", 4 * math.prod(shape))]
+    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
+        return [Traffic("all_reduce", element_bytes * math.prod(shape))]
 
-    def scatter_traffic(self, shard: int, world_size: int) -> list[Traffic]:
-        return [Traffic("reduce_scatter", 4 * world_size * shard)]
+    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
+        return [Traffic("reduce_scatter", element_bytes * world_size * shard)]
 
     def __repr__(self) -> str:
         return f"Dense(momentum={self.feedback.momentum})" if self.feedback.momentum else "Dense()"

@@ -96,11 +96,12 @@ class PowerSGD(Compressor):
         n, m = shape[0], math.prod(shape[1:])
         return self._rank(n, m, step=1 << 40) * (n + m) < n * m
 
-    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
         n, m = shape[0], math.prod(shape[1:])
         rank = self._rank(n, m, step)
         sides = [n, m] if not self.alternate else [m if step % 2 else n]
-        return [traffic for side in sides for traffic in self.values.mean_traffic(rank * side, world_size)]
+        mean_traffic = self.values.mean_traffic
+        return [traffic for side in sides for traffic in mean_traffic(rank * side, element_bytes, world_size)]
 
     def turn(self, name: str, number: int, memory: Memory) -> int:
         """Of the parity that the factor left by the parameter's last step asks for."""

@@ -39,8 +39,8 @@ class Quantizer(Compressor, Codec):
             rows.sub_(sent)
         block.write(mean)
 
-    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
-        return self.mean_traffic(math.prod(shape), world_size)
+    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
+        return self.mean_traffic(math.prod(shape), element_bytes, world_size)
 
 
 class Cast(Quantizer):
@@ -87,7 +87,7 @@ class Cast(Quantizer):
     def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         return from_bytes(packed, self.dtype).to(dtype)
 
-    def packed_bytes(self, n: int) -> int:
+    def packed_bytes(self, n: int, element_bytes: int = 4) -> int:
         return n * self.dtype.itemsize
 
     def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
@@ -112,10 +112,10 @@ class Cast(Quantizer):
         short = (rows if size == 1 else rows / size).to(self.dtype, copy=True)
         return short, short.to(rows.dtype).mul_(size) if keep else None
 
-    def mean_traffic(self, n: int, world_size: int) -> list[Traffic]:
+    def mean_traffic(self, n: int, element_bytes: int, world_size: int) -> list[Traffic]:
         return [Traffic("all_reduce", self.packed_bytes(n))]
 
-    def scatter_traffic(self, shard: int, world_size: int) -> list[Traffic]:
+    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
         return [Traffic("reduce_scatter", self.packed_bytes(world_size * shard))]
 
     def _main(self) -> dict[str, str]:
@@ -183,7 +183,7 @@ class Quantize(Quantizer):
         self._decode(packed.reshape(-1, packed.shape[-1]), numbers.view(-1, n), n)
         return numbers
 
-    def packed_bytes(self, n: int) -> int:
+    def packed_bytes(self, n: int, element_bytes: int = 4) -> int:
         groups, extent = self._grouping(n)
         return groups * extent * self.bits // 8 + 4 * groups
 
@@ -205,11 +205,11 @@ class Quantize(Quantizer):
         yield from self._mean(rest, step, purpose, keep, mean)
         return mean, rest.sub_(rows).neg_() if keep else None
 
-    def mean_traffic(self, n: int, world_size: int) -> list[Traffic]:
+    def mean_traffic(self, n: int, element_bytes: int, world_size: int) -> list[Traffic]:
         chunk_bytes = self.packed_bytes(math.ceil(n / world_size))
         return [Traffic("all_to_all", world_size * chunk_bytes), Traffic("all_gather", chunk_bytes)]
 
-    def scatter_traffic(self, shard: int, world_size: int) -> list[Traffic]:
+    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
         return [Traffic("all_to_all", world_size * self.packed_bytes(shard))]
 
     def _mean(self, rows: Tensor, step: Step, purpose: object, keep: bool, mean: Tensor) -> Exchange:

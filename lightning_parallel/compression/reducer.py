@@ -53,10 +53,14 @@ class Method(abc.ABC):
         """Replace the block's gradients by their mean; a generator of requests. It watches what it receives."""
 
     @abc.abstractmethod
-    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
-        """The payloads of one gradient of `shape`, of 4-byte elements, in step number `step`."""
+    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
+        """The payloads of one gradient of `shape` in step number `step`.
 
-    def scatter_traffic(self, shard: int, world_size: int) -> list[Traffic]:
+        Args:
+            element_bytes: Of one element in the dtype in which it is computed with, `working_dtype`.
+        """
+
+    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
         """The same where each rank needs no more than `shard` elements of the mean, if it `scatters`."""
         raise NotImplementedError
 
@@ -81,11 +85,12 @@ class Part(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """What one rank has sent, for gradients of 4-byte elements."""
+        """What one rank has sent."""
+        element_bytes = working_dtype(self.dtype).itemsize
         if self.shard is None:
-            traffic = self.method.traffic(self.shape, self.world_size, self.step)
+            traffic = self.method.traffic(self.shape, element_bytes, self.world_size, self.step)
         else:
-            traffic = self.method.scatter_traffic(self.shard, self.world_size)
+            traffic = self.method.scatter_traffic(self.shard, element_bytes, self.world_size)
         return sent_bytes(traffic * len(self.names), self.world_size)
 
 
@@ -156,25 +161,35 @@ class Reducer(abc.ABC):
         """
         return Step(self, group if isinstance(group, Group) else Group.of(group, axis="data_parallel"))
 
-    def wire_bytes(self, named_shapes: Mapping[str, Sequence[int]], world_size: int, step: Optional[int] = None) -> int:
-        """Bytes that one rank sends in one step, for gradients of 4-byte elements.
+    def wire_bytes(
+        self,
+        named_shapes: Mapping[str, Sequence[int]],
+        world_size: int,
+        step: Optional[int] = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> int:
+        """Bytes that one rank sends in one step.
 
         Args:
             step: Number of the step; None for one after all warm-up and schedules (on average, where steps alternate).
+            dtype: Of the gradients.
         """
+        element_bytes = working_dtype(dtype).itemsize
         steps = [_LATE, _LATE + 1] if step is None else [step]
         traffic = [
             Traffic(operation, payload_bytes / len(steps))
             for number in steps
             for name, shape in named_shapes.items()
-            for operation, payload_bytes in self._traffic(name, shape, world_size, number)
+            for operation, payload_bytes in self._traffic(name, shape, element_bytes, world_size, number)
         ]
         return sent_bytes(traffic, world_size)
 
-    def _traffic(self, name: str, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+    def _traffic(
+        self, name: str, shape: Sequence[int], element_bytes: int, world_size: int, step: int
+    ) -> list[Traffic]:
         if 0 in shape:
             return []
-        return self.method(name, shape, step).traffic(shape, world_size, step)
+        return self.method(name, shape, step).traffic(shape, element_bytes, world_size, step)
 
     # ------------------------------------------------------------------------------------------------ state
 

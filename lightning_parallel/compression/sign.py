@@ -80,10 +80,10 @@ class Sign(Compressor):
         step.watch(everyone)
         block.write(everyone.transpose(0, 1).flatten(1)[:, :n])
 
-    def scatter_traffic(self, shard: int, world_size: int) -> list[Traffic]:
+    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
         return [Traffic("all_to_all", world_size * (_chunk(shard, 1) // 8 + 4))]
 
-    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
         chunk_bytes = _chunk(math.prod(shape), world_size) // 8 + 4
         return [Traffic("all_to_all", world_size * chunk_bytes), Traffic("all_gather", chunk_bytes)]
 

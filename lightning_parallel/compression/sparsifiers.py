@@ -84,10 +84,11 @@ class TopK(Sparsifier):
     unbiased = False
     collective = "all_gather"
 
-    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
         n = math.prod(shape)
         k = self._count(n, step)
-        return [Traffic("all_gather", self.values.packed_bytes(k) + 2 * k + 4 * math.ceil(n / _SPAN))]
+        value_bytes = self.values.packed_bytes(k, element_bytes)
+        return [Traffic("all_gather", value_bytes + 2 * k + 4 * math.ceil(n / _SPAN))]
 
     def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
         rows = work.flatten(1)
@@ -151,8 +152,8 @@ class RandomK(Sparsifier):
     def collective(self) -> str:  # type: ignore[override]
         return self.values.collective
 
-    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
-        return self.values.mean_traffic(self._count(math.prod(shape), step), world_size)
+    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
+        return self.values.mean_traffic(self._count(math.prod(shape), step), element_bytes, world_size)
 
     def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
         rows = work.flatten(1)
@@ -214,10 +215,11 @@ class BlockTopK(Sparsifier):
     def collective(self) -> str:  # type: ignore[override]
         return self.values.collective
 
-    def traffic(self, shape: Sequence[int], world_size: int, step: int) -> list[Traffic]:
+    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
         num_blocks = math.ceil(math.prod(shape) / self.block)
         chosen = self._count(num_blocks, step) * self.block
-        return [Traffic("all_reduce", 4 * num_blocks), *self.values.mean_traffic(chosen, world_size)]
+        values = self.values.mean_traffic(chosen, element_bytes, world_size)
+        return [Traffic("all_reduce", element_bytes * num_blocks), *values]
 
     def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
         rows = work.flatten(1)

@@ -179,15 +179,24 @@ def test_bytes_told_are_bytes_sent(name, world_size):
         assert told == counted
 
 
-def _count_bytes(name, group):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["dense", "cast", "topk", "topk_int8", "blocktopk", "randomk", "sign", "alternating"])
+def test_bytes_of_other_dtypes(name, dtype):
+    for told, counted in run(_count_bytes, 2, name=name, dtype=dtype)[0]:
+        assert told == counted
+
+
+def _count_bytes(name, group, dtype=torch.float32):
     reducer, pairs = COMPRESSORS[name](), []
     for step in range(4):
-        told = reducer.wire_bytes(SHAPES, group.size, step)
-        with comm.record() as records:
-            steps_of(reducer, 1, group, start=step)
+        told = reducer.wire_bytes(SHAPES, group.size, step, dtype)
+        with comm.record() as records, reducer.begin(group) as transaction:
+            transaction.reduce_(gradients(step, group.rank, dtype))
+            transaction.commit()
         divisor = {"all_gather": group.size}  # a record holds what was gathered, `Traffic` what one rank gave
         traffic = [Traffic(record.op, record.bytes / divisor.get(record.op, 1)) for record in records]
-        pairs.append((told, sent_bytes(traffic, group.size)))
+        counted = sent_bytes(traffic, group.size)
+        pairs += [(told, counted), (sum(part.sent_bytes for part in reducer.parts), pytest.approx(counted, abs=4))]
     return pairs
 
 

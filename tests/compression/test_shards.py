@@ -86,20 +86,26 @@ def test_bytes_told_are_bytes_sent(name, world_size):
         assert told == counted
 
 
-def _count_bytes(name, group):
-    reducer = COMPRESSORS[name]()
-    scattered(reducer, gradients(0, group.rank), group)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_bytes_of_other_dtypes(dtype):
+    for told, counted in run(_count_bytes, 2, name="dense", dtype=dtype):
+        assert told == counted
+
+
+def _count_bytes(name, group, dtype=torch.float32):
+    reducer, element_bytes = COMPRESSORS[name](), 8 if dtype == torch.float64 else 4
+    scattered(reducer, gradients(0, group.rank, dtype), group)
     with comm.record() as records, reducer.begin(group) as step:
-        step.reduce_(gradients(1, group.rank), rows_of(group.size))
+        step.reduce_(gradients(1, group.rank, dtype), rows_of(group.size))
         step.commit()
     counted = sent_bytes([Traffic(record.op, record.bytes) for record in records], group.size)
     traffic = [
         Traffic(operation, payload * len(part.names))
         for part in reducer.parts
         for operation, payload in (
-            part.method.traffic(part.shape, group.size, 1)
+            part.method.traffic(part.shape, element_bytes, group.size, 1)
             if part.shard is None
-            else part.method.scatter_traffic(part.shard, group.size)
+            else part.method.scatter_traffic(part.shard, element_bytes, group.size)
         )
     ]
     return sent_bytes(traffic, group.size), counted
