@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_parallel.callbacks.advice import WORTH_SAYING, Advice
 from lightning_parallel.callbacks.diagnosis_pipeline import diagnose_pipeline
+from lightning_parallel.callbacks.page_sections import HELD
 from lightning_parallel.callbacks.units import bytes_text, gap_text, percent, seconds_text
 
 __all__ = ["diagnose"]
@@ -269,9 +270,8 @@ def _learning_rate(report: Report) -> Iterator[Advice]:
 
 
 def _memory(reports: Report) -> Iterator[Advice]:
-    parts = ("parameters", "gradients", "optimizer", "compression", "activations_peak")
     ranks = reports.get("MemoryProfiler", {}).get("ranks", [])
-    held = [(sum(rank.get(part, 0) for part in parts), rank["rank"]) for rank in ranks]
+    held = [(sum(rank.get(part, 0) for part in HELD), rank["rank"]) for rank in ranks]
     if len(held) < 2 or not sum(total for total, _ in held):
         return
     mean = sum(total for total, _ in held) / len(held)

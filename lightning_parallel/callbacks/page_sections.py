@@ -41,6 +41,7 @@ PHASES = {
 
 HELD = {
     "parameters": "parameters",
+    "buffers": "buffers",
     "gradients": "gradients",
     "optimizer": "optimizer",
     "compression": "compression state",
@@ -275,18 +276,20 @@ def memory(report: Report) -> str:
     ranks = found_by(report, "MemoryProfiler").get("ranks")
     if not ranks:
         return ""
+    # A run without compression has nothing to measure there; what else is absent was not measured.
+    held = {name: words for name, words in HELD.items() if name != "compression" or any(name in rank for rank in ranks)}
     rows = [
         Bar(
             rank_label(rank, _mesh(report)),
-            [Part(_held_kind(name), rank[name], bytes_text(rank[name])) for name in HELD if rank.get(name)],
-            bytes_text(sum(rank.get(name) or 0 for name in HELD)),
+            [Part(name, rank[name], bytes_text(rank[name])) for name in held if rank.get(name)],
+            bytes_text(sum(rank.get(name) or 0 for name in held)),
         )
         for rank in ranks
     ]
-    present = {_held_kind(name): words for name, words in HELD.items() if any(rank.get(name) for rank in ranks)}
-    header = ["", *HELD.values(), "resident (peak)"]
+    present = {name: words for name, words in held.items() if any(rank.get(name) for rank in ranks)}
+    header = ["", *held.values(), "resident (peak)"]
     cells = [
-        [rank_label(rank, _mesh(report)), *(_value(rank.get(name), bytes_text) for name in (*HELD, "resident_peak"))]
+        [rank_label(rank, _mesh(report)), *(_value(rank.get(name), bytes_text) for name in (*held, "resident_peak"))]
         for rank in ranks
     ]
     body = (
@@ -295,10 +298,6 @@ def memory(report: Report) -> str:
         + _details("The same as a table", charts.table(header, cells))
     )
     return section("memory", "Memory", "What training holds on each rank; shared storage is counted once.", body)
-
-
-def _held_kind(name: str) -> str:
-    return {"optimizer": "optimizer", "compression": "communication_hidden"}.get(name, name)
 
 
 # ------------------------------------------------------------------------------------------------------------ course

@@ -7,7 +7,8 @@ import pytest
 from lightning_parallel.callbacks.diagnosis import diagnose
 from lightning_parallel.callbacks.page import render
 from lightning_parallel.callbacks.page_compare import render_comparison
-from lightning_parallel.callbacks.page_sections import PHASES
+from lightning_parallel.callbacks.page_sections import HELD, PHASES
+from lightning_parallel.callbacks.units import bytes_text
 from tests.callbacks.sample import sample_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -80,6 +81,21 @@ def test_the_bars_of_a_step_are_as_long_as_its_phases(show):
         assert [share for _, share in found] == pytest.approx([share for _, share in expected], abs=2e-3)
         (strip,) = widths(page, row, ".strip i")
         assert strip[1] == pytest.approx(rank["communication_hidden"] / longest, abs=2e-3)
+
+
+def test_the_bars_of_memory_hold_everything_and_name_nothing_that_is_not_there(show):
+    report = full_report()
+    ranks = report["reports"]["MemoryProfiler"]["ranks"]
+    for rank in ranks:
+        rank["buffers"] = 20_000_000
+        del rank["compression"]
+    section = show(render(report)).query_selector("section[aria-labelledby=memory]")
+    totals = [sum(rank[name] for name in HELD if name in rank) for rank in ranks]
+    assert [total.inner_text() for total in section.query_selector_all(".total")] == list(map(bytes_text, totals))
+    assert section.query_selector(".bar i.buffers").get_attribute("data-tip") == "buffers: 19.1 MiB"
+    words = section.text_content()
+    assert "buffers" in words
+    assert "compression" not in words
 
 
 def test_planned_and_measured_pipeline_share_one_time_axis(show):
