@@ -142,6 +142,18 @@ def test_the_comparison_too(show, scheme, width):
     ]
 
 
+@pytest.mark.parametrize("width", [390, 700, 1000])
+def test_a_label_is_whole_or_not_shown(show, width):
+    page = show(render(full_report()), viewport={"width": width, "height": 800})
+    cut = page.evaluate(
+        """() => [...document.querySelectorAll(".bar b")].filter((label) => {
+            const [a, b] = [label.getBoundingClientRect(), label.parentElement.getBoundingClientRect()];
+            return a.top < b.bottom - 1 && (a.right > b.right + 0.5 || label.scrollWidth > label.clientWidth);
+        }).map((label) => label.textContent)"""
+    )
+    assert cut == []
+
+
 CONTRASTS = """() => {
     const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
     const light = (colour) => {
