@@ -150,7 +150,7 @@ def lines(curves: Sequence[Line], what: str, unit: str) -> str:
     scale = "".join(f'<i style="top:{_percent(place(first, y)[1])}">{y:g}</i>' for y in levels)
     steps = "".join(f'<i style="left:{_percent(place(x, low)[0])}">{x:g}</i>' for x in _round_steps(first, last, 6))
     keys = "".join(f'<li><i class="curve c{i}"></i>{escape(curve.name)}</li>' for i, curve in enumerate(curves))
-    notes = "".join(f"<small class=note> {escape(note)}</small>" for note in _notes(curves))
+    notes = "".join(f"<small class=gap> {escape(note)}</small>" for note in _notes(curves))
     return (
         f'<figure class="lines"><figcaption>{escape(what)} <small>{escape(unit)}</small>{notes}</figcaption>'
         f'<div class="plot" role="img" aria-label="{escape(_in_words(what, curves))}"><div class="scale">{scale}</div>'

@@ -202,6 +202,20 @@ def test_absent_signals_are_named_and_never_drawn_as_zero(show):
     assert page.query_selector(".bars") is None
 
 
+def test_only_what_is_wrong_is_red(show):
+    report = full_report()
+    report["series"]["loss"][-1][1] = None
+    report["diagnosis"] = [
+        {"kind": kind, "title": kind, "text": "", "gain": None, "figures": {}} for kind in ("wrong", "note", "good")
+    ]
+    page = show(render(report))
+    colours = "node => [...node.querySelectorAll('.gain, strong')].map(n => getComputedStyle(n).color)"
+    wrong, ink, *others = page.query_selector(".advice").evaluate(colours)
+    assert wrong != ink
+    assert set(others) == {ink}
+    assert page.query_selector("figcaption .gap").evaluate("node => getComputedStyle(node).color") == wrong
+
+
 def test_a_curve_has_gaps_and_keeps_its_axis(show):
     report = full_report()
     loss = report["series"]["loss"]
