@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from statistics import fmean
 from typing import Any, Optional
 
@@ -10,9 +12,12 @@ from lightning.pytorch import LightningModule, Trainer
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_parallel import comm
 from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.units import bytes_text, count_text, percent, seconds_text
 from lightning_parallel.compression import Reducer
+from lightning_parallel.compression.arguments import check_integer
+from lightning_parallel.compression.method import Outcome
 from lightning_parallel.recorder import Window
 
 __all__ = ["CompressionAccumulator", "CompressionMonitor"]
@@ -26,14 +31,15 @@ class CompressionAccumulator(Accumulator):
     """What a reducer has done, in the steps seen so far.
 
     Args:
-        reducer: Whom to watch.
+        reducer: Whom to watch, until `close`.
         warmup_steps: First steps that are not counted.
     """
 
     def __init__(self, reducer: Reducer, warmup_steps: int = 0) -> None:
         self._reducer = reducer
-        self._seen, self._counted_after = reducer.step, reducer.step + warmup_steps
-        self._compared = reducer.compared
+        self._new: deque[Outcome] = deque()
+        self._to_warm_up = warmup_steps
+        self._asked = -inf  # steps that had been counted when a comparison was last asked for
         self._steps = self._timed = 0
         self._seconds = dict.fromkeys(TIMES, 0.0)
         self._bytes: dict[str, Numbers] = {}  # by compressor
@@ -41,45 +47,67 @@ class CompressionAccumulator(Accumulator):
         self._losses: dict[str, list[Numbers]] = {}
         self._residuals: dict[str, float] = {}  # by parameter
         self._latest: Numbers = {}
+        reducer.observers.append(self._notice)
+
+    def close(self) -> None:
+        """Watch no longer, and ask for no comparison."""
+        self._reducer.observers.remove(self._notice)
+        self._reducer.sample_every = 0
+
+    def _notice(self, outcome: Outcome) -> None:
+        self._new.append(outcome)
 
     @override
     def add(self, window: Window) -> None:
-        """Nothing: `look` has seen the step when it ended; windows come late where a device runs behind the host."""
+        """Nothing: `look` has seen the steps when they ended; windows come late where a device is behind the host."""
+
+    def ask(self, every_n_steps: int) -> None:
+        """Have steps compared with the true mean until the next call, if the last such are `every_n_steps` ago."""
+        due = every_n_steps and not self._to_warm_up and not 0 < self._steps - self._asked < every_n_steps
+        self._reducer.sample_every = int(bool(due))
+        if due:
+            self._asked = self._steps
 
     def look(self) -> None:
-        """Take notice of the step that the reducer has committed since the last look, if there is one."""
-        if self._reducer.step == self._seen:
-            return
-        self._seen = self._reducer.step
-        if self._seen <= self._counted_after:
-            return
+        """Take notice of the steps that the reducer has committed since the last look."""
+        rows, compared = [], False
+        while self._new:
+            outcome = self._new.popleft()
+            if self._to_warm_up:
+                self._to_warm_up -= 1
+                continue
+            rows.append(self._count(outcome))
+            compared |= outcome.compared is not None
+        if rows:
+            self._latest.update(_mean(rows))
+        if compared:
+            self._residuals = self._reducer.residual_norms
+            self._latest.update(_norm_of(self._residuals, self._residuals))
+
+    def _count(self, outcome: Outcome) -> Numbers:
+        """Add up one step; its own numbers."""
         self._steps += 1
         # Plain means that DDP takes by itself are not timed.
-        seconds = {} if self._reducer.plain else {key: getattr(self._reducer.seconds, key) for key in TIMES}
-        self._timed += bool(seconds)
+        passed = outcome.seconds is None
+        seconds = {} if passed else {key: getattr(outcome.seconds, key) for key in TIMES}
+        self._timed += not passed
         for key, value in seconds.items():
             self._seconds[key] += value
         sent: Numbers = {"dense_bytes": 0, "sent_bytes": 0}
-        for part in self._reducer.parts:
-            label, row = repr(part.method), {"dense_bytes": part.dense_bytes, "sent_bytes": part.sent_bytes}
+        for part in outcome.parts:
+            label = repr(part.method)
+            row = {"dense_bytes": part.dense_bytes, "sent_bytes": part.dense_bytes if passed else part.sent_bytes}
             total = self._bytes.setdefault(label, dict.fromkeys(row, 0.0))
             self._names.setdefault(label, set()).update(part.names)
             for key, value in row.items():
                 total[key] += value
                 sent[key] += value
-        self._latest.update(_with_ratio({**sent, **seconds}))
-        self._look_closely()
-
-    def _look_closely(self) -> None:
-        """Take notice of a comparison with the true mean, if there is a new one; measure the residuals as often."""
-        compared = self._reducer.compared
-        if compared is None or compared is self._compared:
-            return
-        self._compared, self._residuals = compared, self._reducer.residual_norms
+        if outcome.compared is None:
+            return {**sent, **seconds}
         for label, names in [("", None), *self._names.items()]:
-            if loss := compared.report(names):
+            if loss := outcome.compared.report(names):
                 self._losses.setdefault(label, []).append(loss)
-        self._latest.update({**compared.report(), **_norm_of(self._residuals, self._residuals)})
+        return {**sent, **seconds, **outcome.compared.report()}
 
     @override
     def share(self) -> dict[str, Any]:
@@ -113,11 +141,11 @@ class CompressionAccumulator(Accumulator):
             {
                 "compressor": label,
                 "parameters": len({name for rank in ranks for name in rank["names"].get(label, ())}),
-                **_mean_of_ranks([rank["compressors"].get(label, {}) for rank in ranks]),
+                **_mean([rank["compressors"].get(label, {}) for rank in ranks]),
             }
             for label in labels
         ]
-        total = _mean_of_ranks([rank["total"] for rank in ranks])
+        total = _mean([rank["total"] for rank in ranks])
         slowest = {key: max(rank["total"][key] for rank in ranks) for key in TIMES if key in total}
         return {"steps": ranks[0]["steps"], **total, **slowest, "compressors": rows}
 
@@ -130,8 +158,9 @@ class CompressionAccumulator(Accumulator):
 class CompressionMonitor(MeasuringCallback):
     r"""Measures what compression of the gradients saves, costs and loses, under every strategy with `compression`.
 
-    `report()` has, besides the common keys, means over the steps (those in which a compressor has counted a step, after
-    the first `warmup_steps`):
+    `report()` has, besides the common keys, means over the steps that the compressor has counted, after the first
+    `warmup_steps`: one for each optimizer step, so several in a batch where several optimizers step, and none where
+    gradients are accumulated.
 
     | key | meaning |
     |---|---|
@@ -149,18 +178,20 @@ class CompressionMonitor(MeasuringCallback):
     them. A step in which a gradient was not finite is not counted. Without a residual there is no `residual_norm`;
     without a comparison no `relative_error` and `cosine`; with one replica nothing is sent and there is no `ratio`.
 
-    Logged: `compression/<key>` of rank 0, of the last step, the losses and the norm in steps with a comparison.
+    Logged: `compression/<key>` of rank 0, means over the steps of the last batch that had some; the losses and the norm
+    after a comparison.
 
     Args:
         every_n_steps: Steps from one comparison with the true mean to the next, which costs a dense all-reduce; 0 for
-            no comparison.
+            no comparison. All steps of a batch are compared.
         exchange_every: Steps between two exchanges with the other ranks.
         warmup_steps: First steps that are not counted.
         dirpath: Where rank 0 writes `CompressionMonitor.json` and `.csv` at the end of training; nowhere when omitted.
         show_table: Print a table at the end of training, on rank 0.
 
     Raises:
-        ValueError: If the strategy has no `compression`, or a number of steps is too small.
+        ValueError: If the strategy has no `compression`, a number of steps is too small, or `every_n_steps` differs
+            between ranks.
     """
 
     def __init__(
@@ -172,10 +203,9 @@ class CompressionMonitor(MeasuringCallback):
         show_table: bool = True,
     ) -> None:
         super().__init__(exchange_every, warmup_steps, dirpath, show_table)
-        if every_n_steps < 0:
-            raise ValueError(f"expected every_n_steps >= 0, got {every_n_steps}")
+        check_integer("every_n_steps", every_n_steps, least=0)
         self.every_n_steps = every_n_steps
-        self._reducer: Reducer | None = None
+        self._watching: CompressionAccumulator | None = None
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> CompressionAccumulator:
@@ -185,23 +215,30 @@ class CompressionMonitor(MeasuringCallback):
                 f"expected a strategy with `compression`, found {type(trainer.strategy).__name__} without; give the "
                 "strategy a compressor, or leave `CompressionMonitor` out"
             )
-        self._reducer = reducer
-        reducer.sample_every = self.every_n_steps
-        return CompressionAccumulator(reducer, self.warmup_steps)
+        assert self.session is not None
+        comm.agree("`every_n_steps` of CompressionMonitor", self.every_n_steps, self.session.group)
+        self._watching = CompressionAccumulator(reducer, self.warmup_steps)
+        return self._watching
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        assert self._watching is not None
+        self._watching.ask(self.every_n_steps)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(self._accumulator, CompressionAccumulator)
-        self._accumulator.look()
+        assert self._watching is not None
+        self._watching.look()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
-        if self._reducer is not None:
-            self._reducer.sample_every, self._reducer = 0, None
+        if self._watching is not None:
+            self._watching.close()
+            self._watching = None
 
     @override
     def rows(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -247,7 +284,7 @@ def _norm_of(norms: Mapping[str, float], names: Iterable[str]) -> Numbers:
     return {"residual_norm": sum(found) ** 0.5} if found else {}
 
 
-def _mean_of_ranks(rows: Sequence[Numbers]) -> Numbers:
-    """The mean of each number over the rows that have it."""
+def _mean(rows: Sequence[Numbers]) -> Numbers:
+    """The mean of each number over the rows that have it; the ratio is that of the means."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return _with_ratio({key: fmean(row[key] for row in rows if key in row) for key in keys})

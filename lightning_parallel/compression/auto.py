@@ -14,9 +14,10 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compression.compressor import Compressor, Dense
 from lightning_parallel.compression.memory import Memory
+from lightning_parallel.compression.method import Method
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Quantize
-from lightning_parallel.compression.reducer import GroupLike, Method, Reducer, Step
+from lightning_parallel.compression.reducer import GroupLike, Reducer, Step
 
 __all__ = ["Auto"]
 

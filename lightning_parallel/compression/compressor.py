@@ -16,7 +16,8 @@ from lightning_parallel.compression.arguments import check_fraction, check_integ
 from lightning_parallel.compression.codec import Codec, Exact, by_rank
 from lightning_parallel.compression.exchange import Exchange, Scatter, Sum, Traffic
 from lightning_parallel.compression.feedback import Block, Feedback, FeedbackName
-from lightning_parallel.compression.reducer import Method, Reducer, Step
+from lightning_parallel.compression.method import Method
+from lightning_parallel.compression.reducer import Reducer, Step
 
 __all__ = ["Compressor", "Dense"]
 

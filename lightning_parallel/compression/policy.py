@@ -9,7 +9,8 @@ from typing import Optional
 
 from lightning_parallel.compression.arguments import check_integer
 from lightning_parallel.compression.compressor import Compressor, Dense
-from lightning_parallel.compression.reducer import Method, Reducer
+from lightning_parallel.compression.method import Method
+from lightning_parallel.compression.reducer import Reducer
 
 __all__ = ["Policy"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, ClassVar, NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -14,84 +14,20 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compression.exchange import ALONE_BYTES, Exchange, Operation, Seconds, Traffic, run, sent_bytes
+from lightning_parallel.compression.exchange import ALONE_BYTES, Seconds, Traffic, run, sent_bytes
 from lightning_parallel.compression.feedback import Block, working_dtype
 from lightning_parallel.compression.fidelity import Fidelity
 from lightning_parallel.compression.memory import Memory
+from lightning_parallel.compression.method import Method, Outcome, Part
 from lightning_parallel.compression.state import gather_state, local_state, values_for
 
-__all__ = ["GroupLike", "Method", "Part", "Reducer", "Step"]
+__all__ = ["GroupLike", "Reducer", "Step"]
 
 GroupLike = Union[Group, dist.ProcessGroup, None]
 _LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
 
 _Signature = tuple[tuple[str, tuple[int, ...], torch.dtype, torch.layout], ...]
 _CACHED = 1 << 19  # elements that stay in a CPU's cache from one operation to the next
-
-
-class Method(abc.ABC):
-    """What a reducer does with the gradients of one block.
-
-    Attributes:
-        batched: Whether gradients of one shape are computed together however large they are. Otherwise only small ones
-            are, as it costs a copy.
-    """
-
-    batched: ClassVar[bool] = False
-
-    @property
-    def scatters(self) -> bool:
-        """Whether it can leave out what other ranks need of the mean, and then sends less: `Block.shard`."""
-        return False
-
-    def turn(self, name: str, number: int, memory: Memory) -> int:
-        """By which number parameter `name` goes in step `number`; a block holds parameters with the same."""
-        return number
-
-    @abc.abstractmethod
-    def exchange(self, block: Block, step: Step) -> Exchange:
-        """Replace the block's gradients by their mean; a generator of requests. It watches what it receives."""
-
-    @abc.abstractmethod
-    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
-        """The payloads of one gradient of `shape` in step number `step`.
-
-        Args:
-            element_bytes: Of one element in the dtype in which it is computed with, `working_dtype`.
-        """
-
-    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
-        """The same where each rank needs no more than `shard` elements of the mean, if it `scatters`."""
-        raise NotImplementedError
-
-
-class Part(NamedTuple):
-    """What one step has done with gradients of one shape."""
-
-    method: Method
-    names: tuple[str, ...]
-    shape: torch.Size
-    dtype: torch.dtype
-    world_size: int
-    step: int
-    shard: Optional[int] = None
-
-    @property
-    def dense_bytes(self) -> int:
-        """What one rank sends for their mean by a bandwidth-optimal all-reduce, or reduce-scatter of shards."""
-        payload_bytes = len(self.names) * math.prod(self.shape) * self.dtype.itemsize
-        operation: Operation = "all_reduce" if self.shard is None else "reduce_scatter"
-        return sent_bytes([Traffic(operation, payload_bytes)], self.world_size)
-
-    @property
-    def sent_bytes(self) -> int:
-        """What one rank has sent."""
-        element_bytes = working_dtype(self.dtype).itemsize
-        if self.shard is None:
-            traffic = self.method.traffic(self.shape, element_bytes, self.world_size, self.step)
-        else:
-            traffic = self.method.scatter_traffic(self.shard, element_bytes, self.world_size)
-        return sent_bytes(traffic * len(self.names), self.world_size)
 
 
 class Reducer(abc.ABC):
@@ -104,6 +40,7 @@ class Reducer(abc.ABC):
         parts: What the last step has done.
         sample_every: Compare with the true mean in every so many steps (at the price of taking it); 0 for never.
         compared: The last comparison; None before it.
+        observers: Called with the outcome of each step that counts, on the thread that ends it.
     """
 
     linear: bool
@@ -117,6 +54,7 @@ class Reducer(abc.ABC):
         self.parts: list[Part] = []
         self.sample_every = 0
         self.compared: Optional[Fidelity] = None
+        self.observers: list[Callable[[Outcome], None]] = []
         self.memory = Memory()
         self._group_size = 1
         self._agreed: set[tuple[Any, ...]] = set()
@@ -128,7 +66,12 @@ class Reducer(abc.ABC):
 
     def pass_by(self) -> None:
         """Count a step of plain means that somebody else has taken."""
+        self._conclude(Outcome(self.parts, None, None))
+
+    def _conclude(self, outcome: Outcome) -> None:
         self.step += 1
+        for observer in self.observers:
+            observer(outcome)
 
     @abc.abstractmethod
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
@@ -319,10 +262,10 @@ class Step:
             self.memory.rollback()
             return False
         self.memory.commit()
-        self.reducer.step += 1
         self.reducer._group_size = self.group.size
         self.reducer.seconds, self.reducer.parts = self._seconds, self._parts
         self.reducer.compared = self._fidelity or self.reducer.compared
+        self.reducer._conclude(Outcome(self._parts, self._seconds, self._fidelity))
         return True
 
     def rollback(self) -> None:

@@ -97,11 +97,8 @@ def test_losses_of_each_compressor(group):
         assert rows[label]["parameters"] == 1
     assert rows["Cast('bf16', min_numel=0)"]["ratio"] == 2
     assert rows["Dense()"]["relative_error"] < 1e-6
-    assert (
-        report["residual_norm"]
-        == rows["TopK(ratio=0.1, min_numel=0)"]["residual_norm"]
-        == pytest.approx(reducer.residual_norm)
-    )
+    kept = rows["TopK(ratio=0.1, min_numel=0)"]["residual_norm"]
+    assert report["residual_norm"] == kept == pytest.approx(reducer.residual_norm)
     assert "residual_norm" not in rows["Cast('bf16', min_numel=0)"]
     assert report["sent_bytes"] == sum(row["sent_bytes"] for row in rows.values())
 
@@ -109,10 +106,50 @@ def test_losses_of_each_compressor(group):
 @distributed(world_size=2)
 def test_comparison_every_so_many_steps(group):
     reducer = TopK(0.1, min_numel=0)
-    reducer.sample_every = 2
-    with comm.record() as records:
-        watched(reducer, group, (16, 16), steps=4)
-    assert sum(record.op == "all_reduce" for record in records) == 2
+    account, compared = CompressionAccumulator(reducer, warmup_steps=1), []
+    for batch in range(8):
+        account.ask(every_n_steps=3)
+        with comm.record() as records:
+            for step in range(0 if batch == 2 else 2 if batch == 4 else 1):  # none where gradients are accumulated
+                reducer.reduce_(gradients(group, (16, 16), step=step), group)
+        account.look()
+        compared.append(sum(record.op == "all_reduce" and record.bytes == 16 * 16 * 4 for record in records))
+    assert compared == [0, 1, 0, 0, 0, 1, 0, 0], "the first counted step, and the first batch that begins three or more later"
+    account.close()
+    reducer.reduce_(gradients(group, (16, 16)), group)
+    account.look()
+    assert account.share()["steps"] == 7, "after `close` nothing is seen"
+
+
+@distributed(world_size=2)
+def test_all_steps_between_two_looks_are_counted(group):
+    reducer = Policy({"d.*": TopK(0.1, min_numel=0), "g.*": PowerSGD(1, min_numel=0)})
+    reducer.sample_every = 1
+    account = CompressionAccumulator(reducer)
+    for name, shape in (("d.weight", (16, 16)), ("g.weight", (8, 8)), ("g.weight", (8, 8))):
+        reducer.reduce_({name: torch.ones(shape)}, group)
+    account.look()
+    report = account.summarize([account.share()])
+    rows = {row["compressor"]: row for row in report["compressors"]}
+    assert report["steps"] == 3
+    assert report["dense_bytes"] == 4 * (256 + 64 + 64) / 3
+    assert rows["TopK(ratio=0.1, min_numel=0)"]["dense_bytes"] == 4 * 256 / 3
+    assert rows["PowerSGD(rank=1, min_numel=0)"]["relative_error"] < 1e-6 < report["relative_error"]
+    assert account.scalars()["compression/dense_bytes"] == report["dense_bytes"]
+
+
+@distributed(world_size=2)
+def test_plain_means_that_others_take_are_not_timed_and_save_nothing(group):
+    reducer = Dense()
+    account = CompressionAccumulator(reducer)
+    reducer.reduce_({"p": torch.ones(8, 8, dtype=torch.bfloat16)}, group)
+    reducer.pass_by()
+    account.look()
+    report = account.summarize([account.share()])
+    assert report["steps"] == 2
+    assert report["dense_bytes"] == 2 * 64
+    assert report["sent_bytes"] == (4 * 64 + 2 * 64) / 2
+    assert report["encode"] == reducer.seconds.encode
 
 
 @distributed(world_size=2)
@@ -183,6 +220,64 @@ def test_replicas(name, group):
 @distributed(world_size=4)
 def test_replicas_of_shards(name, group):
     check(name, group)
+
+
+class Adversaries(Wide):
+    """Two optimizers step in each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(12, 5)
+
+    def training_step(self, batch, index):
+        for model, optimizer in zip((self.net, self.other), self.optimizers()):
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.cross_entropy(model(batch[0]), batch[1]))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.net, self.other)]
+
+
+@distributed(world_size=2)
+def test_every_optimizer_step_is_counted(group):
+    policy = Policy({"other.weight": TopK(0.1, min_numel=0), "*.weight": PowerSGD(1, min_numel=0)})
+    monitor = CompressionMonitor(every_n_steps=4, warmup_steps=0, show_table=False)
+    strategy = CompressedDDPStrategy(policy, find_unused_parameters=True)
+    trainer_for(strategy, 2, callbacks=[monitor]).fit(Adversaries().double(), loader(2, group.rank))
+    report = monitor.report()
+    assert report["steps"] == policy.step == 16, "eight batches of two"
+    rows = {row["compressor"]: row for row in report["compressors"]}
+    assert {label: row["parameters"] for label, row in rows.items()} == {
+        "TopK(ratio=0.1, min_numel=0)": 1,
+        "PowerSGD(rank=1, min_numel=0)": 3,
+        "Dense()": 4,
+    }
+    assert all(row.keys() >= LOSSES for row in rows.values()), "steps of both optimizers are compared"
+    numbers = sum(parameter.numel() for parameter in Adversaries().parameters())
+    assert report["dense_bytes"] == pytest.approx(8 * numbers / 2)
+    assert policy.sample_every == 0
+    assert not policy.observers
+
+
+@distributed(world_size=2)
+def test_accumulation_is_not_counted(group):
+    monitor = CompressionMonitor(every_n_steps=2, warmup_steps=0, show_table=False)
+    trainer = trainer_for(
+        CompressedDDPStrategy(TopK(0.1, min_numel=0)), 2, callbacks=[monitor], accumulate_grad_batches=2
+    )
+    trainer.fit(Net().double(), loader(2, group.rank))
+    assert monitor.report()["steps"] == 4, "of eight batches"
+    assert monitor.report().keys() >= LOSSES
+
+
+@distributed(world_size=2)
+def test_ranks_that_would_compare_in_different_steps_are_refused(group):
+    monitor = CompressionMonitor(every_n_steps=2 + group.rank)
+    trainer = trainer_for(CompressedDDPStrategy(TopK(0.1)), 2, callbacks=[monitor])
+    with pytest.raises(ValueError, match="every_n_steps"):
+        trainer.fit(Net().double(), loader(2, group.rank))
 
 
 @distributed(world_size=2)
