@@ -114,7 +114,7 @@ def test_comparison_every_so_many_steps(group):
                 reducer.reduce_(gradients(group, (16, 16), step=step), group)
         account.look()
         compared.append(sum(record.op == "all_reduce" and record.bytes == 16 * 16 * 4 for record in records))
-    assert compared == [0, 1, 0, 0, 0, 1, 0, 0], "the first counted step, and the first batch that begins three or more later"
+    assert compared == [0, 1, 0, 0, 0, 1, 0, 0], "the first step counted; the next batch that is three later"
     account.close()
     reducer.reduce_(gradients(group, (16, 16)), group)
     account.look()
