@@ -31,6 +31,7 @@ class Kind(NamedTuple):
     axis: str
     op: str
     ranks: tuple[int, ...]
+    group: str
     peer: int | None
     dtype: str | None
     bytes: int | None
@@ -79,12 +80,10 @@ class CommunicationAccumulator(Accumulator):
         self._steps += 1
         for span in window.spans:
             if span.category == "communication":
-                key = span.axis, span.op, span.ranks, span.peer, span.dtype, span.bytes
+                key = span.axis, span.op, span.ranks, span.group, span.peer, span.dtype, span.bytes
                 tally = self._tallies.get(key)  # type: ignore[call-overload]  # equal to the `Kind` of these
                 if tally is None:
-                    assert span.axis is not None
-                    assert span.op is not None
-                    kind = Kind(span.axis, span.op, span.ranks, span.peer, span.dtype, span.bytes)
+                    kind = Kind(*key)  # type: ignore[arg-type]
                     tally = self._tallies[kind] = Tally()
                 tally.count += 1
                 tally.blocked_ns += span.blocked_ns
@@ -99,7 +98,7 @@ class CommunicationAccumulator(Accumulator):
         calls = {
             key: (calls.count, calls.digest, list(calls.recent)[-RECENT:])
             for key, calls in list(self._calls.items())
-            if len(key) == 2
+            if len(key) == 3
         }
         return {"rank": self._rank, "steps": self._steps, "kinds": kinds, "calls": calls}
 
@@ -258,7 +257,7 @@ def _matched(found: Iterable[tuple[dict[str, Any], Kind]]) -> list[list[Sample]]
     calls: defaultdict[tuple[Any, ...], list[Sample]] = defaultdict(list)
     for rank, kind in found:
         for sample in rank["kinds"][kind][2]:
-            calls[kind.ranks, sample.sequence].append(sample)
+            calls[kind.ranks, kind.group, sample.sequence].append(sample)
     return list(calls.values())
 
 
@@ -279,7 +278,7 @@ def _latency(call: Sequence[Sample], one_clock: bool) -> int | None:
 def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, Kind], list[int]]:
     """Nanoseconds from the sending to the arrival, where the receiver was already waiting when it was sent."""
     sent = {
-        (rank["rank"], kind.peer, kind.axis, kind.ranks, sample.tag, sample.sequence): (kind, sample.start_ns)
+        (rank["rank"], kind.peer, kind.ranks, kind.group, sample.tag, sample.sequence): (kind, sample.start_ns)
         for rank in shared
         for kind, (_, _, samples) in rank["kinds"].items()
         if kind.op == "send"
@@ -289,7 +288,7 @@ def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, Kind], l
     for rank in shared:
         for kind, (_, _, samples) in rank["kinds"].items():
             for sample in samples if kind.op == "recv" else ():
-                match = sent.get((kind.peer, rank["rank"], kind.axis, kind.ranks, sample.tag, sample.sequence))
+                match = sent.get((kind.peer, rank["rank"], kind.ranks, kind.group, sample.tag, sample.sequence))
                 if match is not None and sample.waiting_ns < match[1]:
                     times[rank["rank"], kind].append(sample.end_ns - match[1])
                     times[kind.peer or 0, match[0]].append(sample.end_ns - match[1])
@@ -305,7 +304,7 @@ def _desynchronised(shared: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]
     for rank in shared:
         for key, calls in rank["calls"].items():
             issued[key][rank["rank"]] = calls
-    for (axis, group), by_rank in issued.items():
+    for (axis, group, _), by_rank in issued.items():
         verdicts = {rank: (0, 0) if rank not in by_rank else by_rank[rank][:2] for rank in group}
         present = {rank["rank"] for rank in shared}
         if not present.issuperset(group) or len(set(verdicts.values())) == 1:

@@ -69,16 +69,17 @@ def _walk(frame: FrameType | None) -> Iterator[FrameType]:
 def _recorded(active: Recorder) -> dict[str, Any]:
     calls = []
     for key, made in list(active.calls.items()):
-        axis, ranks, *message = key
+        axis, ranks, group, *message = key
         op, peer, tag = message or ("", None, None)
-        calls.append({"axis": axis, "ranks": ranks, "op": op, "peer": peer, "tag": tag, "count": made.count})
+        place = {"axis": axis, "ranks": ranks, "group": group}
+        calls.append({**place, "op": op, "peer": peer, "tag": tag, "count": made.count})
     flights = [_flight(flight) for flight in list(active.in_flight.values())]
     spans = [_span(span) for span in active.last_steps(3)[-_LAST_SPANS:]]
     return {"calls": calls, "in_flight": flights, "spans": spans}
 
 
 def _flight(flight: Flight) -> dict[str, Any]:
-    fields = ("op", "axis", "ranks", "peer", "tag", "sequence", "bytes", "dtype")
+    fields = ("op", "axis", "ranks", "group", "peer", "tag", "sequence", "bytes", "dtype")
     age_s = (time.perf_counter_ns() - flight.start) / 1e9 if isinstance(flight.start, int) else None
     return {**{name: getattr(flight, name) for name in fields}, "waited_for": flight.is_waited_for, "age_s": age_s}
 
@@ -160,7 +161,7 @@ def _absences(states: Mapping[int, State], waited_for: bool) -> Iterator[Absence
     seen = set()
     for state in states.values():
         for flight in state.get("in_flight", ()):
-            key = (flight["axis"], *flight["ranks"], flight["sequence"], flight["peer"], flight["tag"])
+            key = (*flight["ranks"], flight["group"], flight["sequence"], flight["peer"], flight["tag"])
             if flight["waited_for"] == waited_for and key not in seen:
                 seen.add(key)
                 yield from _absent(flight, state["rank"], states)
@@ -170,11 +171,11 @@ def _absent(flight: State, waiter: int, states: Mapping[int, State]) -> Iterator
     op, axis, ranks, sequence = (flight[name] for name in ("op", "axis", "ranks", "sequence"))
     along = f"along {axis.replace('_', ' ')}"
     if flight["peer"] is None:
-        missing = [r for r in ranks if r in states and _count(states[r], axis, ranks) <= sequence]
+        missing = [r for r in ranks if r in states and _count(states[r], flight) <= sequence]
         text = f"did not enter {op} {along}, call {sequence} of ranks {ranks}"
     elif op == "recv":
         peer = flight["peer"]
-        is_sent = peer not in states or _count(states[peer], axis, ranks, "send", waiter, flight["tag"]) > sequence
+        is_sent = peer not in states or _count(states[peer], flight, "send", waiter, flight["tag"]) > sequence
         missing, text = [] if is_sent else [peer], f"did not send message {sequence} {along} to rank {waiter}"
     else:
         return
@@ -184,8 +185,9 @@ def _absent(flight: State, waiter: int, states: Mapping[int, State]) -> Iterator
         yield flight["age_s"] or 0.0, waiters, rank, f"rank {rank} {text}, where {who}"
 
 
-def _count(state: State, axis: str, ranks: list[int], op: str = "", peer: int | None = None, tag: Any = None) -> int:
-    wanted = {"axis": axis, "ranks": ranks, "op": op, "peer": peer, "tag": tag}
+def _count(state: State, flight: State, op: str = "", peer: int | None = None, tag: Any = None) -> int:
+    """How many calls a rank has made in the group of `flight`; messages count apart."""
+    wanted = {"ranks": flight["ranks"], "group": flight["group"], "op": op, "peer": peer, "tag": tag}
     return next((c["count"] for c in state["calls"] if all(c[key] == value for key, value in wanted.items())), 0)
 
 

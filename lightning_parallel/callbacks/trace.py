@@ -236,14 +236,14 @@ def _in_lanes(pieces: Iterable[tuple[int, int, int]]) -> Iterator[tuple[tuple[in
 def _messages(ranks: Sequence[_Rank]) -> Iterator[tuple[_Rank, int, _Rank, int]]:
     """Every message whose both ends are known. The sending is over, at the latest, when it has been received."""
     sent = {
-        (rank.rank, span.peer, span.axis, span.ranks, span.tag, span.sequence): (rank, index)
+        (rank.rank, span.peer, span.ranks, span.group, span.tag, span.sequence): (rank, index)
         for rank in ranks
         for index, span in enumerate(rank.spans)
         if span.op == "send"
     }
     for receiver in ranks:
         for received, span in enumerate(receiver.spans):
-            key = (span.peer, receiver.rank, span.axis, span.ranks, span.tag, span.sequence)
+            key = (span.peer, receiver.rank, span.ranks, span.group, span.tag, span.sequence)
             if span.op == "recv" and key in sent:
                 sender, index = sent[key]
                 arrival = receiver.common(span.end_ns) - sender.shift

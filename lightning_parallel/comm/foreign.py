@@ -49,26 +49,27 @@ class Foreign:
 
     def __init__(self, axes: Mapping[tuple[int, ...], str], default: str = "world") -> None:
         self._axes, self._default = dict(axes), default
-        self._groups: dict[dist.ProcessGroup | None, tuple[str, tuple[int, ...]]] = {}
+        self._groups: dict[dist.ProcessGroup | None, tuple[str, tuple[int, ...], str]] = {}
         self._open: list[Flight] = []
         self._lock = threading.Lock()
 
-    def group(self, process_group: dist.ProcessGroup | None) -> tuple[str, tuple[int, ...]]:
-        """Axis and ranks of a group."""
+    def group(self, process_group: dist.ProcessGroup | None) -> tuple[str, tuple[int, ...], str]:
+        """Axis, ranks and name of a group."""
         if process_group not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(process_group))
-            is_default = process_group is None or process_group is dist.group.WORLD
-            axis = self._default if is_default else self._axes.get(ranks, "world")
-            self._groups[process_group] = axis, ranks
+            known = dist.group.WORLD if process_group is None else process_group
+            assert known is not None
+            axis = self._default if known is dist.group.WORLD else self._axes.get(ranks, "world")
+            self._groups[process_group] = axis, ranks, known.group_name
         return self._groups[process_group]
 
     def begin(self, active: Recorder, op: str, process_group: Any, payload: Any) -> Flight:
         """Note that a collective begins."""
-        axis, ranks = self.group(process_group)
+        axis, ranks, name = self.group(process_group)
         tensors = [payload] if isinstance(payload, Tensor) else list(payload or ())
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) if tensors else None
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else None
-        return Flight(active, op, axis, ranks, num_bytes, dtype, None)
+        return Flight(active, op, axis, ranks, num_bytes, dtype, None, group=name)
 
     def leave_open(self, flight: Flight, work: Any, may_hold: bool = True) -> None:
         """Note that the caller will wait for `work` where it is not seen; what computes, if `may_hold`."""

@@ -42,6 +42,11 @@ class Group:
         """Name of the backend; looked up once, as that takes longer than to start a collective."""
         return "" if self.process_group is None else dist.get_backend(self.process_group)
 
+    @cached_property
+    def name(self) -> str:
+        """Of the process group: the same on all its ranks, and no other group has it."""
+        return "" if self.process_group is None else self.process_group.group_name
+
     @classmethod
     def alone(cls, axis: str, rank: int = 0) -> Group:
         """A group that holds this process only."""

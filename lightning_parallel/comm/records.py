@@ -233,7 +233,7 @@ def _begin(
     if active is None or group.axis == PROFILING:
         return _UNSEEN
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    return Flight(active, op, group.axis, group.ranks, num_bytes, name, peer, tag)
+    return Flight(active, op, group.axis, group.ranks, num_bytes, name, peer, tag, group.name)
 
 
 @contextmanager

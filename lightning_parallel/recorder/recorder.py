@@ -89,6 +89,7 @@ class Flight:
         "bytes",
         "complete",
         "dtype",
+        "group",
         "op",
         "peer",
         "ranks",
@@ -107,11 +108,12 @@ class Flight:
         dtype: str | None,
         peer: int | None,
         tag: int | None = None,
+        group: str = "",
     ) -> None:
         self._recorder, self._held = recorder, list[Any]()
         self.op, self.axis, self.ranks, self.bytes, self.dtype, self.peer = op, axis, ranks, num_bytes, dtype, peer
-        self.tag = tag
-        self.sequence = recorder.calls_of(axis, ranks, op, peer, tag).add(op, num_bytes, dtype)
+        self.tag, self.group = tag, group
+        self.sequence = recorder.calls_of(axis, ranks, group, op, peer, tag).add(op, num_bytes, dtype)
         self.complete: Any = None
         self.start: Any = recorder.now()
         recorder.in_flight[id(self)] = self
@@ -154,7 +156,7 @@ class Flight:
             end = held[-1] if held else recorder.now()
         who = self.ranks, self.peer, self.dtype, get_ident()
         what = "communication", self.op, recorder.step, None, None, self.axis, self.op, self.bytes
-        recorder.add((*what, *who, self.sequence, self.tag), self.start, end, self.complete, *held)
+        recorder.add((*what, *who, self.sequence, self.tag, self.group), self.start, end, self.complete, *held)
 
 
 class Recorder:
@@ -171,7 +173,7 @@ class Recorder:
         now: Reads the clock: nanoseconds, or a mark of the device clock.
         in_flight: Communications that have begun and not ended.
         add: Keeps a finished span, see `_keep`.
-        calls: What was issued in each group, by axis and ranks; messages by axis, ranks, operation, peer and tag.
+        calls: What was issued in each group, by axis, ranks and name; of messages, also by operation, peer and tag.
     """
 
     def __init__(
@@ -241,10 +243,16 @@ class Recorder:
     # -------------------------------------------------------------------------------------------------------- spans
 
     def calls_of(
-        self, axis: str, ranks: tuple[int, ...], op: str = "", peer: int | None = None, tag: int | None = None
+        self,
+        axis: str,
+        ranks: tuple[int, ...],
+        group: str = "",
+        op: str = "",
+        peer: int | None = None,
+        tag: int | None = None,
     ) -> Calls:
         """What was issued in a group; messages count apart, by peer, direction and tag."""
-        key = (axis, ranks) if peer is None else (axis, ranks, op, peer, tag)
+        key = (axis, ranks, group) if peer is None else (axis, ranks, group, op, peer, tag)
         calls = self.calls.get(key)
         if calls is None:
             calls = self.calls[key] = Calls()
@@ -265,14 +273,13 @@ class Recorder:
             complete_ns: When a communication was over, if that is known.
             held_ns: From when to when the calling thread was held up, any number of times.
         """
-        category, name, step, stage, microbatch, axis, op, num_bytes, ranks, peer, dtype, thread, sequence, tag = facts
+        category, name, step, *where, ranks, peer, dtype, thread, sequence, tag, group = facts
         blocked_ns = 0
         for index in range(0, len(held_ns), 2):
             blocked_ns += max(0, held_ns[index + 1] - held_ns[index])
         in_flight = None if complete_ns is None else complete_ns - start_ns
-        where = stage, microbatch, axis, op, num_bytes
-        who = ranks, peer, dtype, thread
-        span = _new_span((category, name, start_ns, end_ns, step, *where, blocked_ns, *who, in_flight, sequence, tag))
+        who = ranks, peer, dtype, thread, in_flight, sequence, tag, group
+        span = _new_span((category, name, start_ns, end_ns, step, *where, blocked_ns, *who))
         self.spans.append(span)
         self._ended.append(span)
 
@@ -382,7 +389,7 @@ class _Recording(OpenSpan):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = self._recorder.now() if self._phase is None else self._recorder.leave()
-        facts = (*self._facts, None, None, None, (), None, None, get_ident(), None, None)
+        facts = (*self._facts, None, None, None, (), None, None, get_ident(), None, None, "")
         self._recorder.add(facts, self._start, end)
 
 

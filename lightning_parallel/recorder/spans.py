@@ -27,6 +27,7 @@ class Span(NamedTuple):
         in_flight: Time from the start to the completion, where the calling thread saw the end later than that.
         sequence: How many calls this rank had made in that group (with that peer, operation and tag) before this one.
         tag: Of a point-to-point message; messages of one tag arrive in the order in which they were sent.
+        group: Name of the group, the same on all its ranks; several groups may have the same ranks.
     """
 
     category: str
@@ -47,6 +48,7 @@ class Span(NamedTuple):
     in_flight: int | None = None
     sequence: int | None = None
     tag: int | None = None
+    group: str = ""
 
     @property
     def complete_ns(self) -> int:

@@ -17,6 +17,7 @@ from lightning_parallel.callbacks import CommunicationProfiler, StepBreakdown
 from lightning_parallel.callbacks.communication import CommunicationAccumulator, bus_factor, wire_factor
 from lightning_parallel.callbacks.step_breakdown import BreakdownAccumulator
 from lightning_parallel.comm import Group
+from lightning_parallel.comm.foreign import Foreign, watching
 from lightning_parallel.recorder import Calls, Recorder, Span, Window
 from tests.harness import distributed, run
 from tests.strategies.models import BATCH, Net, loader, trainer_for
@@ -148,7 +149,7 @@ def _of_late_peer(group, numel):
 
 
 def accumulators(group, calls=None):
-    place = {"rank": group.rank, "coordinate": {"data_parallel": group.rank}}
+    place = {"rank": group.rank, "coordinate": {"data_parallel": group.rank, "pipeline_parallel": 0}}
     return CommunicationAccumulator(group.rank, True, calls or {}, []), BreakdownAccumulator(place)
 
 
@@ -187,6 +188,27 @@ def test_bandwidth_is_that_of_the_group_and_not_of_the_world(group):
     assert reduce["bus_bandwidth"] == pytest.approx(reduce["payload_bytes"] / reduce["latency"])
     assert gather["bus_bandwidth"] == pytest.approx(gather["algorithm_bandwidth"] / 2)
     assert report["desynchronised"] == []
+
+
+@distributed(world_size=2)
+def test_groups_of_the_same_ranks_are_told_apart(group):
+    """Between two groups the order is free: a thread may use a group of its own."""
+    groups = [Group.of(dist.new_group([0, 1]), "data_parallel") for _ in range(2)]
+    recorder, foreign = Recorder(), Foreign({(0, 1): "data_parallel"})
+    with recording.activate(recorder), watching(foreign):
+        for _ in range(20):
+            mine = groups[:: 1 if group.rank == 0 else -1]
+            pending = [comm.all_reduce_(torch.ones(4 + 4 * (one is groups[0])), one, async_op=True) for one in mine]
+            works = [dist.all_reduce(torch.ones(9), group=one.process_group, async_op=True) for one in mine]
+            for each in (*pending, *works):
+                each.wait()
+            foreign.settle(recorder)
+    accumulator = CommunicationAccumulator(group.rank, True, recorder.calls, [])
+    for window in recorder.close_step():
+        accumulator.add(window)
+    report = accumulator.summarize(comm.all_gather_object(accumulator.share(), group))
+    assert report["desynchronised"] == []
+    assert [record["count"] for record in report["records"]] == [40, 20, 20]
 
 
 def window(*spans):
@@ -242,7 +264,7 @@ def issued(count, *extra):
         calls.add("all_reduce", 8, "float32")
     for op in extra:
         calls.add(op, 8, "float32")
-    return {("tensor_parallel", (0, 1, 2)): calls}
+    return {("tensor_parallel", (0, 1, 2), "1"): calls}
 
 
 @pytest.mark.parametrize(

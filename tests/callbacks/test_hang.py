@@ -139,6 +139,7 @@ def state(rank, waits=(), calls=(), progress=5, groups=None, waited_for=True):
             "op": op,
             "axis": axis,
             "ranks": ranks,
+            "group": axis,
             "peer": peer,
             "tag": tag,
             "sequence": n,
@@ -148,7 +149,7 @@ def state(rank, waits=(), calls=(), progress=5, groups=None, waited_for=True):
         for op, axis, ranks, peer, tag, n, age in waits
     ]
     made = [
-        {"axis": axis, "ranks": ranks, "op": op, "peer": peer, "tag": tag, "count": count}
+        {"axis": axis, "ranks": ranks, "group": axis, "op": op, "peer": peer, "tag": tag, "count": count}
         for axis, ranks, op, peer, tag, count in calls
     ]
     where = {"where": f"training batch {progress}", "line": "train.py:3 (step)", "progress": progress}
