@@ -174,11 +174,11 @@ def _uneven(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:
     if lost[worst] / wall < WORTH_SAYING:
         return
     (fewest, waited_for), (most, waiter) = min(stages[worst]), max(stages[worst])
-    why = (
-        "Add `StragglerMonitor()`, which names ranks that are late in most steps."
-        if monitor is None
-        else "No rank is late in most steps: look for inputs of unequal length, and for other load on the machines."
-    )
+    if monitor is None:
+        why = "Add `StragglerMonitor()`, which names ranks that are late in most steps."
+    else:
+        known = " ".join(monitor.get("missing", ["No rank is late in most steps."]))
+        why = f"{known} Look for inputs of unequal length, and for other load on the machines."
     title = (
         f"Ranks wait for each other for {seconds_text(lost[worst])} of a {seconds_text(wall)} step: rank {waiter} is"
         f" held up for {seconds_text(most)}, rank {waited_for} for {seconds_text(fewest)}, all of them at once for"

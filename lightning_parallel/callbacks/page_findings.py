@@ -34,14 +34,15 @@ _MOST = 50
 def findings(report: Report) -> str:
     """What the monitors found: slow ranks, replicas that drift, data that is divided wrongly."""
     body = ""
-    stragglers = found_by(report, "StragglerMonitor").get("stragglers")
+    monitor = found_by(report, "StragglerMonitor")
+    stragglers = monitor.get("stragglers")
     if stragglers:
         rows = [
             [f"rank {s['rank']}", (s.get("cause") or "unattributed").replace("_", " "), seconds_text(s["excess"])]
             for s in stragglers
         ]
         body += charts.table(["rank", "cause", "later than its peers, per step"], rows, "Slow ranks", words=True)
-    elif stragglers is not None:
+    elif stragglers is not None and not monitor.get("missing"):
         body += "<p>No rank is slower than its peers, those with the same stage and shard.</p>"
     for callback, title, good in (
         ("ReplicaDriftMonitor", "Replicas that differ", "Everything that must be equal between replicas was equal."),

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parallel.comm.foreign import Foreign, bucket_mean
 from lightning_parallel.mesh import AXES, DATA, Mesh
 
-__all__ = ["foreign_of", "show_buckets", "unseen"]
+__all__ = ["foreign_of", "show_buckets", "unseen", "waits_unseen"]
 
 
 def foreign_of(trainer: Trainer, mesh: Mesh) -> Foreign:
@@ -31,6 +31,13 @@ def show_buckets(trainer: Trainer) -> None:
         model.register_comm_hook(model.process_group, bucket_mean)
 
 
+def waits_unseen(strategy: Strategy) -> bool:
+    """Whether ranks wait for each other inside of forward and backward where that cannot be told from work."""
+    if isinstance(strategy, FSDPStrategy):
+        return strategy.root_device.type == "cuda"
+    return isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy))
+
+
 def unseen(trainer: Trainer) -> Iterator[str]:
     """What happens where it is not seen, in sentences."""
     strategy: Any = trainer.strategy
@@ -43,7 +50,7 @@ def unseen(trainer: Trainer) -> Iterator[str]:
         if any(hook is not bucket_mean and not _is_ours(hook) for hook in hooks):
             names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
             yield f"The communication hook {names} is seen only as far as it calls functions of torch.distributed."
-    if isinstance(strategy, FSDPStrategy) and strategy.root_device.type == "cuda":
+    if isinstance(strategy, FSDPStrategy) and waits_unseen(strategy):
         yield "FSDP communicates in streams of its own: how long computing waits for it counts as forward and backward."
     if isinstance(strategy, ModelParallelStrategy):
         yield "DTensor communicates inside torch, where that is not seen: it counts as forward and backward."

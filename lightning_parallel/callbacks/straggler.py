@@ -12,13 +12,13 @@ from statistics import median
 from typing import Any, Optional
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from rich import box
 from rich.table import Table
 from typing_extensions import override
 
 from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback, place
 from lightning_parallel.callbacks.even_steps import EvenSteps
+from lightning_parallel.callbacks.stock import waits_unseen
 from lightning_parallel.callbacks.units import percent, seconds_text
 from lightning_parallel.recorder import OTHER, Window
 
@@ -38,8 +38,6 @@ MOST = 0.75
 
 COVERS = 0.8
 """Share of the lateness that a cause has to explain."""
-
-_WAITING_UNSEEN = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)
 
 Step = dict[str, float]
 """Seconds by phase of work, and `wall`."""
@@ -139,7 +137,11 @@ class StragglerAccumulator(Accumulator):
             for one in sorted(found, key=lambda one: one.rank)
         ]
         stragglers = [{"rank": one.rank, "cause": one.cause, "excess": one.excess} for one in found if one.late >= MOST]
-        return {"stragglers": sorted(stragglers, key=lambda one: -float(one["excess"] or 0)), "ranks": rows}
+        report = {"stragglers": sorted(stragglers, key=lambda one: -float(one["excess"] or 0)), "ranks": rows}
+        if not self._unseen:
+            return report
+        phases = " and ".join(phase for phase in WORK if phase in self._unseen)
+        return {**report, "missing": [f"In {phases} ranks wait for each other unseen: who is late there is not known."]}
 
     @override
     def scalars(self) -> dict[str, float]:
@@ -159,9 +161,9 @@ class StragglerMonitor(MeasuringCallback):
         stragglers: [{rank, cause, excess}]       `cause` is None if no single phase explains it
         ranks: [{rank, own, excess, late}]        `late`: share of the steps in which it was late
 
-    While there are fewer than 20 steps, and where no rank has a peer, `missing` says so instead. Under FSDP,
+    While there are fewer than 20 steps, and where no rank has a peer, `missing` says so instead. Under FSDP on CUDA,
     DeepSpeed and Lightning's `ModelParallelStrategy` ranks wait for each other inside forward and backward, unseen, so
-    that only the other phases are compared.
+    that only the other phases are compared, as `missing` says.
 
     Logged: `straggler/own`, seconds of work of rank 0 in the last step.
 
@@ -191,7 +193,7 @@ class StragglerMonitor(MeasuringCallback):
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> StragglerAccumulator:
         assert self.session is not None
-        unseen = ("forward", "backward") if isinstance(trainer.strategy, _WAITING_UNSEEN) else ()
+        unseen = ("forward", "backward") if waits_unseen(trainer.strategy) else ()
         return StragglerAccumulator(place(self.session), self.threshold, unseen)
 
     @override

@@ -227,6 +227,16 @@ def test_a_curve_has_gaps_and_keeps_its_axis(show):
     assert [piece.split("L")[-1].split()[0] for piece in pieces] == ["24.62", "49.75"]
 
 
+def test_ranks_that_could_not_be_compared_have_no_clean_bill(show):
+    report, clean = full_report(), "No rank is slower"
+    report["reports"]["StragglerMonitor"] = {"stragglers": []}
+    assert clean in show(render(report)).inner_text("section[aria-labelledby=findings]")
+    report["reports"]["StragglerMonitor"]["missing"] = ["Waits are not seen."]
+    page = show(render(report))
+    assert clean not in page.inner_text("body")
+    assert "Waits are not seen." in page.inner_text("section[aria-labelledby=missing]")
+
+
 def test_an_error_that_ended_the_run_is_on_top(show):
     report = full_report()
     report["run"]["error"] = "ValueError: <b>not markup</b>"

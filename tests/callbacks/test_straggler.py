@@ -4,17 +4,18 @@ import os
 import random
 import time
 from contextlib import nullcontext
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridParallelStrategy
+from lightning_parallel.callbacks.stock import waits_unseen
 from lightning_parallel.callbacks.straggler import KEPT, StragglerAccumulator, StragglerMonitor
 from lightning_parallel.recorder import Window
 from tests.harness import run
@@ -104,10 +105,25 @@ def test_without_peers_or_with_few_steps_nothing_is_said():
 def test_unseen_phases_are_left_out():
     draw = random.Random(9)
     steps = [noisy(draw), noisy(draw, extra={"forward": 30})]
-    assert report_of(steps, unseen=("forward", "backward"))["stragglers"] == []
+    report = report_of(steps, unseen=("forward", "backward"))
+    assert report["stragglers"] == []
+    assert "In forward and backward ranks wait for each other unseen" in report["missing"][0]
     steps[1] = noisy(draw, extra={"data_wait": 30})
     (straggler,) = report_of(steps, unseen=("forward", "backward"))["stragglers"]
     assert straggler["cause"] == "data_wait"
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "unseen"),
+    [
+        (FSDPStrategy, "cpu", False),
+        (FSDPStrategy, "cuda", True),
+        (ModelParallelStrategy, "cpu", True),
+        (DDPStrategy, "cuda", False),
+    ],
+)
+def test_where_waits_are_seen(kind, device, unseen):
+    assert waits_unseen(Mock(spec=kind, root_device=torch.device(device))) is unseen
 
 
 def test_long_runs_are_sampled_alike_on_all_ranks():
