@@ -17,7 +17,7 @@ from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.units import bytes_text, count_text, percent, seconds_text
 from lightning_parallel.compression import Reducer
 from lightning_parallel.compression.arguments import check_integer
-from lightning_parallel.compression.method import Outcome
+from lightning_parallel.compression.method import Method, Outcome
 from lightning_parallel.recorder import Window
 
 __all__ = ["CompressionAccumulator", "CompressionMonitor"]
@@ -42,7 +42,8 @@ class CompressionAccumulator(Accumulator):
         self._asked = -inf  # steps that had been counted when a comparison was last asked for
         self._steps = self._timed = 0
         self._seconds = dict.fromkeys(TIMES, 0.0)
-        self._bytes: dict[str, Numbers] = {}  # by compressor
+        self._labels: dict[Method, str] = {}
+        self._bytes: dict[str, Numbers] = {}  # by label
         self._names: dict[str, set[str]] = {}
         self._losses: dict[str, list[Numbers]] = {}
         self._residuals: dict[str, float] = {}  # by parameter
@@ -95,7 +96,7 @@ class CompressionAccumulator(Accumulator):
             self._seconds[key] += value
         sent: Numbers = {"dense_bytes": 0, "sent_bytes": 0}
         for part in outcome.parts:
-            label = repr(part.method)
+            label = self._labels.get(part.method) or self._labels.setdefault(part.method, repr(part.method))
             row = {"dense_bytes": part.dense_bytes, "sent_bytes": part.dense_bytes if passed else part.sent_bytes}
             total = self._bytes.setdefault(label, dict.fromkeys(row, 0.0))
             self._names.setdefault(label, set()).update(part.names)
