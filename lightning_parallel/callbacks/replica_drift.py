@@ -11,7 +11,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Optional
+from math import inf, isfinite
+from typing import Any, Literal, NamedTuple, Optional
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -38,6 +39,17 @@ MAX_COMPARED = 16
 """Of so many values that differ is also found out by how much, unless they are healed, for which all are needed."""
 
 
+_KINDS = ("option", "parameter", "buffer", "optimizer")
+"""Kinds of values; what comes first makes what follows drift, rather than the other way round."""
+
+
+class Difference(NamedTuple):
+    """By how much a value differs from the reference: the largest difference, and all in words."""
+
+    largest: float
+    text: str
+
+
 @dataclass(frozen=True)
 class Disagreement:
     """A value that ranks should share and do not.
@@ -59,6 +71,11 @@ class Disagreement:
         """Whether a majority tells who is wrong."""
         return self.ranks == self.different
 
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Likely causes first: those of which it is certain who is wrong, then by kind."""
+        return not self.is_certain, _KINDS.index(self.key.kind)
+
 
 def shared_classes(keys_by_rank: Sequence[Sequence[Key]]) -> dict[Ranks, list[Key]]:
     """Sort keys by the ranks that hold them, where these are several."""
@@ -74,7 +91,7 @@ def shared_classes(keys_by_rank: Sequence[Sequence[Key]]) -> dict[Ranks, list[Ke
 
 
 def disagreements(hashes_by_rank: Sequence[Mapping[Key, int]]) -> list[Disagreement]:
-    """The keys that several ranks hold with different hashes."""
+    """The keys that several ranks hold with different hashes, likely causes first."""
     found = []
     for ranks, keys in shared_classes([list(hashes) for hashes in hashes_by_rank]).items():
         for key in keys:
@@ -86,7 +103,7 @@ def disagreements(hashes_by_rank: Sequence[Mapping[Key, int]]) -> list[Disagreem
             reference = next(rank for rank in ranks if values[rank] == common) if is_certain else ranks[0]
             different = tuple(rank for rank in ranks if values[rank] != values[reference])
             found.append(Disagreement(key, reference, different, different if is_certain else ranks))
-    return sorted(found, key=lambda disagreement: disagreement.key)
+    return sorted(found, key=lambda disagreement: (disagreement.order, disagreement.key))
 
 
 class DriftAccumulator(Accumulator):
@@ -146,7 +163,9 @@ class DriftAccumulator(Accumulator):
         else:
             self._known |= set(new)
             details = self._details(new[:MAX_COMPARED], held)
-        findings = [_finding(step, disagreement, details.get(disagreement.key)) for disagreement in new]
+        unknown = Difference(0.0, "")
+        new.sort(key=lambda drift: (drift.order, -details.get(drift.key, unknown).largest))
+        findings = [_finding(step, drift, details.get(drift.key, unknown).text) for drift in new]
         self.findings += findings
         return findings
 
@@ -186,7 +205,7 @@ class DriftAccumulator(Accumulator):
     # -------------------------------------------------------------------------------------------- by how much, healing
 
     @torch.no_grad()
-    def _details(self, drifted: Sequence[Disagreement], held: Mapping[Key, Held]) -> dict[Key, str]:
+    def _details(self, drifted: Sequence[Disagreement], held: Mapping[Key, Held]) -> dict[Key, Difference]:
         """Send the reference's values to the ranks that differ, which say by how much, and heal if they may."""
         if not drifted:
             return {}
@@ -197,7 +216,7 @@ class DriftAccumulator(Accumulator):
         numbers_by_rank = self._gather(numbers)
         if numbers_by_rank is None:
             return {}
-        texts: dict[Key, str] = {}
+        found: dict[Key, Difference] = {}
         for drift in drifted:
             if drift.key not in mine:
                 continue
@@ -206,9 +225,8 @@ class DriftAccumulator(Accumulator):
             if isinstance(value, Tensor):
                 reference = self._reference(drift, value)
             if self._rank in drift.different:
-                texts[drift.key] = self._compare(drift, held[drift.key], reference)
-        texts_by_rank = self._gather(texts)
-        return {key: text for texts in texts_by_rank or [] for key, text in texts.items()}
+                found[drift.key] = self._compare(drift, held[drift.key], reference)
+        return {key: how for differences in self._gather(found) or [] for key, how in differences.items()}
 
     def _reference(self, drift: Disagreement, value: Tensor) -> Tensor | None:
         if self._rank == drift.reference:
@@ -219,28 +237,29 @@ class DriftAccumulator(Accumulator):
         received = torch.empty(value.shape, dtype=value.dtype)
         return comm.irecv(received, self._group, drift.reference).wait()
 
-    def _compare(self, drift: Disagreement, held: Held, reference: Any) -> str:
-        text = difference(held.value, reference)
-        if self._action == "heal":
-            held.replace(reference)
-            text += f"; now that of rank {drift.reference}"
-        return text
+    def _compare(self, drift: Disagreement, held: Held, reference: Any) -> Difference:
+        found = difference(held.value, reference)
+        if self._action != "heal":
+            return found
+        held.replace(reference)
+        return found._replace(text=f"{found.text}; now that of rank {drift.reference}")
 
 
-def difference(value: Any, reference: Any) -> str:
-    """How a value differs from the reference, in words."""
+def difference(value: Any, reference: Any) -> Difference:
+    """How a value differs from the reference."""
     if not isinstance(value, Tensor):
-        return f"{value} instead of {reference}"
+        return Difference(0.0, f"{value} instead of {reference}")
     mine, other = value.detach().cpu(), reference
     count = int((mine != other).sum())
     if count == 0:
-        return "bits that do not change the value, such as the sign of a zero"
+        return Difference(0.0, "bits that do not change the value, such as the sign of a zero")
     wide = torch.complex128 if mine.is_complex() else torch.float64
     largest = float((mine.to(wide) - other.to(wide)).abs().max())
-    return f"{count} of {mine.numel()} elements, by up to {largest:.3g}"
+    text = f"{count} of {mine.numel()} elements, by up to {largest:.3g}"
+    return Difference(largest if isfinite(largest) else inf, text)
 
 
-def _finding(step: int, drift: Disagreement, text: str | None) -> dict[str, Any]:
+def _finding(step: int, drift: Disagreement, text: str) -> dict[str, Any]:
     doubt = "" if drift.is_certain else "no majority tells which is right"
     against = f"differs from rank {drift.reference}"
     detail = "; ".join(part for part in (f"{against}: {text}" if text else against, doubt) if part)

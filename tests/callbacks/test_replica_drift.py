@@ -77,6 +77,24 @@ def test_the_majority_is_right_and_without_one_all_are_named():
     assert (one.reference, one.different, one.ranks, one.is_certain) == (1, (2,), (1, 2), False)
 
 
+def test_likely_causes_come_first():
+    """Who is wrong about what is certain, then options, parameters, state of optimizers."""
+    certain, lr, weight, state = (Key(kind, kind) for kind in ("buffer", "option", "parameter", "optimizer"))
+    hashes = [{certain: 1, lr: rank % 2, weight: rank % 2, state: rank % 2} for rank in range(4)]
+    hashes[3][certain] = 2
+    found = disagreements([dict(reversed(each.items())) for each in hashes])
+    assert [one.key for one in found] == [certain, lr, weight, state]
+
+
+@distributed(world_size=2)
+def test_large_differences_come_first(group):
+    held = {Key("parameter", f"p{i}"): Held(torch.ones(2)) for i in range(3)}
+    audit = DriftAccumulator(group, lambda value: comm.all_gather_object(value, group))
+    for index, change in enumerate((0.1, 3.0, 0.0)):
+        held[Key("parameter", f"p{index}")].value[0] += change * group.rank
+    assert [one["name"] for one in audit.check(1, held)] == ["p1", "p0"]
+
+
 def test_several_groups_of_different_stages_are_not_the_same():
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     one = torch.optim.SGD(model.parameters(), lr=0.1)
