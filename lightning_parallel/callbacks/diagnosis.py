@@ -30,7 +30,12 @@ def diagnose(report: Report) -> list[Advice]:
     ranks = reports.get("StepBreakdown", {}).get("ranks", [])
     found = [*_loss(report), *_wrong(reports)]
     if ranks:
-        found += [*_data(ranks), *_lateness(ranks, reports), *_rare(ranks), *_compression(reports, ranks)]
+        found += [
+            *_data(ranks, reports),
+            *_lateness(ranks, reports),
+            *_rare(ranks, reports),
+            *_compression(reports, ranks),
+        ]
         if len(ranks) == run.get("world_size", len(ranks)) > 1:
             found += [*_communication(ranks, report), *_uneven(ranks, reports)]
     found += diagnose_pipeline(reports, ranks, run)
@@ -95,8 +100,14 @@ def _wall(ranks: Sequence[Report]) -> float:
     return max(rank["wall"] for rank in ranks)
 
 
-def _data(ranks: Sequence[Report]) -> Iterator[Advice]:
-    waits = [(rank["data_wait"], rank["rank"]) for rank in ranks if "data_wait" in rank]
+def _times(phase: str, ranks: Sequence[Report], reports: Report) -> list[tuple[float, int]]:
+    """The time of a phase on each rank, without those that are late because of it: `_lateness` speaks of them."""
+    late = {(one["rank"], one.get("cause")) for one in reports.get("StragglerMonitor", {}).get("stragglers", [])}
+    return [(rank[phase], rank["rank"]) for rank in ranks if phase in rank and (rank["rank"], phase) not in late]
+
+
+def _data(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:
+    waits = _times("data_wait", ranks, reports)
     if not waits:
         return
     wait, slowest = max(waits)
@@ -214,7 +225,7 @@ _CAUSES = {
 }
 
 
-def _rare(ranks: Sequence[Report]) -> Iterator[Advice]:
+def _rare(ranks: Sequence[Report], reports: Report) -> Iterator[Advice]:
     wall = _wall(ranks)
     remedies = {
         "checkpoint": "Save less often (`every_n_train_steps` of ModelCheckpoint), or write in the background.",
@@ -224,11 +235,11 @@ def _rare(ranks: Sequence[Report]) -> Iterator[Advice]:
         " (`log_every_n_steps`), and look at the gaps in the trace.",
     }
     for phase, remedy in remedies.items():
-        times = [rank[phase] for rank in ranks if phase in rank]
-        share = max(times, default=0.0) / wall
+        longest, _ = max(_times(phase, ranks, reports), default=(0.0, 0))
+        share = longest / wall
         if share >= 0.1:
-            title = f"{phase.capitalize()} takes {seconds_text(max(times))} of a {seconds_text(wall)} step"
-            yield Advice("slow", f"{title} ({percent(share)})", remedy, share, {phase: max(times), "wall": wall})
+            title = f"{phase.capitalize()} takes {seconds_text(longest)} of a {seconds_text(wall)} step"
+            yield Advice("slow", f"{title} ({percent(share)})", remedy, share, {phase: longest, "wall": wall})
 
 
 # ----------------------------------------------------------------------------------------------------- compression

@@ -121,6 +121,14 @@ def test_waits_for_stages_that_were_not_looked_into():
     assert "PipelineTimeline()" in advice.text
 
 
+@pytest.mark.parametrize("phase", ["data_wait", "optimizer", "other"])
+def test_what_makes_a_rank_late_is_said_once(phase):
+    ranks = [rank(0, **{phase: 0.002}), rank(1, **{phase: 0.032})]
+    (advice,) = diagnose(report(ranks, StragglerMonitor={"stragglers": [{"rank": 1, "cause": phase, "excess": 0.03}]}))
+    assert advice.title.startswith("Rank 1 is 30 ms later than its peers")
+    assert len(diagnose(report([*ranks[1:], {**ranks[1], "rank": 0}], StragglerMonitor={"stragglers": []}))) == 1
+
+
 def test_ranks_that_wait_for_each_other_without_a_straggler():
     ranks = [rank(0, communication_exposed=0.001), rank(1, communication_exposed=0.021)]
     (advice,) = diagnose(report(ranks))
