@@ -82,7 +82,8 @@ def _ending(run: Report) -> str:
     error = run.get("error")
     if not error:
         return ""
-    return f"<p class=ending><b>The run ended with an error.</b> {escape(error)}</p>"
+    where = f" on rank {run['error_rank']}" if run["world_size"] > 1 and "error_rank" in run else ""
+    return f"<p class=ending><b>The run ended with an error{where}.</b> {escape(error)}</p>"
 
 
 def key_figures(report: Report) -> list[tuple[str, str]]:

@@ -142,7 +142,7 @@ def _headline_figures(found: Sequence[Change]) -> list[tuple[str, str]]:
 
 
 def _differences(first: Report, second: Report, names: tuple[str, str]) -> str:
-    ignored = {"seconds", "started", "steps", "error", "mesh", "versions"}
+    ignored = {"seconds", "started", "steps", "error", "error_rank", "mesh", "versions"}
     one, other = (_flat(run, ignored) for run in (first, second))
     keys = [key for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key)]
     rows = [[key.replace("_", " "), one.get(key, "not there"), other.get(key, "not there")] for key in keys]

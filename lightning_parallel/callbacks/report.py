@@ -159,6 +159,7 @@ class ProfileReport(MeasuringCallback):
         assert isinstance(self._accumulator, TraceAccumulator)
         part = self._accumulator.part(self._clock, session.recorder.last_steps(1))
         self._run["error"] = f"{type(exception).__name__}: {exception}"
+        part |= {"error": self._run["error"], "failed_ns": time.perf_counter_ns()}
         with errors_as_warnings(NOT_WRITTEN):  # a failure must not take the place of `exception`
             self._leave_part(part)
             self._finish(trainer, session)
@@ -171,6 +172,7 @@ class ProfileReport(MeasuringCallback):
     def _finish(self, trainer: Trainer, session: Session) -> None:
         if not self._parts:
             self._parts = read_parts(self.folder, trainer.world_size, self._run["started"], PATIENCE_S)
+            self._run |= first_error(self._parts)
         self._run |= {"seconds": time.perf_counter() - self._began_s, "steps": session.steps}
         reports = _reports(trainer, self)
         trace = chrome_trace(self._parts, self._run["mesh"]) if self._parts else None
@@ -260,7 +262,7 @@ def rebuild(path: Path, kineto: Sequence[Path] = ()) -> Path:
     run, trace = report["run"], None
     parts = read_parts(folder, run["world_size"], run["started"], patience_s=0)
     if parts:
-        trace = chrome_trace(parts, run["mesh"])
+        trace, run = chrome_trace(parts, run["mesh"]), {**run, **first_error(parts)}
     elif kineto:
         trace = read_trace(folder / TRACE)
     for file in kineto:
@@ -287,6 +289,15 @@ def _reports(trainer: Trainer, this: ProfileReport) -> dict[str, dict[str, Any]]
         if isinstance(callback, MeasuringCallback) and callback is not this and callback.has_report:
             reports[callback.name] = callback.report()
     return reports
+
+
+def first_error(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The earliest error among the ranks, to which those of the others are the echo; empty if there is none."""
+    failed = [(part["failed_ns"] + part["clock"]["offset_ns"], part) for part in parts if "error" in part]
+    if not failed:
+        return {}
+    _, first = min(failed, key=lambda one: one[0])
+    return {"error": first["error"], "error_rank": first["rank"]}
 
 
 def write_part(path: Path, part: Mapping[str, Any]) -> None:
