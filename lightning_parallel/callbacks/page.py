@@ -159,8 +159,8 @@ def _about_trace(trace: Report) -> str:
     within = trace["uncertainty"]
     clocks = f"clocks aligned within {seconds_text(within)}" if within else "all on one clock"
     steps = f"the last {trace['steps']} steps" if trace["steps"] > 1 else "the last step"
+    ranks = f"{len(trace['ranks'])} ranks, {clocks}" if len(trace["ranks"]) > 1 else "one rank"
     return (
-        f"<p><code>{escape(trace['file'])}</code> beside this page holds {steps} of {len(trace['ranks'])} ranks,"
-        f" {clocks}."
+        f"<p><code>{escape(trace['file'])}</code> beside this page holds {steps} of {ranks}."
         ' Open it at <a href="https://ui.perfetto.dev">ui.perfetto.dev</a>, which reads it inside the browser.</p>'
     )

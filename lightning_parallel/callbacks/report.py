@@ -62,7 +62,7 @@ class ProfileReport(MeasuringCallback):
 
     Args:
         dirpath: Where to write; by default `profile` in the trainer's log folder.
-        trace_steps: Last steps that the trace holds.
+        trace_steps: Last steps that the trace holds; 0 for no trace.
         exchange_every, warmup_steps: See `MeasuringCallback`.
         show_diagnosis: Print the diagnosis and the paths at the end of training.
 
@@ -175,7 +175,9 @@ class ProfileReport(MeasuringCallback):
             self._run |= first_error(self._parts)
         self._run |= {"seconds": time.perf_counter() - self._began_s, "steps": session.steps}
         reports = _reports(trainer, self)
-        trace = chrome_trace(self._parts, self._run["mesh"]) if self._parts else None
+        trace = chrome_trace(self._parts, self._run["mesh"]) if any(part["steps"] for part in self._parts) else None
+        if trace is None:
+            (self.folder / TRACE).unlink(missing_ok=True)  # of another run
         loss = [(step, value.item()) for step, value in self._loss.values.items()]
         self._report = report = build_report(self._run, reports, loss, trace)
         write_files(self.folder, report, trace)

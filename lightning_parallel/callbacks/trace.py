@@ -87,7 +87,8 @@ def chrome_trace(parts: Sequence[Part], mesh: Mapping[str, int]) -> dict[str, An
         parts: Of any ranks; those whose clock could not be compared are left out, and named in `otherData`.
         mesh: Size of each axis.
     """
-    known = [part for part in parts if part["clock"] is not None and part["steps"]]
+    parts = [part for part in parts if part["steps"]]
+    known = [part for part in parts if part["clock"] is not None]
     origin = min((part["steps"][0][1] + part["clock"]["offset_ns"] for part in known), default=0)
     ranks = [_Rank(part, origin, mesh) for part in known]
     events = [event for rank in ranks for event in rank.names()]

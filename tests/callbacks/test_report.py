@@ -318,6 +318,15 @@ def test_a_folder_that_cannot_be_written_to_is_refused_on_all_ranks(tmp_path):
     assert run(refuse, 2, folder=str(tmp_path)) == [["StepBreakdown.csv", "StepBreakdown.json", *FILES]] * 2
 
 
+def test_without_traced_steps_there_is_no_trace(tmp_path, capsys):
+    (tmp_path / "trace.json.gz").write_text("of another run")
+    trainer_for(callbacks=[ProfileReport(str(tmp_path), trace_steps=0)]).fit(Net().double(), loader())
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES[:2]
+    assert "trace" not in read(tmp_path)
+    assert "trace" not in capsys.readouterr().out
+    assert "perfetto" not in (tmp_path / "report.html").read_text()
+
+
 def test_the_number_of_traced_steps_must_not_be_negative():
     with pytest.raises(ValueError, match="trace_steps >= 0"):
         ProfileReport(trace_steps=-1)
