@@ -323,7 +323,7 @@ def test_without_traced_steps_there_is_no_trace(tmp_path, capsys):
     trainer_for(callbacks=[ProfileReport(str(tmp_path), trace_steps=0)]).fit(Net().double(), loader())
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES[:2]
     assert "trace" not in read(tmp_path)
-    assert "trace" not in capsys.readouterr().out
+    assert "trace:" not in capsys.readouterr().out
     assert "perfetto" not in (tmp_path / "report.html").read_text()
 
 
