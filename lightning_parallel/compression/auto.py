@@ -70,6 +70,15 @@ class Auto(Reducer):
     def _chosen(self) -> Reducer:
         return self._dense if self.choice is None else self.choice
 
+    @property
+    def slots(self) -> Optional[frozenset[str]]:
+        found = [candidate.slots for candidate in self.candidates]
+        return None if None in found else frozenset().union(*(slots for slots in found if slots is not None))
+
+    def reset(self) -> None:
+        super().reset()
+        self.choice, self.verdict, self._seconds = None, "still measuring", []
+
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         return self._chosen.method(name, shape, step)
 
@@ -87,13 +96,12 @@ class Auto(Reducer):
 
     def load_state_dict(self, state: Mapping[str, Any], group: GroupLike = None) -> None:
         super().load_state_dict(state, group)
-        index = state.get("choice", -1)
-        self.choice = None if index < 0 else [self._dense, *self.candidates][index]
-        self.verdict = state.get("verdict", self.verdict)
+        known = {repr(one): one for one in (self._dense, *self.candidates)}
+        self.choice = known.get(state.get("choice", ""))  # measured anew where it is no candidate any more
+        self.verdict = state.get("verdict", self.verdict) if self.choice is not None else "still measuring"
 
     def _verdict_state(self) -> dict[str, Any]:
-        index = -1 if self.choice is None else [self._dense, *self.candidates].index(self.choice)
-        return {"choice": index, "verdict": self.verdict}
+        return {"choice": "" if self.choice is None else repr(self.choice), "verdict": self.verdict}
 
     def _decide(self, group: Group, device: torch.device) -> None:
         seconds = torch.tensor(self._seconds[_WARM_UP:], dtype=torch.float64, device=device)
@@ -131,6 +139,7 @@ class _MeasuringStep(Step):
     def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
         if not named_gradients:
             return
+        self._agree(named_gradients)
         flat = torch.cat([gradient.detach().flatten() for gradient in named_gradients.values()])
         self._time(0, lambda: comm.all_reduce_(flat, self.group).div_(self.group.size))
         for index, candidate in enumerate(self.reducer.candidates):

@@ -44,6 +44,7 @@ class Compressor(Reducer, Method):
     """
 
     codecs: ClassVar[tuple[str, ...]] = ()  # names of the classes allowed as `values`
+    own_slots: ClassVar[frozenset[str]] = frozenset()  # in memory, besides those of the feedback
 
     def __init__(
         self,
@@ -77,6 +78,10 @@ class Compressor(Reducer, Method):
     @abc.abstractmethod
     def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
         """Send `work` M, (names, *shape), and write the mean into `block.targets`; turn M into M - C(M)."""
+
+    @property
+    def slots(self) -> frozenset[str]:
+        return self.own_slots | self.feedback.slots | self._dense.slots
 
     def accepts(self, shape: Sequence[int]) -> bool:
         """Whether a gradient of `shape` is worth compressing."""
@@ -157,6 +162,10 @@ class Dense(Reducer, Method):
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         return self
+
+    @property
+    def slots(self) -> frozenset[str]:
+        return self.feedback.slots
 
     @property
     def scatters(self) -> bool:

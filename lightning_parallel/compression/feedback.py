@@ -120,6 +120,12 @@ class Feedback:
     decay: float = 0.0
     momentum: float = 0.0
 
+    @property
+    def slots(self) -> frozenset[str]:
+        """What is kept in memory."""
+        kept = {None: set(), "ef21": {"estimate", "mean_estimate"}}.get(self.kind, {"residual"})
+        return frozenset(kept | ({"velocity"} if self.momentum else set()))
+
     def open(self, block: Block, memory: Memory, scale: float) -> Tensor:
         """The work tensor M, (names, *shape), and targets for the mean.
 
@@ -197,7 +203,7 @@ def _stage(block: Block, memory: Memory, slot: str) -> Tensor:
 
 
 def _read(block: Block, memory: Memory, slot: str) -> list[Optional[Tensor]]:
-    return [memory.read(slot, name, block.device) for name in block.names]
+    return [memory.read(slot, name, block.device, block.shape) for name in block.names]
 
 
 def _scaled(gradient: Tensor, factor: float, out: Tensor) -> None:

@@ -6,7 +6,8 @@ In people's own code:
     state = HookState(PowerSGD(rank=4), model)
     model.register_comm_hook(state, compression_hook)
 
-and in Lightning, `DDPStrategy(ddp_comm_state=HookState(PowerSGD(4), module), ddp_comm_hook=compression_hook)`.
+and in Lightning `DDPStrategy(ddp_comm_state=HookState(PowerSGD(4), module), ddp_comm_hook=compression_hook)`, on CUDA:
+elsewhere Lightning passes over hooks, but not `CompressedDDPStrategy`.
 
 DDP fills its buckets, and fills them anew after the first step and after a resume. What is compressed together is
 therefore chosen here, by the order of the module's parameters alone: equal runs give equal bits.
@@ -28,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compression.lanes import Lane, lane_for
+from lightning_parallel.compression.ownership import check_reducer
 from lightning_parallel.compression.reducer import Reducer
 from lightning_parallel.compression.transaction import Transaction, fill
 
@@ -74,6 +76,9 @@ class HookState:
             others as they are. None: as DDP's `find_unused_parameters` or `static_graph` says, if `module` is DDP.
         bucket_bytes: About how much is compressed together.
         timeout: Deadline of each collective on CPU; that of torch when omitted.
+
+    Attributes:
+        reduced: Parameters that the last backward pass brought a gradient of.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class HookState:
         bucket_bytes: int = 25 << 20,
         timeout: Optional[timedelta] = None,
     ) -> None:
+        check_reducer(compressor)
         if isinstance(module, DistributedDataParallel):
             if unused_parameters is None:
                 unused_parameters = bool(module.find_unused_parameters or module.static_graph)
@@ -109,6 +115,7 @@ class HookState:
         self._arrived: dict[int, dict[str, Tensor]] = {}
         self._buckets: list[_Bucket] = []
         self._failure: BaseException | None = None
+        self.reduced: set[str] = set()
         self._touched: set[str] = set()
         self._used: set[str] = set()  # the same, in the lane
         self._watches: list[RemovableHandle] = []
@@ -148,7 +155,7 @@ class HookState:
 
     def _take(self, bucket: _Bucket, gradients: Mapping[str, Tensor], touched: set[str], first: bool) -> None:
         if first:
-            self._arrived, self._buckets, self._failure = {}, [], None
+            self._arrived, self._buckets, self._failure, self.reduced = {}, [], None, set()
         self._buckets.append(bucket)
         try:
             if self._failure is not None:
@@ -182,6 +189,7 @@ class HookState:
         if bucket.buffer.layout != torch.strided:  # no compressor takes it, and DDP shows none of its gradients
             comm.all_reduce_(bucket.buffer.div_(self._group.size), self._group)
             self._transaction.step(self._group).watch(bucket.buffer)
+            self.reduced |= set(bucket.names)
         for name, gradient in gradients.items():
             portion = self._portion_of[name]
             self._arrived.setdefault(portion, {})[name] = gradient
@@ -193,6 +201,7 @@ class HookState:
             arrived = self._arrived.pop(portion)
             used = self._used_anywhere(arrived, self._group) if self._unused_parameters else arrived
             self._transaction.step(self._group).reduce_(used)
+            self.reduced |= used.keys()
             for waiting in self._buckets:
                 waiting.waits_for.discard(portion)
         if bucket.last and self._lane.beside_host:

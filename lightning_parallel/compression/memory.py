@@ -34,9 +34,22 @@ class Memory:
         """Whether there is a committed tensor."""
         return name in self._current.get(slot, {})
 
-    def read(self, slot: str, name: str, device: torch.device) -> Tensor | None:
-        """The committed tensor, on `device`; None if there is none yet."""
+    def read(self, slot: str, name: str, device: torch.device, shape: Sequence[int | None]) -> Tensor | None:
+        """The committed tensor, on `device`; None if there is none yet.
+
+        Args:
+            shape: The expected one; None stands for any extent.
+
+        Raises:
+            ValueError: If it has another shape.
+        """
         tensor = self._current.get(slot, {}).get(name)
+        if tensor is not None and not _fits(tensor.shape, shape):
+            wanted, found = ("x".join("?" if n is None else str(n) for n in some) for some in (shape, tensor.shape))
+            raise ValueError(
+                f"expected `{slot}` of `{name}` in the compressor's memory to be of shape {wanted}, found {found}: "
+                "it is that of another model, or of one cut otherwise; use a compressor for each"
+            )
         return tensor if tensor is None or tensor.device == device else tensor.to(device)
 
     def stage(
@@ -110,3 +123,7 @@ class Memory:
         named = {(key.slot, name) for key in self._buffers for name in key.names}
         loose = [tensor for slot, name, tensor in self.items() if (slot, name) not in named]
         return sum(tensor.numel() * tensor.element_size() for tensor in (*stacked.values(), *loose))
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    return len(shape) == len(wanted) and all(want in (None, found) for found, want in zip(shape, wanted))

@@ -55,6 +55,10 @@ class Policy(Reducer):
         found = {rule.collective for rule in self.rules.values() if rule is not None}
         return found.pop() if len(found) == 1 else "mixed" if found else "all_reduce"
 
+    @property
+    def slots(self) -> frozenset[str]:
+        return frozenset().union(*(rule.slots for rule in self.rules.values() if rule is not None))
+
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
         if rule is None or math.prod(shape) < self.min_numel:

@@ -63,6 +63,7 @@ class PowerSGD(Compressor):
     codecs: ClassVar[tuple[str, ...]] = ("Cast", "Quantize")
     unbiased = False
     batched = True
+    own_slots = frozenset({"left", "right"})
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class PowerSGD(Compressor):
         rank, extent = self._rank(n, m, block.turn), n if side == "left" else m
         rows = []
         for name in block.names:
-            row = step.memory.read(side, name, block.device)
+            row = step.memory.read(side, name, block.device, (None, extent))
             if row is None or len(row) < rank:
                 draws = generator(torch.device("cpu"), self.seed, side, name)
                 fresh = torch.randn(rank, extent, generator=draws, dtype=block.dtype).to(block.device)

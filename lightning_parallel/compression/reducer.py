@@ -73,6 +73,16 @@ class Reducer(abc.ABC):
         for observer in self.observers:
             observer(outcome)
 
+    @property
+    def slots(self) -> Optional[frozenset[str]]:
+        """What it keeps in memory; None if that cannot be told."""
+        return None
+
+    def reset(self) -> None:
+        """Forget all: as if no step had been taken."""
+        self.memory, self.step, self._agreed = Memory(), 0, set()
+        self.seconds, self.parts, self.compared = Seconds(), [], None
+
     @abc.abstractmethod
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         """What is done with parameter `name` in step number `step`; equal on all ranks."""
@@ -157,11 +167,13 @@ class Reducer(abc.ABC):
     def load_state_dict(self, state: Mapping[str, Any], group: GroupLike = None) -> None:
         """Continue from `state_dict()` of the same rank of as many ranks, or from `gather_state()` of any number.
 
+        Of another compressor's state this takes what it understands, and warns of the rest.
+
         Raises:
-            ValueError: If `state` is that of one rank among a different number of ranks, or of another version.
+            ValueError: If `state` is that of one rank among a different number of ranks, of another version or damaged.
         """
         group = group if isinstance(group, Group) else Group.of(group, axis="data_parallel")
-        self.memory.load(values_for(state, group))
+        self.memory.load(values_for(state, group, self.slots))
         self.step, self._group_size = int(state["step"]), group.size
 
     @property
@@ -304,6 +316,8 @@ class Step:
         }
         error = TypeError(f"gradients must be dense and of a floating-point dtype, found {refused}")
         comm.raise_together(error if refused else None, self.group)
+        settings = {"compressor": repr(self.reducer), "step": self.number, "sample_every": self.reducer.sample_every}
+        comm.agree("the compressor and its step", settings, self.group)
         self._agree_on(signature)
         self.reducer._agreed.add(key)
 

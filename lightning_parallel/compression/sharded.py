@@ -115,7 +115,7 @@ class ShardedSteps(Transaction):
         """Continue from `gather_state()`. Where the model is cut into other pieces now, what was not sent is lost."""
         self.finish()
         firsts = sorted(set(comm.all_gather_object(self.group.ranks[0], self.everyone)))
-        pieces = state["pieces"] if state["layout"] == "pieces" else [state]
+        pieces = state["pieces"] if state.get("layout") == "pieces" else [state]
         if len(pieces) == len(firsts):
             self.compressor.load_state_dict(pieces[firsts.index(self.group.ranks[0])], self.group)
             return

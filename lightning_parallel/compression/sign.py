@@ -45,6 +45,7 @@ class Sign(Compressor):
     linear = False
     unbiased = False
     collective = "two_phase"
+    own_slots = frozenset({"server_residual"})
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Sign(Compressor):
         valid = min(max(n - step.group.rank * chunk, 0), chunk)
         part[:, valid:] = 0
         if block.keep_rest:
-            held = [step.memory.read("server_residual", name, block.device) for name in block.names]
+            held = [step.memory.read("server_residual", name, block.device, (chunk,)) for name in block.names]
             for row, old in zip(part, held):
                 if old is not None:
                     row.add_(old)

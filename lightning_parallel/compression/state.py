@@ -10,8 +10,9 @@ A state is `{"version", "layout", "step", "world_size", slot: {parameter: tensor
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Optional
 
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from lightning_parallel.compression.memory import Memory
 __all__ = ["gather_state", "local_state", "values_for"]
 
 VERSION = 1
+LAYOUTS = ("local", "stacked", "mean")
+COMBINED = ("mesh", "pieces")  # of several states, by the strategies that cut models
 REPLICATED = {"left", "right", "mean_estimate"}  # equal on all ranks by construction
 CHUNKED = {"server_residual"}  # rank r holds part r of the flattened parameter, which adds to the mean of `residual`
 
@@ -56,10 +59,19 @@ def gather_state(memory: Memory, step: int, group: Group, exact: bool) -> dict[s
     return state if first else {}
 
 
-def values_for(state: Mapping[str, Any], group: Group) -> Slots:
-    """The slots that this rank of `group` continues with."""
-    if state.get("version") != VERSION:
-        raise ValueError(f"expected a compression state of version {VERSION}, found {state.get('version')!r}")
+def values_for(state: Mapping[str, Any], group: Group, wanted: Optional[frozenset[str]] = None) -> Slots:
+    """The slots that this rank of `group` continues with.
+
+    Args:
+        wanted: The slots that the reducer uses, which may be another one than has saved them; None for all.
+
+    Raises:
+        ValueError: If `state` is none that this module has made, or damaged.
+    """
+    _check(state)
+    if state["layout"] in COMBINED:
+        _warn(f"The compression state is that of a model in parts (`{state['layout']}`)", group)
+        return {}
     slots: Slots = {slot: dict(named) for slot, named in state.items() if isinstance(named, Mapping)}
     same = state["world_size"] == group.size
     if state["layout"] == "local" and not same:
@@ -67,13 +79,50 @@ def values_for(state: Mapping[str, Any], group: Group) -> Slots:
             f"this compression state belongs to one of {state['world_size']} ranks, but there are {group.size} now; "
             "save with `gather_state()`, which loads at any number of ranks"
         )
-    if state["layout"] != "stacked":
-        return slots
-    chunks = {slot: slots.pop(slot) for slot in list(slots) if slot in CHUNKED and not same}
-    for slot in slots.keys() - REPLICATED:
+    stacked, folds = state["layout"] == "stacked", wanted is not None and "residual" in wanted
+    foreign = set() if wanted is None else slots.keys() - wanted
+    chunks = {
+        slot: slots[slot] for slot in slots.keys() & CHUNKED if stacked and (not same or (slot in foreign and folds))
+    }
+    for slot in slots.keys() - REPLICATED - chunks.keys() if stacked else ():
         slots[slot] = {name: rows[group.rank] if same else rows.mean(0) for name, rows in slots[slot].items()}
-    _fold_chunks(slots, chunks)
+    for slot in chunks.keys() | foreign:
+        del slots[slot]
+    _fold_chunks(slots, chunks if "residual" in slots else {})
+    lost = foreign - REPLICATED - chunks.keys()
+    if lost:
+        listed = ", ".join(f"`{slot}`" for slot in sorted(lost))
+        _warn(f"The compression state holds {listed}, which this compressor does not use", group)
     return slots
+
+
+def _warn(what: str, group: Group) -> None:
+    if group.rank == 0:
+        warnings.warn(f"{what}: what was not sent yet is forgotten.", stacklevel=2)
+
+
+def _check(state: Mapping[str, Any]) -> None:
+    if isinstance(state, Mapping) and state.get("layout") in COMBINED:
+        return
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+        found = state.get("version") if isinstance(state, Mapping) else state
+        raise ValueError(f"expected a compression state of version {VERSION}, found {found!r}")
+    missing = {"layout", "step", "world_size"} - state.keys()
+    if missing or state["layout"] not in LAYOUTS:
+        raise ValueError(
+            f"expected a compression state with `step`, `world_size` and a `layout` of {', '.join(LAYOUTS)}, found "
+            f"{state.get('layout')!r} as layout and {sorted(map(str, state))}"
+        )
+    for slot, named in state.items():
+        for name, tensor in named.items() if isinstance(named, Mapping) else ():
+            if not tensor.isfinite().all():
+                raise ValueError(f"`{slot}` of `{name}` in the compression state holds values that are not finite")
+            ranks = len(tensor) if tensor.dim() else 0
+            if state["layout"] == "stacked" and slot not in REPLICATED and ranks != state["world_size"]:
+                raise ValueError(
+                    f"`{slot}` of `{name}` in the compression state must hold a row for each of the "
+                    f"{state['world_size']} ranks, found {ranks}"
+                )
 
 
 def _fold_chunks(slots: dict[str, Any], chunks: Slots) -> None:

@@ -65,6 +65,7 @@ class GradientReducer:
     Attributes:
         counted: False if a compressor has found a gradient that is not finite and forgotten the last step, on all ranks
             alike.
+        reduced: What the compressor was given in the last step.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class GradientReducer:
         self._prepare = prepare
         self._prepare_names = prepare_names if prepare is not None else frozenset()
         self.counted = True
+        self.reduced: set[str] = set()
         self._synchronizing = True
         self._hooks: list[Any] = []
         self._completed: set[str] = set()
@@ -286,6 +288,7 @@ class GradientReducer:
         return {name for name, flag in zip(self._active, shared) if flag}
 
     def _compress(self, compression: MeanReducer, used: set[str]) -> bool:
+        self.reduced = used
         if self._launched_anywhere:
             counted = self._finish_beside(used)
             if counted is not None:

@@ -32,6 +32,7 @@ from typing_extensions import override
 from lightning_parallel import checkpoint as checkpoints
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups, liveness
+from lightning_parallel.compression import check_reducer
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies import checks, compression_axis, data, replicas
@@ -75,7 +76,8 @@ class MeshStrategy(MeshCollectives):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if checkpoint_format != "full":
             raise ValueError(f"`checkpoint_format` must be 'full', got {checkpoint_format!r}")
-        checks.check_reducer_argument(compression)
+        if compression is not None:
+            check_reducer(compression)
         self.num_nodes = 1
         self.compression = compression
         self._sizes = dict(sizes)

@@ -24,7 +24,6 @@ __all__ = [
     "check_agreement",
     "check_callbacks",
     "check_plan_argument",
-    "check_reducer_argument",
     "check_optimizers",
     "check_pipeline_arguments",
     "check_pipeline_module",
@@ -129,16 +128,6 @@ def check_plan_argument(plan: Any) -> None:
     for pattern, style in ({} if plan == "auto" else plan).items():
         if not isinstance(pattern, str) or not (isinstance(style, str) or hasattr(style, "rules")):
             raise TypeError(f"`plan` must map globs over module paths to styles, got {{{pattern!r}: {style!r}}}")
-
-
-def check_reducer_argument(compression: Any) -> None:
-    """Check that what was given as `compression` is a compressor.
-
-    Raises:
-        TypeError: If it is not.
-    """
-    if compression is not None and not hasattr(compression, "reduce_"):
-        raise TypeError(f"`compression` must be a compressor such as PowerSGD(rank=4), got {compression!r}")
 
 
 def check_pipeline_arguments(schedule: str, num_microbatches: Any, virtual_stages: Any) -> None:

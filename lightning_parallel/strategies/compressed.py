@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Optional
 
@@ -10,11 +10,13 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_parallel.comm import liveness
 from lightning_parallel.compression import (
     Auto,
     BlockTopK,
@@ -27,8 +29,11 @@ from lightning_parallel.compression import (
     ShardedSteps,
     Sign,
     TopK,
+    check_reducer,
     compression_hook,
+    give_to,
 )
+from lightning_parallel.strategies.skipping import skip
 
 __all__ = ["BUILD", "CompressedDDPStrategy", "SavesCompression", "SavesShardedCompression", "with_compressor"]
 
@@ -36,9 +41,25 @@ KEY = "compression"  # of the state in a Lightning checkpoint
 
 
 class SavesCompression(Strategy):
-    """Keeps the state of `compression` in Lightning's checkpoints, beside that of the optimizers."""
+    """Keeps the state of `compression` in Lightning's checkpoints, beside that of the optimizers.
+
+    It also names the ranks that are gone when a collective fails.
+    """
 
     compression: Reducer
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        liveness.start()
+        module = self.lightning_module
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
+            give_to(module, self.compression)
+
+    @override
+    def teardown(self) -> None:
+        liveness.stop()
+        super().teardown()
 
     @override
     def save_checkpoint(
@@ -52,8 +73,11 @@ class SavesCompression(Strategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: Optional[bool] = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
-        if KEY in checkpoint and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._load_compression(checkpoint[KEY])
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            if KEY in checkpoint:
+                self._load_compression(checkpoint[KEY])
+            elif "optimizer_states" in checkpoint:
+                rank_zero_info("The checkpoint has no compression state: compression begins at its step 0.")
         return checkpoint
 
     def _gather_compression(self) -> dict[str, Any]:
@@ -64,12 +88,10 @@ class SavesCompression(Strategy):
         """Continue from `_gather_compression()`."""
         self.compression.load_state_dict(state)
 
-    def _skip_step(self) -> None:
-        """Leave no gradient behind: optimizers pass over parameters without one."""
+    def _skip_step(self, names: Optional[Collection[str]] = None) -> None:
+        """Leave no gradient of `names`, or none at all, behind: optimizers pass over parameters without one."""
         assert self.lightning_module is not None
-        for parameter in self.lightning_module.parameters():
-            parameter.grad = None
-        rank_zero_warn("A gradient was not finite on some rank: this step changes nothing.")
+        skip(self.lightning_module, names)
 
 
 class SavesShardedCompression(SavesCompression):
@@ -97,8 +119,9 @@ class SavesShardedCompression(SavesCompression):
 class CompressedDDPStrategy(SavesCompression, DDPStrategy):
     """Lightning's `DDPStrategy` with compressed gradients, on CPU too.
 
-    Gradients are compressed while backward still runs. A step in which a gradient is not finite on some rank is
-    skipped on all of them and leaves no trace; under `16-mixed` the gradient scaler does that, otherwise the strategy.
+    Gradients are compressed while backward still runs; on one rank too. A step in which a gradient is not finite on
+    some rank is skipped on all of them and leaves no trace; under `16-mixed` the gradient scaler does that, otherwise
+    the strategy. Parameters may be unfrozen on the way, as finetuning callbacks do: the module is then wrapped anew.
     The compressor's memory is part of the checkpoint: training resumes bit for bit on as many ranks.
 
     Args:
@@ -118,9 +141,11 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
                 f"`compression` is a communication hook, and DDP has room for one: found {', '.join(given)} as well. "
                 "Use `DDPStrategy` for another hook."
             )
+        check_reducer(compression)
         super().__init__(**kwargs)
         self.compression = compression
         self._hook_state: HookState | None = None
+        self._wrapped: set[int] = set()
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -134,6 +159,25 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
             timeout=self._timeout,
         )
         self.model.register_comm_hook(self._hook_state, compression_hook)
+        self._wrapped = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._wrap_unfrozen()
+        return super().training_step(*args, **kwargs)
+
+    def _wrap_unfrozen(self) -> None:
+        """Wrap the module anew if it has more to train than before: DDP reduces what it met when it wrapped it."""
+        module, wrapper = self.lightning_module, self.model
+        assert module is not None
+        if all(id(parameter) in self._wrapped for parameter in module.parameters() if parameter.requires_grad):
+            return
+        assert isinstance(wrapper, DistributedDataParallel)
+        assert self._hook_state is not None
+        self._hook_state.close()
+        wrapper._remove_autograd_hooks()
+        self.model = module
+        self.configure_ddp()
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -141,7 +185,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         if self._hook_state is None or not self.model.require_backward_grad_sync:  # type: ignore[union-attr]
             return
         if not self._hook_state.finish() and getattr(self.precision_plugin, "scaler", None) is None:
-            self._skip_step()
+            self._skip_step(self._hook_state.reduced)
 
     @override
     def teardown(self) -> None:

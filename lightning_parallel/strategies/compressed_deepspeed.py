@@ -10,15 +10,15 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.compression import Reducer
+from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.compression.hooks_deepspeed import DeepSpeedState, compress_deepspeed
 from lightning_parallel.strategies.compressed import SavesCompression
+from lightning_parallel.strategies.skipping import warn_of_skip
 
 __all__ = ["CompressedDeepSpeedStrategy"]
 
@@ -57,6 +57,8 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         quantized_gradients: bool = False,
         **kwargs: Any,
     ) -> None:
+        if compression is not None:
+            check_reducer(compression)
         if not _SUPPORTED:
             raise ModuleNotFoundError(f"{_SUPPORTED}. Install it with `pip install 'lightning-parallel[deepspeed]'`.")
         if not CUDAAccelerator.is_available():
@@ -175,7 +177,8 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         if self._state is None or not self.deepspeed_engine.is_gradient_accumulation_boundary():
             return
         if not self._state.finish():
-            rank_zero_warn("A gradient was not finite on some rank: this step changes nothing.")
+            assert self.lightning_module is not None
+            warn_of_skip(self.lightning_module)
 
     @override
     def teardown(self) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.compression import Reducer, ShardedSteps, compress_fsdp
+from lightning_parallel.compression import Reducer, ShardedSteps, check_reducer, compress_fsdp
 from lightning_parallel.strategies.compressed import SavesShardedCompression
 from lightning_parallel.strategies.fsdp_precision import DeviceFSDPPrecision
 
@@ -47,6 +47,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
     """
 
     def __init__(self, compression: Reducer, **kwargs: Any) -> None:
+        check_reducer(compression)
         super().__init__(**kwargs)
         self.compression = compression
         self._wrapped: Any = None

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from lightning_parallel.compression import Reducer, compress_fully_shard, shard_ranks
+from lightning_parallel.compression import Reducer, check_reducer, compress_fully_shard, shard_ranks
 from lightning_parallel.strategies.compressed import SavesShardedCompression
 
 __all__ = ["CompressedModelParallelStrategy"]
@@ -42,6 +42,7 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
     """
 
     def __init__(self, compression: Reducer, **kwargs: Any) -> None:
+        check_reducer(compression)
         super().__init__(**kwargs)
         self.compression = compression
         self._synchronizes = True

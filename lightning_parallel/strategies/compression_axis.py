@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_parallel import comm
+from lightning_parallel.compression import give_to
 from lightning_parallel.mesh import DATA
+from lightning_parallel.strategies.skipping import skip
 
 if TYPE_CHECKING:
     from lightning_parallel.strategies.base import MeshStrategy
@@ -30,6 +32,11 @@ def reducer_options(strategy: MeshStrategy) -> dict[str, Any]:
     """What the strategy's `GradientReducer` has to know about compression; every rank of the mesh must ask."""
     if strategy.compression is None:
         return {}
+    if strategy.groups.data_parallel.size == 1:
+        rank_zero_warn("`compression` has nothing to do: it works between replicas, and there is one.")
+        return {}
+    assert strategy.lightning_module is not None
+    give_to(strategy.lightning_module, strategy.compression)
     return {
         "compression": strategy.compression,
         "side_group": strategy.groups.another(DATA, "compression"),
@@ -50,9 +57,7 @@ def skip_uncounted(strategy: MeshStrategy) -> None:
     if reducer is None or reducer.counted or scaled:
         return
     assert strategy.lightning_module is not None
-    for parameter in strategy.lightning_module.parameters():
-        parameter.grad = None
-    rank_zero_warn("A gradient was not finite on some rank: this step changes nothing.")
+    skip(strategy.lightning_module, reducer.reduced)
 
 
 def save(strategy: MeshStrategy, checkpoint: dict[str, Any]) -> None:
@@ -76,7 +81,7 @@ def restore(strategy: MeshStrategy, checkpoint: dict[str, Any]) -> None:
     if strategy.compression is None or KEY not in checkpoint or not fitting:
         return
     state, group = checkpoint[KEY], strategy.groups.data_parallel
-    saved = state["model"] if state["layout"] == "mesh" else [1, 1]
+    saved = state["model"] if state.get("layout") == "mesh" else [1, 1]
     if saved == _model(strategy):
         mine = state["positions"][strategy.groups.model.rank] if state["layout"] == "mesh" else state
         strategy.compression.load_state_dict(mine, group)

@@ -207,6 +207,80 @@ def test_residual_of_an_unused_parameter_waits(group):
     assert not [name for name in strategy.compression.state_dict()["residual"] if "frozen" in name]
 
 
+class Unfreezing(Callback):
+    """Trains the head alone for an epoch, as finetuning callbacks do."""
+
+    def setup(self, trainer, module, stage):
+        module.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer, module):
+        module.net[0].requires_grad_(trainer.current_epoch == 1)
+
+
+@distributed(world_size=2)
+def test_parameters_that_are_unfrozen_are_averaged(group):
+    expected, module = Net().double(), Net().double()
+    trainer_for(max_epochs=3, callbacks=[Unfreezing()]).fit(expected, loader())
+    options = {"find_unused_parameters": True, **TWO_BUCKETS}
+    fit(module, CompressedDDPStrategy(Dense(), **options), group, max_epochs=3, callbacks=[Unfreezing(), Equal(group)])
+    for parameter, other in zip(module.parameters(), expected.parameters()):
+        torch.testing.assert_close(parameter, other, rtol=1e-10, atol=1e-12)
+
+
+class TwoLosses(Net):
+    """The gradient of one of two optimizers is not finite in one step."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[:2].parameters(), lr=0.1), torch.optim.SGD(self.net[2:].parameters(), lr=0.1)
+
+    def training_step(self, batch, index):
+        one, two = self.optimizers()
+        x, y = batch
+        hidden = self.net[0](x)
+        self.zero_grad()
+        self.manual_backward(hidden.square().mean() * (float("inf") if index == 1 and self.global_rank == 0 else 1))
+        assert (self.net[0].weight.grad is None) == (index == 1)
+        self.manual_backward(nn.functional.cross_entropy(self.net[2:](hidden.detach()), y))
+        self.manual_backward(hidden.detach().sum() * self.net[-1].bias.sum() * float("nan" if index == 2 else 1))
+        assert (self.net[-1].bias.grad is None) == (index == 2)
+        assert self.net[2].weight.grad is not None
+        one.step()
+        two.step()
+
+
+@distributed(world_size=2)
+def test_a_skipped_backward_takes_its_own_gradients_only(group):
+    module = TwoLosses().double()
+    strategy = CompressedDDPStrategy(TopK(0.1, **SMALL), find_unused_parameters=True)
+    fit(module, strategy, group, max_epochs=1, callbacks=[Equal(group)])
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+@distributed(world_size=2)
+def test_a_compressor_that_served_another_model_starts_anew(group):
+    compressor = PowerSGD(1, **SMALL)
+    first, second, expected = (Net(hidden=width).double() for width in (20, 18, 18))
+    fit(first, CompressedDDPStrategy(compressor), group, max_epochs=1)
+    with pytest.warns(UserWarning, match="4 steps for another model"):
+        fit(second, CompressedDDPStrategy(compressor), group, max_epochs=1)
+    fit(expected, CompressedDDPStrategy(PowerSGD(1, **SMALL)), group, max_epochs=1)
+    assert_equal(second, expected)
+
+
+@distributed(world_size=2)
+def test_settings_that_differ_between_ranks_are_refused(group):
+    with pytest.raises(RuntimeError, match=r"(?s)the compressor and its step.*rank=1.*rank=2"):
+        fit(Net().double(), CompressedDDPStrategy(PowerSGD(1 + group.rank, **SMALL)), group)
+
+
+@pytest.mark.parametrize("wrong", [None, "powersgd", PowerSGD])
+def test_what_is_no_compressor_is_refused(wrong):
+    with pytest.raises(TypeError, match="must be a compressor such as"):
+        CompressedDDPStrategy(wrong)
+
+
 @distributed(world_size=2)
 def test_manual_optimization(group):
     class Manual(Net):

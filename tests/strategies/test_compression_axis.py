@@ -80,7 +80,7 @@ def test_another_division_of_the_model_forgets_what_was_not_sent_and_says_so(gro
         compression = _compressor("topk")
         with pytest.warns(UserWarning, match="1 pipeline x 2 tensor") if group.rank == 0 else _nothing():
             _fit(Net().double(), tensor, compression, ckpt_path=path)
-        assert compression.step == (8 if tensor == 1 else 8)
+        assert compression.step == (8 if tensor == 1 else 4), "one replica has nothing to compress"
     single = Net().double()
     fit_single(single, ckpt_path=path)  # stock Lightning does not mind
 

@@ -1,0 +1,37 @@
+"""Which model a compressor belongs to: what it remembers of one is no use to another."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+from torch import nn
+
+from lightning_parallel.compression.reducer import Reducer
+
+__all__ = ["check_reducer", "give_to"]
+
+_OWNERS: weakref.WeakKeyDictionary[Reducer, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def give_to(module: nn.Module, reducer: Reducer) -> None:
+    """Let `reducer` belong to `module`; it starts anew, with a warning, if it has taken steps for another one."""
+    owner = _OWNERS.get(reducer)
+    if owner is not None and owner() is not module and reducer.step > 0:
+        warnings.warn(
+            f"{reducer!r} has taken {reducer.step} steps for another model; it forgets them and starts anew.",
+            stacklevel=2,
+        )
+        reducer.reset()
+    _OWNERS[reducer] = weakref.ref(module)
+
+
+def check_reducer(compression: object) -> None:
+    """Check what was given as `compression`.
+
+    Raises:
+        TypeError: If it is no compressor.
+    """
+    if not isinstance(compression, Reducer):
+        hint = f"; did you mean {compression.__name__}()?" if isinstance(compression, type) else ""
+        raise TypeError(f"`compression` must be a compressor such as PowerSGD(rank=4), got {compression!r}{hint}")

@@ -1,0 +1,119 @@
+"""States that are damaged, of another compressor, or of a model cut otherwise."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+from lightning_parallel import Policy, PowerSGD, Quantize, Sign, TopK, comm
+from lightning_parallel.compression import Auto, Cast, Reducer
+
+SMALL = {"min_numel": 1}
+ALONE = comm.Group.alone("alone")
+
+
+def gradients(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(24, 16, generator=generator) for name in ("a", "b")}
+
+
+def trained(compressor: Reducer, steps=3):
+    for step in range(steps):
+        compressor.reduce_(gradients(step), ALONE)
+    return compressor
+
+
+def state_of(compressor: Reducer):
+    return trained(compressor).gather_state(ALONE)
+
+
+def with_entry(state, slot, name, change):
+    changed = copy.deepcopy(state)
+    changed[slot][name] = change(changed[slot][name])
+    return changed
+
+
+def without(state, key):
+    return {name: value for name, value in state.items() if name != key}
+
+
+STATE = state_of(PowerSGD(2, **SMALL))
+DAMAGED = {
+    "none": (None, "expected a compression state of version 1, found None"),
+    "version": ({**STATE, "version": 7}, "of version 1, found 7"),
+    "no layout": (without(STATE, "layout"), "`layout` of local, stacked, mean, found None"),
+    "layout": ({**STATE, "layout": "bogus"}, "found 'bogus'"),
+    "no step": (without(STATE, "step"), "with `step`"),
+    "nan": (with_entry(STATE, "residual", "a", lambda tensor: tensor * float("nan")), "`residual` of `a`.*not finite"),
+    "ranks": (
+        with_entry(STATE, "residual", "b", lambda tensor: tensor.repeat(5, 1, 1)),
+        "`residual` of `b`.*1 ranks, found 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_states_are_refused(case):
+    state, message = DAMAGED[case]
+    compressor = trained(PowerSGD(2, **SMALL))
+    before = compressor.state_dict()
+    with pytest.raises(ValueError, match=message):
+        compressor.load_state_dict(state, ALONE)
+    assert compressor.step == before["step"]
+    assert all(
+        torch.equal(before["residual"][name], tensor) for name, tensor in compressor.state_dict()["residual"].items()
+    )
+
+
+@pytest.mark.parametrize("slot", ["residual", "right"])
+def test_shapes_of_another_model_are_named(slot):
+    compressor = PowerSGD(2, **SMALL)
+    compressor.load_state_dict(with_entry(STATE, slot, "a", lambda tensor: tensor[..., 1:]), ALONE)
+    with pytest.raises(
+        ValueError, match=f"expected `{slot}` of `a`.*24x16.*found 24x15" if slot == "residual" else slot
+    ):
+        compressor.reduce_(gradients(0), ALONE)
+
+
+@pytest.mark.parametrize("layout", ["mesh", "pieces"])
+def test_states_of_cut_models_leave_the_step(layout):
+    compressor = TopK(0.1, **SMALL)
+    with pytest.warns(UserWarning, match=f"model in parts .`{layout}`.*forgotten"):
+        compressor.load_state_dict({"layout": layout, "step": 5, "positions": []}, ALONE)
+    assert compressor.step == 5
+    assert compressor.residual_norm == 0
+
+
+def test_another_compressor_takes_what_it_understands():
+    residual = STATE["residual"]["a"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for other in (TopK(0.1, **SMALL), Policy({"*": Quantize(4, feedback="classic", **SMALL)})):
+            other.load_state_dict(STATE, ALONE)
+            assert set(other.state_dict()) & {"residual", "right"} == {"residual"}
+            assert torch.equal(other.state_dict()["residual"]["a"], residual)
+    for other in (TopK(0.1, feedback="ef21", **SMALL), Cast("bf16"), Auto([Cast("bf16")])):
+        with pytest.warns(UserWarning, match="`residual`, which this compressor does not use"):
+            other.load_state_dict(STATE, ALONE)
+        assert other.residual_norm == 0
+
+
+def test_both_residuals_of_signs_go_into_one():
+    state = state_of(Sign(**SMALL))
+    other = TopK(0.1, **SMALL)
+    other.load_state_dict(state, ALONE)
+    server = state["server_residual"]["a"].flatten()[: 24 * 16].view(24, 16)
+    assert server.any()
+    torch.testing.assert_close(other.state_dict()["residual"]["a"], state["residual"]["a"][0] + server)
+
+
+def test_the_choice_is_found_by_what_it_is():
+    auto = Auto([Quantize(8), PowerSGD(4)])
+    auto.choice = auto.candidates[1]
+    state = auto.gather_state(ALONE)
+    reordered, fewer = Auto([PowerSGD(4), Quantize(8)]), Auto([Quantize(8)])
+    reordered.load_state_dict(state, ALONE)
+    fewer.load_state_dict(state, ALONE)
+    assert reordered.choice is reordered.candidates[0]
+    assert fewer.choice is None
