@@ -123,6 +123,20 @@ def test_the_page_fits_its_window_and_text_can_be_read(show, scheme, width):
     assert page.evaluate(CONTRASTS) == []
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_long_names_break(show, width):
+    name = "model.decoder.layers.11.self_attn.q_proj.lora_A.default.weight"
+    report = sample_report()
+    report["run"] |= {"model": "Module" * 12, "error": "x" * 300}
+    drift = {"step": 8, "name": name, "ranks": [0, 1, 2, 3], "detail": "differs from rank 0: 1 of 128 elements " * 3}
+    report["reports"]["ReplicaDriftMonitor"] = {"findings": [drift]}
+    report["diagnosis"] = [advice.to_dict() for advice in diagnose(report)]
+    page = show(render(report), viewport={"width": width, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    row = page.query_selector("section[aria-labelledby=findings] table:has(caption:text('differ')) tbody tr")
+    assert row.bounding_box()["height"] < 400
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_comparison_too(show, scheme, width):
