@@ -25,7 +25,7 @@ from lightning_parallel.compression.hooks import HookState, compression_hook
 from lightning_parallel.compression.hooks_deepspeed import DeepSpeedState, compress_deepspeed
 from lightning_parallel.compression.hooks_fsdp1 import compress_fsdp, fsdp_hook
 from lightning_parallel.compression.hooks_fsdp2 import compress_fully_shard, shard_ranks
-from lightning_parallel.compression.ownership import check_reducer, give_to
+from lightning_parallel.compression.ownership import check_reducer, give_to, warn_of_unmatched
 from lightning_parallel.compression.policy import Policy
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Cast, Quantize
@@ -61,4 +61,5 @@ __all__ = [
     "fsdp_hook",
     "give_to",
     "shard_ranks",
+    "warn_of_unmatched",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compression.arguments import check_fraction, check_integer
 from lightning_parallel.compression.compressor import Compressor, Dense
 from lightning_parallel.compression.memory import Memory
 from lightning_parallel.compression.method import Method
@@ -41,9 +42,11 @@ class Auto(Reducer):
 
     def __init__(self, candidates: Optional[list[Compressor]] = None, min_gain: float = 0.05, steps: int = 3) -> None:
         super().__init__()
-        if steps < 1 or not 0 <= min_gain < 1:
-            raise ValueError(f"`steps` must be positive and `min_gain` in [0, 1), got {steps} and {min_gain}")
+        check_integer("steps", steps, least=1)
+        check_fraction("min_gain", min_gain)
         self.candidates = [Quantize(8), PowerSGD(4)] if candidates is None else list(candidates)
+        if not all(isinstance(candidate, Compressor) for candidate in self.candidates):
+            raise TypeError(f"`candidates` must be compressors such as [Quantize(8), PowerSGD(4)], got {candidates!r}")
         self.min_gain, self.steps = min_gain, steps
         self.choice: Optional[Reducer] = None
         self.verdict = "still measuring"

@@ -7,9 +7,10 @@ import weakref
 
 from torch import nn
 
+from lightning_parallel.compression.policy import Policy
 from lightning_parallel.compression.reducer import Reducer
 
-__all__ = ["check_reducer", "give_to"]
+__all__ = ["check_reducer", "give_to", "warn_of_unmatched"]
 
 _OWNERS: weakref.WeakKeyDictionary[Reducer, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
@@ -24,6 +25,18 @@ def give_to(module: nn.Module, reducer: Reducer) -> None:
         )
         reducer.reset()
     _OWNERS[reducer] = weakref.ref(module)
+
+
+def warn_of_unmatched(module: nn.Module, reducer: Reducer) -> None:
+    """Warn of patterns of a policy that decide about no parameter of `module`: a name may be misspelt."""
+    names = [name for name, _ in module.named_parameters()]
+    unmatched = reducer.unmatched(names) if isinstance(reducer, Policy) else []
+    if unmatched:
+        warnings.warn(
+            f"The patterns {unmatched} of the policy are not the first to match any parameter of "
+            f"{type(module).__name__}, whose names look like {names[:3]}.",
+            stacklevel=2,
+        )
 
 
 def check_reducer(compression: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Optional
 
@@ -59,8 +59,17 @@ class Policy(Reducer):
     def slots(self) -> frozenset[str]:
         return frozenset().union(*(rule.slots for rule in self.rules.values() if rule is not None))
 
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The patterns that are first for none of the parameters `names`."""
+        found = {self._pattern(name) for name in names}
+        return [pattern for pattern in self.rules if pattern not in found]
+
+    def _pattern(self, name: str) -> Optional[str]:
+        return next((pattern for pattern in self.rules if fnmatchcase(name, pattern)), None)
+
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
-        rule = next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
+        pattern = self._pattern(name)
+        rule = None if pattern is None else self.rules[pattern]
         if rule is None or math.prod(shape) < self.min_numel:
             return self._dense
         return rule.method(name, shape, step)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Optional
 
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,6 +33,7 @@ from lightning_parallel.compression import (
     check_reducer,
     compression_hook,
     give_to,
+    warn_of_unmatched,
 )
 from lightning_parallel.strategies.skipping import skip
 
@@ -55,6 +57,13 @@ class SavesCompression(Strategy):
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
             give_to(module, self.compression)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        if module is not None and self.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
+            warn_of_unmatched(module, self.compression)
+        super().setup(trainer)
 
     @override
     def teardown(self) -> None:

@@ -31,7 +31,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
     A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's memory is part
     of the checkpoint. ZeRO 0 and 1 communicate once per optimizer step. ZeRO 2 does so after every batch and is
     therefore compressed only without accumulation. ZeRO 3 has no whole gradients: there only what DeepSpeed does itself
-    is left.
+    is left. DeepSpeed itself fails on CPU with parameters of no dimension and with transposed ones.
 
     Args:
         compression: Computes the mean of the gradients; None leaves that to DeepSpeed.

@@ -36,6 +36,9 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
     A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's memory is part
     of the checkpoint. While batches accumulate nothing is communicated. Gradients may be clipped by their norm.
 
+    With reentrant activation checkpointing FSDP reduces a gradient in two parts, which are two steps of the compressor:
+    use `use_reentrant=False`.
+
     With HYBRID_SHARD gradients are compressed between the replicas only: `device_mesh` says which ranks those are.
 
     Args:

@@ -80,3 +80,9 @@ def test_compressors_travel_to_other_processes(make):
     assert torch.equal(ours, theirs)
     assert isinstance((TopK(0.1) | Cast("bf16")).values, Cast)
     assert isinstance(TopK(0.1).values, Exact)
+
+
+@pytest.mark.parametrize("wrong", [{"candidates": "x"}, {"candidates": ["int8"]}, {"steps": "3"}, {"min_gain": None}])
+def test_auto_refuses_what_it_cannot_try(wrong):
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        Auto(**wrong)

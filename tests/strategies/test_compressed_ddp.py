@@ -275,6 +275,13 @@ def test_settings_that_differ_between_ranks_are_refused(group):
         fit(Net().double(), CompressedDDPStrategy(PowerSGD(1 + group.rank, **SMALL)), group)
 
 
+@distributed(world_size=2)
+def test_a_pattern_that_matches_nothing_is_told(group):
+    policy = Policy({"nett.0*": PowerSGD(1), "*": None})
+    with pytest.warns(UserWarning, match="'nett.0") if group.rank == 0 else contextlib.nullcontext():
+        fit(Net().double(), CompressedDDPStrategy(policy), group, max_epochs=1)
+
+
 @pytest.mark.parametrize("wrong", [None, "powersgd", PowerSGD])
 def test_what_is_no_compressor_is_refused(wrong):
     with pytest.raises(TypeError, match="must be a compressor such as"):
