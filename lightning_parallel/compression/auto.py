@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import torch
+from rich import box
+from rich.table import Table
 from torch import Tensor
 
 from lightning_parallel import comm
@@ -19,10 +20,10 @@ from lightning_parallel.compression.method import Method
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Quantize
 from lightning_parallel.compression.reducer import GroupLike, Reducer, Step
+from lightning_parallel.terminal import show
 
 __all__ = ["Auto"]
 
-_log = logging.getLogger(__name__)
 _WARM_UP = 1  # steps whose times are not counted: the first ones allocate
 
 
@@ -31,8 +32,8 @@ class Auto(Reducer):
 
     While it measures, gradients are averaged as they are; the candidates work on copies. The time of the slowest rank
     counts, so all ranks choose alike, and times on a busy host vary: a candidate's slowest step is compared with the
-    fastest of plain means. The verdict is logged and kept in `verdict`. Where plain means win DDP takes them by itself
-    from then on: also steps with a gradient that is not finite.
+    fastest of plain means. Rank 0 prints the times and the gains; `verdict` keeps them in words. Where plain means win
+    DDP takes them by itself from then on: also steps with a gradient that is not finite.
 
     Args:
         candidates: Compressors to try; 8-bit quantization and PowerSGD of rank 4 when omitted.
@@ -120,10 +121,21 @@ class Auto(Reducer):
             f"{self.min_gain:.0%} is asked for; using {self.choice!r}"
         )
         if group.rank == 0:
-            _log.info("Gradient compression: %s", self.verdict)
+            show(self._table(dense, others))
         for candidate in self.candidates:
             candidate.memory = Memory()
         self._seconds = []
+
+    def _table(self, dense: float, others: Sequence[float]) -> Table:
+        table = Table(title="Gradient compression", title_justify="left", box=box.SIMPLE_HEAD)
+        for header in ("compressor", "ms per step", "saves", ""):
+            table.add_column(header, justify="right" if header in ("ms per step", "saves") else "left")
+        table.add_row("plain means", f"at least {dense * 1e3:.2f}", "", "chosen" if self.choice is self._dense else "")
+        for candidate, seconds in zip(self.candidates, others):
+            chosen = "chosen" if candidate is self.choice else ""
+            table.add_row(repr(candidate), f"at most {seconds * 1e3:.2f}", f"{1 - seconds / dense:.0%}", chosen)
+        table.caption = f"Compression is chosen where it saves {self.min_gain:.0%} of the time of the reduction."
+        return table
 
     def __repr__(self) -> str:
         return f"Auto({self.candidates})" if self.choice is None else repr(self.choice)

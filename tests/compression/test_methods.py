@@ -433,6 +433,20 @@ def test_auto_stays_dense_or_compresses_as_measured(group):
         assert resumed.verdict == auto.verdict
 
 
+@pytest.mark.parametrize("min_gain", [0.0, 0.999])
+def test_auto_prints_what_it_has_measured(min_gain, capsys):
+    auto = Auto([TopK(0.5) | Quantize(8), Cast("bf16")], min_gain=min_gain, steps=1)
+    for _ in range(2):
+        auto.reduce_({"w": torch.ones(64, 64)}, comm.Group.alone("alone"))
+    printed = capsys.readouterr().out
+    for text in ("Gradient compression", "plain means", "TopK(ratio=0.5) | Quantize(8)", "Cast('bf16')", "ms per step"):
+        assert text in printed
+    assert printed.count("chosen") == 2, "in one row and in the caption"
+    assert repr(auto.choice) in printed or "plain means" in next(
+        row for row in printed.splitlines() if " chosen" in row
+    )
+
+
 # --------------------------------------------------------------------------------------------------- fidelity
 
 
