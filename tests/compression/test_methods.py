@@ -437,7 +437,7 @@ def test_auto_stays_dense_or_compresses_as_measured(group):
 def test_auto_prints_what_it_has_measured(min_gain, capsys):
     auto = Auto([TopK(0.5) | Quantize(8), Cast("bf16")], min_gain=min_gain, steps=1)
     for _ in range(2):
-        auto.reduce_({"w": torch.ones(64, 64)}, comm.Group.alone("alone"))
+        auto.reduce_({"w": torch.ones(64, 64)}, Group.alone("alone"))
     printed = capsys.readouterr().out
     for text in ("Gradient compression", "plain means", "TopK(ratio=0.5) | Quantize(8)", "Cast('bf16')", "ms per step"):
         assert text in printed
