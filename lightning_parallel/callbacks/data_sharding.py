@@ -202,7 +202,7 @@ class DataShardingMonitor(MeasuringCallback):
 
     `report()` has, besides the common keys:
 
-        findings: [{step, name, ranks, detail}]     each kind once, with the first step
+        findings: [{step, name, ranks, detail}]     each kind once, with the first `trainer.global_step`
         known_by: `place` or `content`
 
     Logged: `data_sharding/findings`, their number so far. The checkpoint holds which samples of the epoch were read.
@@ -305,7 +305,8 @@ class DataShardingMonitor(MeasuringCallback):
             return
         for finding in self._audit.audit(trainer.current_epoch, readings):
             ranks = ", ".join(map(str, finding["ranks"]))
-            rank_zero_warn(f"Data, step {finding['step']}, ranks {ranks}: {finding['name']}: {finding['detail']}")
+            where = f"optimizer step {finding['step']}, ranks {ranks}"
+            rank_zero_warn(f"Data, {where}: {finding['name']}: {finding['detail']}")
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -330,7 +331,8 @@ class DataShardingMonitor(MeasuringCallback):
     def table(self, report: Mapping[str, Any]) -> Table | None:
         if not report["findings"]:
             return None
-        table = Table("step", "finding", "ranks", "detail", title="How the data are divided", box=box.SIMPLE_HEAD)
+        header = "optimizer step", "finding", "ranks", "detail"
+        table = Table(*header, title="How the data are divided", box=box.SIMPLE_HEAD)
         for one in report["findings"]:
             table.add_row(str(one["step"]), one["name"], ", ".join(map(str, one["ranks"])), one["detail"])
         return table

@@ -77,7 +77,7 @@ def _wrong(reports: Report) -> Iterator[Advice]:
         findings = reports.get(name, {}).get("findings", [])
         if findings:
             first = findings[0]
-            where = f"step {first['step']}, rank {', '.join(map(str, first['ranks']))}: {first['detail']}"
+            where = f"optimizer step {first['step']}, rank {', '.join(map(str, first['ranks']))}: {first['detail']}"
             more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
             title = f"{title}: `{first['name']}`, {where}{more}"
             yield Advice("wrong", title, text, None, {"findings": len(findings)})

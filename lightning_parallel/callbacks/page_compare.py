@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from lightning_parallel.callbacks import charts
 from lightning_parallel.callbacks.charts import Line
 from lightning_parallel.callbacks.page import advice_list, document, figures, headline, run_facts
-from lightning_parallel.callbacks.page_sections import CURVES, HELD, PHASES, section, step_bar, thinned
+from lightning_parallel.callbacks.page_sections import CURVES, HELD, PHASES, STEPS, section, step_bar, thinned
 from lightning_parallel.callbacks.units import bytes_text, count_text, gap_text, percent, seconds_text
 
 __all__ = ["Change", "changes", "render_comparison"]
@@ -199,4 +199,4 @@ def _course(first: Report, second: Report, names: tuple[str, str]) -> str:
         ]
         if curves:
             plots.append(charts.lines(curves, title, unit))
-    return section("course", "Over the run", "", f"<div class=plots>{''.join(plots)}</div>") if plots else ""
+    return section("course", "Over the run", STEPS, f"<div class=plots>{''.join(plots)}</div>") if plots else ""

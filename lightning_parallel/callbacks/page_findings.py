@@ -56,7 +56,7 @@ def findings(report: Report) -> str:
         if found:
             rows = [[str(f["step"]), f["name"], ", ".join(map(str, f["ranks"])), f["detail"]] for f in found]
             caption = title if len(rows) <= _MOST else f"{title}: the first {_MOST} of {len(rows)}"
-            body += charts.table(["step", "what", "ranks", "found"], rows[:_MOST], caption, words=True)
+            body += charts.table(["optimizer step", "what", "ranks", "found"], rows[:_MOST], caption, words=True)
         elif found is not None:
             body += f"<p>{good}</p>"
     return section("findings", "Slow ranks, replicas, data", "", body) if body else ""

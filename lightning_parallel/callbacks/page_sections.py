@@ -15,6 +15,7 @@ from lightning_parallel.pipeline.simulate import Timeline
 __all__ = [
     "HELD",
     "PHASES",
+    "STEPS",
     "communication",
     "course",
     "found_by",
@@ -312,7 +313,10 @@ def course(report: Report) -> str:
         if len(series.get(key, ())) > 1
     ]
     drawn = "".join(plots)
-    return section("course", "Over the run", "", f"<div class=plots>{drawn}</div>") if drawn else ""
+    return section("course", "Over the run", STEPS, f"<div class=plots>{drawn}</div>") if drawn else ""
+
+
+STEPS = "Steps are batches of this run, counted from 0, as in the trace."
 
 
 CURVES = (

@@ -289,7 +289,8 @@ class ReplicaDriftMonitor(MeasuringCallback):
 
     `report()` has, besides the common keys:
 
-        findings: [{step, name, ranks, detail}]    `ranks` that are wrong, or all that hold it if no majority tells
+        findings: [{step, name, ranks, detail}]    `step` as `trainer.global_step` counts; `ranks` that are wrong, or
+                                                   all that hold it if no majority tells
         checks: how often everything was compared
         compared: {parameter, buffer, optimizer, option: how many values several ranks hold}
 
@@ -354,7 +355,7 @@ class ReplicaDriftMonitor(MeasuringCallback):
             return
         listed = "\n".join(f"  {one['name']}, ranks {one['ranks']}: {one['detail']}" for one in findings[:MAX_COMPARED])
         more = f"\n  and {len(findings) - MAX_COMPARED} more" if len(findings) > MAX_COMPARED else ""
-        message = f"Ranks that must hold equal values do not, at step {trainer.global_step}:\n{listed}{more}"
+        message = f"Ranks that must hold equal values do not, at optimizer step {trainer.global_step}:\n{listed}{more}"
         if self.action == "raise":
             raise RuntimeError(message)
         rank_zero_warn(message)
@@ -364,7 +365,8 @@ class ReplicaDriftMonitor(MeasuringCallback):
         findings = report["findings"]
         if not findings:
             return None
-        table = Table("step", "name", "ranks", "detail", title="Values that drifted apart", box=box.SIMPLE_HEAD)
+        header = "optimizer step", "name", "ranks", "detail"
+        table = Table(*header, title="Values that drifted apart", box=box.SIMPLE_HEAD)
         for one in findings[:MAX_COMPARED]:
             table.add_row(str(one["step"]), one["name"], ", ".join(map(str, one["ranks"])), one["detail"])
         return table

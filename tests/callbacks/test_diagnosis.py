@@ -187,7 +187,7 @@ def test_what_is_wrong_comes_before_what_is_slow():
     findings = [{"step": 7, "name": "net.0.weight", "ranks": [1], "detail": "differs by 0.5"}]
     found = diagnose(report([rank(0, data_wait=0.05)], ReplicaDriftMonitor={"findings": findings}))
     assert [advice.kind for advice in found] == ["wrong", "slow"]
-    assert "`net.0.weight`, step 7, rank 1: differs by 0.5" in found[0].title
+    assert "`net.0.weight`, optimizer step 7, rank 1: differs by 0.5" in found[0].title
 
 
 def test_collectives_that_differ_are_wrong():

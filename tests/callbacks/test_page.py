@@ -216,6 +216,16 @@ def test_absent_signals_are_named_and_never_drawn_as_zero(show):
     assert page.query_selector(".bars") is None
 
 
+def test_which_steps_are_counted_is_said(show):
+    report = full_report()
+    report["reports"]["DataShardingMonitor"] = {
+        "findings": [{"step": 25, "name": "overlap", "ranks": [0], "detail": ""}]
+    }
+    page = show(render(report))
+    assert "Steps are batches of this run" in page.inner_text("section[aria-labelledby=course]")
+    assert "optimizer step" in page.inner_text("section[aria-labelledby=findings]")
+
+
 def test_only_what_is_wrong_is_red(show):
     report = full_report()
     report["series"]["loss"][-1][1] = None
