@@ -66,6 +66,8 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _report(options: argparse.Namespace) -> None:
     if len(options.runs) == 1:
+        if options.output is not None:
+            raise ValueError("--output names the comparison of two runs; the page of one is written beside its data")
         print(rebuild(options.runs[0], options.kineto))
         return
     if len(options.runs) > 2:
@@ -94,8 +96,14 @@ def _add_timeline(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run, or of its profile")
     parser.add_argument("--output", type=Path, action="append", default=[], help="picture to write: .svg or .png")
-    parser.add_argument("--width", type=int, help="columns to print (default: the terminal's)")
+    parser.add_argument("--width", type=_columns, help="columns to print (default: the terminal's)")
     parser.set_defaults(run=_timeline)
+
+
+def _columns(text: str) -> int:
+    if not text.isdigit() or int(text) < 20:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 20, got `{text}`")
+    return int(text)
 
 
 def _timeline(options: argparse.Namespace) -> None:
@@ -147,7 +155,7 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--memory-limit", type=float, help="GiB that a rank may hold, for `--schedule auto`")
     parser.add_argument("--output", type=Path, action="append", default=[], help="picture to write: .svg or .png")
     parser.add_argument("--save", type=Path, help="write the schedule itself: as text, or as .csv")
-    parser.add_argument("--width", type=int, help="columns to print (default: the terminal's)")
+    parser.add_argument("--width", type=_columns, help="columns to print (default: the terminal's)")
     parser.set_defaults(run=_simulate)
 
 
@@ -212,7 +220,10 @@ def _read_schedule(name: str, options: argparse.Namespace) -> Schedule:
 
 def _read_costs(text: str) -> list[Cost]:
     if text.endswith(".json"):
-        return [Cost(**stage) for stage in json.loads(Path(text).read_text())]
+        try:
+            return [Cost(**stage) for stage in json.loads(Path(text).read_text())]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"expected a list of objects, one per stage, in {text}: {error}") from error
     return [_read_cost(group) for group in text.split(";")]
 
 

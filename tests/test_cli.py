@@ -43,11 +43,16 @@ def test_several_schedules_are_drawn_one_above_the_other(capsys, tmp_path):
     assert "one schedule to save, got 2" in refused(capsys, "--schedule", "1f1b", "zbv", "--save", tmp_path / "a.csv")
 
 
+def write_report(folder, pipeline):
+    report = {"version": 1, "run": {}, "reports": {"PipelineTimeline": pipeline}}
+    (folder / "report.json").write_text(json.dumps(report))
+
+
 def test_a_run_is_drawn_as_planned_and_as_it_happened(capsys, tmp_path):
     planned = played(build_schedule("1f1b", 2, 2), Cost(1e-3, 2e-3))
     measured = played(build_schedule("1f1b", 2, 2), Cost(1e-3, 2e-3), Link(1e-3))
     step = {"step": 7, "planned": planned.to_dict(), "measured": measured.to_dict()}
-    (tmp_path / "report.json").write_text(json.dumps({"reports": {"PipelineTimeline": {"timeline": step}}}))
+    write_report(tmp_path, {"timeline": step})
     assert main(["timeline", str(tmp_path), "--width", "100", "--output", str(tmp_path / "a.svg")]) == 0
     out = capsys.readouterr().out
     took = f"step {duration_text(measured.makespan_s)}"
@@ -56,7 +61,7 @@ def test_a_run_is_drawn_as_planned_and_as_it_happened(capsys, tmp_path):
 
 
 def test_a_run_without_a_pipeline_has_no_timeline(capsys, tmp_path):
-    (tmp_path / "report.json").write_text(json.dumps({"reports": {"PipelineTimeline": {"missing": ["..."]}}}))
+    write_report(tmp_path, {"missing": ["..."]})
     assert main(["timeline", str(tmp_path)]) == 2
     assert "expected a run with a pipeline" in capsys.readouterr().err
 
@@ -106,10 +111,26 @@ def test_auto_compares_and_chooses(capsys):
         (("--ranks", 0), "num_ranks=0"),
         (("--output", "a.jpg"), "got `a.jpg`"),
         (("--costs", "nowhere.json"), "nowhere.json"),
+        (("--costs", "nan,1"), "expected finite costs of at least 0, got forward_s=nan"),
+        (("--costs", "1,inf"), "expected finite costs of at least 0"),
+        (("--latency", "nan"), "expected a finite latency_s >= 0"),
     ],
 )
 def test_mistakes_are_explained_in_one_line(capsys, words, message):
     assert message in refused(capsys, *words)
+
+
+@pytest.mark.parametrize("text", ['{"forward_s": 1}', '[{"forward": 1}]', '["a"]', '[{"forward_s": "a"}]', "[", "1"])
+def test_a_file_that_holds_no_costs_is_named(capsys, tmp_path, text):
+    (tmp_path / "costs.json").write_text(text)
+    assert f"a list of objects, one per stage, in {tmp_path}" in refused(capsys, "--costs", tmp_path / "costs.json")
+
+
+@pytest.mark.parametrize("width", ["0", "-5", "x"])
+def test_a_picture_needs_columns(capsys, width):
+    with pytest.raises(SystemExit):
+        main(["simulate", f"--width={width}"])
+    assert "expected a number of at least 20" in capsys.readouterr().err
 
 
 def test_it_runs_as_a_module():

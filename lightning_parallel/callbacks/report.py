@@ -6,6 +6,7 @@ import gzip
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Optional
@@ -34,7 +35,7 @@ from lightning_parallel.callbacks.kineto import add_kineto
 from lightning_parallel.callbacks.page import render
 from lightning_parallel.callbacks.run_facts import run_facts
 from lightning_parallel.callbacks.session import Session
-from lightning_parallel.callbacks.trace import TraceAccumulator, chrome_trace, read_trace, write_trace
+from lightning_parallel.callbacks.trace import TraceAccumulator, chrome_trace, read_json, read_trace, write_trace
 
 __all__ = ["PAGE", "REPORT", "TRACE", "ProfileReport", "read_report", "rebuild"]
 
@@ -240,11 +241,15 @@ def read_report(path: Path) -> tuple[Path, dict[str, Any]]:
         path: That folder, or one with it inside as `profile`, such as the trainer's log folder.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or one that this version cannot read.
     """
     for folder in (path, path / "profile"):
-        if (folder / REPORT).is_file():
-            return folder, json.loads((folder / REPORT).read_text(encoding="utf-8"))
+        file = folder / REPORT
+        if file.is_file():
+            report = read_json(file)
+            if not isinstance(report, dict) or report.get("version") != VERSION or "run" not in report:
+                raise ValueError(f"expected a report of version {VERSION} in {file}, as `ProfileReport` writes it")
+            return folder, report
     raise ValueError(f"expected the folder of a profiled run, with `{REPORT}` or `profile/{REPORT}`, got {path}")
 
 
@@ -312,16 +317,15 @@ def write_part(path: Path, part: Mapping[str, Any]) -> None:
 
 
 def read_parts(folder: Path, world_size: int, run: str, patience_s: float) -> list[dict[str, Any]]:
-    """The parts that ranks of this run leave within `patience_s`."""
+    """The parts that ranks of this run leave within `patience_s`; files that are not whole are no parts."""
     until = time.monotonic() + patience_s
     found: dict[int, dict[str, Any]] = {}
     while len(found) < world_size:
         for rank in set(range(world_size)) - found.keys():
             path = folder / f"part{rank}.json.gz"
-            if path.exists():
-                with gzip.open(path, "rt", encoding="utf-8") as file:
-                    part = json.load(file)
-                if part.pop("run") == run:
+            with suppress(ValueError, FileNotFoundError):
+                part = read_json(path)
+                if isinstance(part, dict) and part.pop("run", None) == run:
                     found[rank] = part
         if time.monotonic() > until:
             break

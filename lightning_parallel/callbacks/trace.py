@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from lightning_parallel.callbacks.base import Accumulator
 from lightning_parallel.callbacks.clock import Clock
 from lightning_parallel.recorder import Span, Window
 
-__all__ = ["TraceAccumulator", "chrome_trace", "read_trace", "write_trace"]
+__all__ = ["TraceAccumulator", "chrome_trace", "read_json", "read_trace", "write_trace"]
 
 Event = dict[str, Any]
 Part = Mapping[str, Any]
@@ -275,12 +276,21 @@ def read_trace(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: If the file is not a trace.
     """
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            trace = json.load(file)
-    except (json.JSONDecodeError, UnicodeDecodeError, gzip.BadGzipFile) as error:
-        raise ValueError(f"expected a trace in JSON, compressed or not, in {path}: {error}") from error
+    trace = read_json(path)
     if not isinstance(trace, dict) or "traceEvents" not in trace:
         raise ValueError(f"expected a trace with `traceEvents` in {path}")
     return trace
+
+
+def read_json(path: Path) -> Any:
+    """Read JSON, compressed or not.
+
+    Raises:
+        ValueError: If the file holds something else, or is not whole.
+    """
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            return json.load(file)
+    except (json.JSONDecodeError, UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"expected JSON, compressed if its name ends in .gz, in {path}: {error}") from error

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 from lightning_parallel.pipeline.actions import (
@@ -55,9 +56,9 @@ class Cost:
     resident_bytes: float = 0
 
     def __post_init__(self) -> None:
-        wrong = [f"{key}={value}" for key, value in vars(self).items() if value < 0]
+        wrong = [f"{key}={value}" for key, value in vars(self).items() if not 0 <= value < inf]
         if wrong:
-            raise ValueError(f"expected costs of at least 0, got {', '.join(wrong)}")
+            raise ValueError(f"expected finite costs of at least 0, got {', '.join(wrong)}")
 
     @property
     def total_s(self) -> float:
@@ -99,8 +100,8 @@ class Link:
     bytes_per_s: float = float("inf")
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.bytes_per_s <= 0:
-            raise ValueError(f"expected latency_s >= 0 and bytes_per_s > 0, got {self}")
+        if not (0 <= self.latency_s < inf and self.bytes_per_s > 0):
+            raise ValueError(f"expected a finite latency_s >= 0 and bytes_per_s > 0, got {self}")
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The page, the data and the trace that a run leaves behind; the same again from the command line."""
 
+import gzip
 import json
 import shutil
 from itertools import pairwise
@@ -371,9 +372,33 @@ def test_two_runs_are_compared(tmp_path, capsys):
     assert verdicts["forward"] == verdicts["samples per second"] == ""
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 99, "run": {}}', '{"version": 1, ', "\xff"])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_file_that_holds_no_report_is_named(profile, tmp_path, capsys, text, others):
+    (tmp_path / "report.json").write_bytes(text.encode("latin1"))
+    assert main(["report", *[str(profile)] * others, str(tmp_path)]) == 2
+    assert str(tmp_path / "report.json") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: gzip.compress(b'{"x": 1}'), lambda data: b""])
+def test_files_that_are_not_whole_are_left_out_or_named(profile, tmp_path, capsys, damage):
+    folder = tmp_path / "run"
+    shutil.copytree(profile, folder)
+    trace = folder / "trace.json.gz"
+    (folder / "part0.json.gz").write_bytes(damage(trace.read_bytes()))
+    assert main(["report", str(folder)]) == 0
+    trace.write_bytes(damage(trace.read_bytes()))
+    assert main(["report", str(folder), "--kineto", str(profile / "trace.json.gz")]) == 2
+    assert str(trace) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["{}/nothing"], "expected the folder of a profiled run"), (["{}", "{}", "{}"], "one run, or two to compare")],
+    [
+        (["{}/nothing"], "expected the folder of a profiled run"),
+        (["{}", "{}", "{}"], "one run, or two to compare"),
+        (["{}", "--output", "a.html"], "--output names"),
+    ],
 )
 def test_mistakes_are_explained(tmp_path, capsys, words, message):
     assert main(["report", *(word.format(tmp_path) for word in words)]) == 2
