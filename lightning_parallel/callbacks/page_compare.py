@@ -34,7 +34,8 @@ class Change(NamedTuple):
         if self.first is None or self.second is None:
             return ""
         difference = self.second - self.first
-        if abs(difference) <= 0.005 * max(abs(self.first), abs(self.second)):
+        unseen = self.write is percent and percent(abs(difference)) == percent(0.0)
+        if unseen or abs(difference) <= 0.005 * max(abs(self.first), abs(self.second)):
             return "the same"
         words = ("less", "more")[difference > 0]
         if self.write is percent:  # of shares the difference says more than the ratio

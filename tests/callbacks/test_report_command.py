@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
-from lightning_parallel.callbacks.page_compare import changes
+from lightning_parallel.callbacks.page_compare import Change, changes
 from lightning_parallel.callbacks.trace import read_trace
+from lightning_parallel.callbacks.units import percent
 from lightning_parallel.cli import main
 from tests.callbacks.sample import sample_report
 
@@ -46,6 +47,11 @@ def test_two_runs_are_compared(tmp_path, capsys):
     verdicts = {change.name: change.kind for change in changes(first, second)}
     assert verdicts["step"] == verdicts["waiting for other stages"] == "faster"
     assert verdicts["forward"] == verdicts["samples per second"] == ""
+
+
+def test_a_difference_that_cannot_be_written_is_none():
+    assert Change("share", 0.0004, 0.0001, "more", percent).kind == ""
+    assert Change("share", 0.004, 0.001, "more", percent).verdict == "0.3 % less"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 99, "run": {}}', '{"version": 1, ', "\xff"])
