@@ -4,8 +4,7 @@
     def test_sum(group):            # runs on both ranks; `group` is the `Group` of all ranks
         ...
 
-Workers are forked per world size from a server that has already imported torch and Lightning, and are reused for a
-while.
+Workers are forked per world size from a server that has already imported what takes long, and are reused for a while.
 They meet through a file, never a port. Every job has a deadline: a pool that misses it shows every rank's stack, is
 killed, and the next job gets a new one. `run` returns the ranks' results, for tests whose oracle lives in the parent.
 """
@@ -36,10 +35,10 @@ import pytest
 __all__ = ["distributed", "run"]
 
 DEADLINE_S = 90.0
-JOBS_PER_POOL = 40  # the process groups of a fit stay, with their threads, as long as the process does
+JOBS_PER_POOL = 100  # the process groups of a fit stay, with their threads, as long as the process does
 TestFunction = Callable[..., None]
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "lightning.pytorch"])
+_context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_parallel", "transformers"])
 
 
 class _Pool:
