@@ -120,6 +120,8 @@ def test_planned_and_measured_pipeline_share_one_time_axis(show):
 def test_the_page_fits_its_window_and_text_can_be_read(show, scheme, width):
     page = show(render(full_report()), viewport={"width": width, "height": 800}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = "[...document.querySelectorAll('.wide, .scroll')].map(box => box.scrollHeight - box.clientHeight)"
+    assert set(page.evaluate(boxes)) == {0}, "what scrolls sideways does not scroll up and down as well"
     assert page.evaluate(CONTRASTS) == []
 
 
