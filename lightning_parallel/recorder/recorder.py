@@ -273,13 +273,13 @@ class Recorder:
             complete_ns: When a communication was over, if that is known.
             held_ns: From when to when the calling thread was held up, any number of times.
         """
-        category, name, step, *where, ranks, peer, dtype, thread, sequence, tag, group = facts
+        category, name, step, stage, micro, axis, op, size, ranks, peer, dtype, thread, number, tag, group = facts
         blocked_ns = 0
         for index in range(0, len(held_ns), 2):
             blocked_ns += max(0, held_ns[index + 1] - held_ns[index])
         in_flight = None if complete_ns is None else complete_ns - start_ns
-        who = ranks, peer, dtype, thread, in_flight, sequence, tag, group
-        span = _new_span((category, name, start_ns, end_ns, step, *where, blocked_ns, *who))
+        what = category, name, start_ns, end_ns, step, stage, micro, axis, op, size
+        span = _new_span((*what, blocked_ns, ranks, peer, dtype, thread, in_flight, number, tag, group))
         self.spans.append(span)
         self._ended.append(span)
 
