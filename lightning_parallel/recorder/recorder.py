@@ -274,9 +274,10 @@ class Recorder:
             held_ns: From when to when the calling thread was held up, any number of times.
         """
         category, name, step, stage, micro, axis, op, size, ranks, peer, dtype, thread, number, tag, group = facts
-        blocked_ns = 0
-        for index in range(0, len(held_ns), 2):
-            blocked_ns += max(0, held_ns[index + 1] - held_ns[index])
+        if len(held_ns) == 2:
+            blocked_ns = held_ns[1] - held_ns[0]
+        else:
+            blocked_ns = sum(max(0, end - begin) for begin, end in zip(held_ns[::2], held_ns[1::2]))
         in_flight = None if complete_ns is None else complete_ns - start_ns
         what = category, name, start_ns, end_ns, step, stage, micro, axis, op, size
         span = _new_span((*what, blocked_ns, ranks, peer, dtype, thread, in_flight, number, tag, group))
