@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -171,9 +170,9 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         self._wrapped = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         self._wrap_unfrozen()
-        return super().training_step(*args, **kwargs)
 
     def _wrap_unfrozen(self) -> None:
         """Wrap the module anew if it has more to train than before: DDP reduces what it met when it wrapped it."""

@@ -217,12 +217,15 @@ class Unfreezing(Callback):
         module.net[0].requires_grad_(trainer.current_epoch == 1)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
 @distributed(world_size=2)
-def test_parameters_that_are_unfrozen_are_averaged(group):
+def test_parameters_that_are_unfrozen_are_averaged(accumulate, group):
     expected, module = Net().double(), Net().double()
-    trainer_for(max_epochs=3, callbacks=[Unfreezing()]).fit(expected, loader())
-    options = {"find_unused_parameters": True, **TWO_BUCKETS}
-    fit(module, CompressedDDPStrategy(Dense(), **options), group, max_epochs=3, callbacks=[Unfreezing(), Equal(group)])
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    trainer_for(callbacks=[Unfreezing()], **options).fit(expected, loader())
+    strategy = CompressedDDPStrategy(Dense(), find_unused_parameters=True, **TWO_BUCKETS)
+    fit(module, strategy, group, callbacks=[Unfreezing(), Equal(group)], **options)
+    assert strategy.compression.step == 12 // accumulate
     for parameter, other in zip(module.parameters(), expected.parameters()):
         torch.testing.assert_close(parameter, other, rtol=1e-10, atol=1e-12)
 
