@@ -26,11 +26,13 @@ class Codec(abc.ABC):
         linear: Whether `mean` is a linear function of the ranks' numbers.
         unbiased: Whether the expected `mean` is the mean.
         collective: What `mean` is made of.
+        stochastic: Whether it draws random numbers.
     """
 
     linear: bool
     unbiased: bool
     collective: str
+    stochastic: bool = False
 
     @abc.abstractmethod
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:

@@ -83,6 +83,10 @@ class Compressor(Reducer, Method):
     def slots(self) -> frozenset[str]:
         return self.own_slots | self.feedback.slots | self._dense.slots
 
+    @property
+    def alone(self) -> bool:
+        return self.values.stochastic
+
     def accepts(self, shape: Sequence[int]) -> bool:
         """Whether a gradient of `shape` is worth compressing."""
         return len(shape) >= 2 and math.prod(shape) >= max(self.min_numel, 1)

@@ -35,6 +35,14 @@ class Method(abc.ABC):
         """Whether it can leave out what other ranks need of the mean, and then sends less: `Block.shard`."""
         return False
 
+    @property
+    def alone(self) -> bool:
+        """Whether a gradient must be a block by itself: what is drawn for it would depend on its company otherwise.
+
+        The company of a parameter that tensor-parallel ranks hold alike may differ from rank to rank.
+        """
+        return False
+
     def turn(self, name: str, number: int, memory: Memory) -> int:
         """By which number parameter `name` goes in step `number`; a block holds parameters with the same."""
         return number

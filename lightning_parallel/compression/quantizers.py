@@ -32,6 +32,10 @@ class Quantizer(Compressor, Codec):
     def scatters(self) -> bool:
         return self.feedback.kind != "ef21"  # which remembers the whole mean
 
+    @property
+    def alone(self) -> bool:
+        return self.stochastic
+
     def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
         rows = work.flatten(1)
         mean, sent = yield from self.mean(rows, step, block.names, block.keep_rest)

@@ -295,7 +295,8 @@ class Step:
             seen.add(gradient)
             method = self.reducer.method(name, gradient.shape, self.number)
             shard = shards.get(name) if method.scatters else None
-            alone = not method.batched and gradient.numel() * gradient.element_size() >= ALONE_BYTES
+            large = not method.batched and gradient.numel() * gradient.element_size() >= ALONE_BYTES
+            alone = large or method.alone
             turn = method.turn(name, self.number, self.memory)
             key = (id(method), turn, gradient.shape, gradient.dtype, gradient.device, shard, name if alone else None)
             _, block = found.setdefault(key, (method, Block((), [], turn=turn, shard=shard)))

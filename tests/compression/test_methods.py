@@ -447,6 +447,24 @@ def test_auto_prints_what_it_has_measured(min_gain, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Quantize(4, stochastic=True, min_numel=1),
+        lambda: TopK(0.5, min_numel=1) | Quantize(8, stochastic=True),
+        lambda: PowerSGD(2, min_numel=1) | Quantize(8, stochastic=True),
+    ],
+)
+def test_what_is_drawn_for_a_parameter_does_not_depend_on_its_company(make):
+    """Tensor-parallel ranks that hold it alike may hold other shards beside it."""
+    group, found = Group.alone("alone"), []
+    for company in ({}, {"a": torch.ones(16, 12), "z": torch.ones(16, 12)}):
+        gradient = torch.randn(16, 12, generator=torch.Generator().manual_seed(1))
+        make().reduce_({"m": gradient, **company}, group)
+        found.append(gradient)
+    assert torch.equal(*found)
+
+
 # --------------------------------------------------------------------------------------------------- fidelity
 
 
