@@ -222,9 +222,10 @@ class HookState:
         """Notice which parameters a backward brings a gradient of, which DDP does not tell."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                self._watches.append(parameter.register_hook(partial(self._notice, name)))
+                # Before the hook of DDP, and not for `torch.autograd.grad`.
+                self._watches.append(parameter.register_post_accumulate_grad_hook(partial(self._notice, name)))
 
-    def _notice(self, name: str, gradient: Tensor) -> None:
+    def _notice(self, name: str, parameter: Tensor) -> None:
         self._touched.add(name)
 
     # ------------------------------------------------------------------------------------------------------- names
