@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.comm import Group, MeshGroups, liveness
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.recorder import Recorder, activate, span
 from tests.harness import RankError, distributed, run
@@ -149,3 +149,17 @@ def test_a_recorder_sees_messages_and_objects(group):
     assert (message.op, message.bytes, message.peer) == (("send", "recv")[group.rank], 16, 1 - group.rank)
     assert group.rank == 0 or window.phases["pipeline_wait"] > 0.02e9
     assert not recorder.in_flight
+
+
+@distributed(world_size=2)
+def test_what_stopped_an_earlier_run_is_not_said_of_a_later_one(group):
+    for attempt in range(2):
+        liveness.start()
+        comm.barrier(group)
+        if attempt == 0:
+            liveness._heartbeat.report("an earlier error")
+        comm.barrier(group)
+        _, said = liveness._heartbeat.silent([1 - group.rank])
+        assert bool(said) == (attempt == 0)
+        comm.barrier(group)
+        liveness.stop()

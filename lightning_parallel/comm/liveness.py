@@ -23,6 +23,7 @@ class _Heartbeat:
     def __init__(self, store: dist.Store, rank: int) -> None:
         self.store = dist.PrefixStore("lightning_parallel/liveness", store)
         self.rank = rank
+        self.report("")  # of an earlier run of this process
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._beat, name="lightning_parallel-heartbeat", daemon=True)
         self.thread.start()
@@ -43,7 +44,7 @@ class _Heartbeat:
         time.sleep(3 * INTERVAL_S)
         silent = [rank for rank in ranks if self.store.add(f"beat/{rank}", 0) == before[rank]]
         said = {rank: self.store.get(f"error/{rank}").decode() for rank in ranks if self.store.check([f"error/{rank}"])}
-        return silent, said
+        return silent, {rank: text for rank, text in said.items() if text}
 
 
 def start() -> None:

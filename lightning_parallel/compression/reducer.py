@@ -80,7 +80,7 @@ class Reducer(abc.ABC):
 
     def reset(self) -> None:
         """Forget all: as if no step had been taken."""
-        self.memory, self.step, self._agreed = Memory(), 0, set()
+        self.memory, self.step, self.scale, self._agreed = Memory(), 0, 1.0, set()
         self.seconds, self.parts, self.compared = Seconds(), [], None
 
     @abc.abstractmethod

@@ -46,9 +46,9 @@ def reducer_options(strategy: MeshStrategy) -> dict[str, Any]:
 
 def follow_scale(strategy: MeshStrategy) -> None:
     """Tell the compressor what gradients will be multiplied by, as it remembers them without that."""
-    scaler = getattr(strategy.precision_plugin, "scaler", None)
-    if strategy.compression is not None and scaler is not None:
-        strategy.compression.scale = float(scaler.get_scale())
+    if strategy.compression is not None:
+        scaler = getattr(strategy.precision_plugin, "scaler", None)
+        strategy.compression.scale = 1.0 if scaler is None else float(scaler.get_scale())
 
 
 def skip_uncounted(strategy: MeshStrategy) -> None:

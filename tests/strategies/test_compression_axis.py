@@ -172,8 +172,9 @@ def test_residuals_do_not_carry_the_loss_scale(group):
             plugin = MixedPrecision("16-mixed", "cpu", scaler)
             plugin.forward_context = _nothing  # whole precision: only the scale differs
         strategy = TensorParallelStrategy(1, compression=compression, precision_plugin=plugin)
-        trainer = trainer_for(strategy, 2)
-        trainer.fit(module, loader(2, group.rank, dtype=torch.float32))
+        data = loader(2, group.rank, dtype=torch.float32)
+        trainer_for(strategy, 2).fit(module, data)
+        trainer_for(TensorParallelStrategy(1, compression=compression), 2).fit(module, data)  # goes on without a scaler
         return _weights(module), {n: t.clone() for n, t in compression.state_dict()["residual"].items()}
 
     torch.testing.assert_close(final(True), final(False), rtol=1e-6, atol=1e-7)
