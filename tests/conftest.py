@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: many small processes share few cores
+
 
 @pytest.fixture(autouse=True)
 def environment_kept() -> Iterator[None]:
