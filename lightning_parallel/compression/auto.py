@@ -138,7 +138,9 @@ class Auto(Reducer):
         return table
 
     def __repr__(self) -> str:
-        return f"Auto({self.candidates})" if self.choice is None else repr(self.choice)
+        gain = "" if self.min_gain == 0.05 else f", min_gain={self.min_gain}"
+        steps = "" if self.steps == 3 else f", steps={self.steps}"
+        return f"Auto({self.candidates}{gain}{steps})" if self.choice is None else repr(self.choice)
 
 
 class _MeasuringStep(Step):

@@ -187,3 +187,11 @@ def test_an_error_in_the_lane_ends_backward(group):
     with pytest.raises(RuntimeError, match="ZeroDivisionError: no such method"):
         model(torch.ones(2, 40)).sum().backward()
     state.close()
+
+
+@pytest.mark.parametrize("options", [{"steps": 2}, {"min_gain": 0.5}])
+@distributed(world_size=2)
+def test_measurements_that_differ_between_ranks_are_refused(options, group):
+    auto = Auto(**(options if group.rank else {}))
+    with pytest.raises(ValueError, match="the compressor and its step"):
+        auto.reduce_({"a": torch.ones(8, 8)}, group)
