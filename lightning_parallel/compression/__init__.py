@@ -19,13 +19,14 @@ How it is built, from the outside in:
 A skipped step leaves non-finite gradients on every rank alike and makes `reduce_` return False.
 """
 
+from lightning_parallel.compression.arguments import check_reducer
 from lightning_parallel.compression.auto import Auto
 from lightning_parallel.compression.compressor import Compressor, Dense
 from lightning_parallel.compression.hooks import HookState, compression_hook
 from lightning_parallel.compression.hooks_deepspeed import DeepSpeedState, compress_deepspeed
 from lightning_parallel.compression.hooks_fsdp1 import compress_fsdp, fsdp_hook
 from lightning_parallel.compression.hooks_fsdp2 import compress_fully_shard, shard_ranks
-from lightning_parallel.compression.ownership import check_reducer, give_to, warn_of_unmatched
+from lightning_parallel.compression.ownership import give_to, warn_of_unmatched
 from lightning_parallel.compression.policy import Policy
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Cast, Quantize

@@ -1,4 +1,4 @@
-"""Checks of what users construct compressors with.
+"""Checks of what users construct compressors with, and give as one.
 
 All raise `TypeError` for a wrong type and `ValueError` for a value out of range; they name the argument, what was
 expected and what was found. A bool is no number; numbers of numpy are.
@@ -9,7 +9,9 @@ from __future__ import annotations
 from numbers import Integral, Real
 from typing import Optional
 
-__all__ = ["check_flag", "check_fraction", "check_integer", "check_number", "check_ratio"]
+from lightning_parallel.compression.reducer import Reducer
+
+__all__ = ["check_flag", "check_fraction", "check_integer", "check_number", "check_ratio", "check_reducer"]
 
 
 def check_integer(name: str, value: object, least: Optional[int] = None) -> None:
@@ -44,3 +46,14 @@ def check_flag(name: str, value: object) -> None:
     """`value` must be True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}")
+
+
+def check_reducer(compression: object) -> None:
+    """Check what was given as `compression`.
+
+    Raises:
+        TypeError: If it is no compressor.
+    """
+    if not isinstance(compression, Reducer):
+        hint = f"; did you mean {compression.__name__}()?" if isinstance(compression, type) else ""
+        raise TypeError(f"`compression` must be a compressor such as PowerSGD(rank=4), got {compression!r}{hint}")

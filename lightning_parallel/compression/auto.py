@@ -75,9 +75,8 @@ class Auto(Reducer):
         return self._dense if self.choice is None else self.choice
 
     @property
-    def slots(self) -> Optional[frozenset[str]]:
-        found = [candidate.slots for candidate in self.candidates]
-        return None if None in found else frozenset().union(*(slots for slots in found if slots is not None))
+    def slots(self) -> frozenset[str]:
+        return frozenset().union(*(candidate.slots for candidate in self.candidates))
 
     def reset(self) -> None:
         super().reset()

@@ -28,8 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compression.arguments import check_reducer
 from lightning_parallel.compression.lanes import Lane, lane_for
-from lightning_parallel.compression.ownership import check_reducer
 from lightning_parallel.compression.reducer import Reducer
 from lightning_parallel.compression.transaction import Transaction, fill
 

@@ -1,4 +1,4 @@
-"""Which model a compressor belongs to: what it remembers of one is no use to another."""
+"""A compressor and the model that it serves: what it remembers of one is no use to another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from lightning_parallel.compression.policy import Policy
 from lightning_parallel.compression.reducer import Reducer
 
-__all__ = ["check_reducer", "give_to", "warn_of_unmatched"]
+__all__ = ["give_to", "warn_of_unmatched"]
 
 _OWNERS: weakref.WeakKeyDictionary[Reducer, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
@@ -37,14 +37,3 @@ def warn_of_unmatched(module: nn.Module, reducer: Reducer) -> None:
             f"{type(module).__name__}, whose names look like {names[:3]}.",
             stacklevel=2,
         )
-
-
-def check_reducer(compression: object) -> None:
-    """Check what was given as `compression`.
-
-    Raises:
-        TypeError: If it is no compressor.
-    """
-    if not isinstance(compression, Reducer):
-        hint = f"; did you mean {compression.__name__}()?" if isinstance(compression, type) else ""
-        raise TypeError(f"`compression` must be a compressor such as PowerSGD(rank=4), got {compression!r}{hint}")
