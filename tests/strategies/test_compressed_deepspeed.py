@@ -1,5 +1,7 @@
 """Compressed gradients under DeepSpeed, through the Trainer, on CPU."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,14 @@ from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_compressed_ddp import COMPRESSORS, SMALL, Equal
 
 pytest.importorskip("deepspeed")
+
+
+def computes_in_float16():
+    """Whether DeepSpeed does on this device: on CPU, oneDNN needs AVX-512 FP16 for it."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_fp16_supported())
+
 
 MANY_BUCKETS = {"reduce_bucket_size": 100}  # elements; the largest parameters have more
 
@@ -77,14 +87,20 @@ def test_plain_means_equal_one_process(stage, options, group):
 @distributed(world_size=2)
 def test_compresses_as_under_ddp(options, name, group):
     """Parameters that ZeRO gathers would be equal even if the means were not: so they are compared with DDP's."""
-    expected = Net()
-    fit(expected, CompressedDDPStrategy(COMPRESSORS[name]()), group)
+    expected = _under_ddp(name)
     watch = Equal(group)
     strategy = CompressedDeepSpeedStrategy(COMPRESSORS[name](), **options)
     found = weights(fit(Net(), strategy, group, callbacks=[watch]))
     assert watch.steps == 8
-    assert_close(found, {name: p.detach() for name, p in expected.named_parameters()})
+    assert_close(found, expected)
     assert strategy.compression.residual_norm > 0
+
+
+@functools.cache  # on all ranks alike
+def _under_ddp(name):
+    module = Net()
+    fit(module, CompressedDDPStrategy(COMPRESSORS[name]()), comm.Group.of())
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 PRECISIONS = {
@@ -102,6 +118,10 @@ def test_half_precision(stage, name, group):
         pytest.skip("DeepSpeed does not have it")
     precision, extra = PRECISIONS[name]
     config = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True, **extra}
+    if name == "fp16" and not computes_in_float16():
+        with pytest.raises(ValueError, match="computes in float16"):
+            fit(Net(), CompressedDeepSpeedStrategy(Dense(), config=config), group, precision=precision)
+        return
     found = {}
     for compressor in (None, Dense(), PowerSGD(2, **SMALL)):
         strategy = CompressedDeepSpeedStrategy(compressor, config=dict(config))
@@ -118,6 +138,8 @@ def test_half_precision(stage, name, group):
 @pytest.mark.parametrize("stage", [1, 2])
 @distributed(world_size=2)
 def test_residuals_are_free_of_the_loss_scale(stage, group):
+    if not computes_in_float16():
+        pytest.skip("this processor has no float16, and DeepSpeed no other way to scale losses")
     norms = []
     for power in (2, 10):
         strategy = CompressedDeepSpeedStrategy(PowerSGD(2, **SMALL), stage=stage, initial_scale_power=power)
@@ -262,12 +284,48 @@ def test_engines_that_cannot_be_compressed_are_refused(group):
     for options, trainer, message in (
         ({"stage": 2}, {"accumulate_grad_batches": 2}, "after every batch"),
         ({"contiguous_gradients": False}, {}, "contiguous_gradients"),
-        ({"stage": 0}, {"precision": "16-mixed"}, "loss scale"),
+        ({"stage": 0}, {"precision": "16-mixed"}, "loss scale" if computes_in_float16() else "computes in float16"),
     ):
         with pytest.raises(ValueError, match=message):
             fit(Net(), CompressedDeepSpeedStrategy(Quantize(8), **options), group, **trainer)
     with pytest.raises(RuntimeError, match="CUDA only"):
         fit(Net(), CompressedDeepSpeedStrategy(stage=3, quantized_gradients=True), group)
+
+
+@pytest.mark.parametrize("run", ["fit", "validate"])
+@pytest.mark.parametrize(
+    ("precision", "config", "message"),
+    [
+        (
+            "16-mixed",
+            {},
+            "float16, as precision='16-mixed' asks, found a CPU .* Use precision='bf16-mixed' or '32-true'",
+        ),
+        ("16-true", {}, "float16, as precision='16-true' asks"),
+        ("32-true", {"fp16": {"enabled": True}}, "float16, as the configuration's `fp16` asks"),
+        (
+            "bf16-mixed",
+            {},
+            "bfloat16, as precision='bf16-mixed' asks, found a CPU .* Use precision='16-mixed' or '32-true'",
+        ),
+        ("32-true", {"fp16": {"enabled": False}}, None),
+    ],
+)
+def test_a_type_that_the_device_does_not_have_is_refused_at_the_start(run, precision, config, message, monkeypatch):
+    from deepspeed.accelerator import get_accelerator
+
+    class Reached(Exception):
+        """Where processes would meet."""
+
+    def meet(strategy):
+        raise Reached
+
+    for name in ("is_fp16_supported", "is_bf16_supported"):
+        monkeypatch.setattr(type(get_accelerator()), name, lambda self: False)
+    monkeypatch.setattr(CompressedDeepSpeedStrategy, "setup_distributed", meet)
+    strategy = CompressedDeepSpeedStrategy(Dense(), config={"zero_optimization": {"stage": 1}, **config})
+    with pytest.raises(ValueError if message else Reached, match=message):
+        getattr(trainer_for(strategy, precision=precision), run)(Net(), loader(dtype=torch.float32))
 
 
 def test_without_deepspeed_it_says_what_to_install(monkeypatch):
