@@ -42,5 +42,6 @@ clean:
 
 # The report's page is tested in Chromium: the system's, or one that playwright downloads; else those tests are skipped.
 .venv/browser: .venv/installed
-	@for browser in chromium chromium-browser google-chrome; do command -v $$browser && touch $@ && exit 0; done; \
-	$(BIN)/python -m playwright install chromium && touch $@ || echo "no browser: the tests of pages will be skipped"
+	@for browser in chromium chromium-browser google-chrome; do command -v $$browser >/dev/null && touch $@ && exit 0; done; \
+	$(BIN)/python -m playwright install chromium >.venv/browser.log 2>&1 && touch $@ || \
+	echo "No browser: Chromium is not on PATH and cannot be downloaded (.venv/browser.log); tests of the page are skipped."
