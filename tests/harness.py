@@ -4,9 +4,12 @@
     def test_sum(group):            # runs on both ranks; `group` is the `Group` of all ranks
         ...
 
-Workers are forked per world size from a server that has already imported what takes long, and are reused for a while.
-They meet through a file, never a port. Every job has a deadline: a pool that misses it shows every rank's stack, is
-killed, and the next job gets a new one. `run` returns the ranks' results, for tests whose oracle lives in the parent.
+Workers are forked per world size from a server that has already imported what takes long, and are reused until they
+hold many process groups: each has a thread that wakes 100 times a second, and fits leave theirs behind. They meet
+through a file, never a port. Every job has a deadline: a pool that misses it shows every rank's stack, is killed, and
+the next job gets a new one. `run` returns the ranks' results, for tests whose oracle lives in the parent.
+
+`run_script` runs a script as the interpreter would, in a fork of the same server: most of its time would be imports.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -28,17 +32,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["distributed", "run"]
+__all__ = ["Ended", "distributed", "run", "run_script", "start_script"]
 
-DEADLINE_S = 90.0
-JOBS_PER_POOL = 100  # the process groups of a fit stay, with their threads, as long as the process does
+DEADLINE_S = 240.0  # long, as a loaded machine may be slow; what waits for a failed rank ends sooner
+JOBS_PER_POOL = 100  # what leaks in some test ends with its processes
+GROUPS_PER_WORKER = 12
 TestFunction = Callable[..., None]
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_parallel", "transformers"])
+_context.set_forkserver_preload(["tests.preload"])
 
 
 class _Pool:
@@ -46,7 +51,7 @@ class _Pool:
         self.folder = Path(tempfile.mkdtemp(prefix="lightning_parallel_test_"))
         pipes = [_context.Pipe() for _ in range(world_size)]
         self.pipes = [parent for parent, _ in pipes]
-        self.jobs = 0
+        self.jobs = self.groups = 0
         self.workers = [
             _context.Process(target=_work, args=(rank, world_size, str(self.folder), child), daemon=True)
             for rank, (_, child) in enumerate(pipes)
@@ -70,7 +75,7 @@ class _Pool:
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 try:
-                    outcomes[waiting[pipe]] = pipe.recv()
+                    outcomes[waiting[pipe]], self.groups = pipe.recv()
                 except EOFError:
                     self.workers[waiting[pipe]].join(5)
                     outcomes[waiting[pipe]] = ("died", f"exit code {self.workers[waiting[pipe]].exitcode}")
@@ -112,7 +117,8 @@ def run(function: Callable[..., Any], world_size: int, deadline_s: float = DEADL
 
     A parameter called `group` receives the `Group` of all ranks; arguments and results must be picklable.
     """
-    if world_size in _pools and _pools[world_size].jobs >= JOBS_PER_POOL:
+    known = _pools.get(world_size)
+    if known is not None and (known.jobs >= JOBS_PER_POOL or known.groups > GROUPS_PER_WORKER):
         _pools.pop(world_size).kill()
     if world_size not in _pools:
         _pools[world_size] = _Pool(world_size)
@@ -122,6 +128,60 @@ def run(function: Callable[..., Any], world_size: int, deadline_s: float = DEADL
     except RankError:
         _pools.pop(world_size).kill()
         raise
+
+
+class Ended(NamedTuple):
+    """What a script left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def start_script(
+    *command: object, cwd: Path | None = None, deadline_s: float = DEADLINE_S, **environment: str
+) -> Callable[[], Ended]:
+    """Start `command`, a path and its arguments, like `python PATH ...`; what is returned waits for its end.
+
+    A script that misses its deadline is killed; its return code is then that of SIGKILL.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="lightning_parallel_script_"))
+    words = [str(word) for word in command]
+    whole = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    process = _context.Process(target=_interpret, args=(words, str(cwd or Path.cwd()), whole, str(folder)))
+    process.start()
+
+    def wait() -> Ended:
+        process.join(deadline_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        out, err = ((folder / name).read_text() for name in ("out", "err"))
+        shutil.rmtree(folder)
+        assert process.exitcode is not None
+        return Ended(process.exitcode, out, err)
+
+    return wait
+
+
+def run_script(*command: object, cwd: Path | None = None, deadline_s: float = DEADLINE_S, **environment: str) -> Ended:
+    """Run `command`, a path and its arguments, like `python PATH ...`."""
+    return start_script(*command, cwd=cwd, deadline_s=deadline_s, **environment)()
+
+
+def _interpret(command: list[str], cwd: str, environment: dict[str, str], folder: str) -> None:
+    for name, descriptor in (("out", 1), ("err", 2)):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(d), "w", buffering=1, encoding="utf-8") for d in (1, 2))
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    import torch
+
+    torch.set_num_threads(1)
+    sys.argv = command
+    sys.path[0] = str(Path(command[0]).parent)
+    runpy.run_path(command[0], run_name="__main__")
 
 
 def distributed(
@@ -150,7 +210,7 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
         store = dist.FileStore(f"{folder}/rendezvous", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
         while True:
             try:
                 job = pipe.recv()
@@ -158,7 +218,7 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
                 return
             # What a launcher would have set; Lightning's teardown removes some of it.
             os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
-            pipe.send(_outcome(*job))
+            pipe.send((_outcome(*job), len(dist.distributed_c10d._world.pg_map)))
 
 
 def _outcome(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]:

@@ -128,9 +128,10 @@ def test_a_recorder_sees_what_was_exposed_and_what_was_hidden(group):
     assert sum(window.phases.values()) == window.wall_ns
     exposed = window.phases["communication_exposed"]
     assert exposed == found.blocked_ns
-    if group.rank == 0:
-        assert 0.025e9 < exposed < 0.06e9
-        assert found.complete_ns - found.start_ns - exposed == pytest.approx(0.05e9, abs=0.015e9)
+    computed = next(entry for entry in window.spans if entry.name == "compute")
+    late = comm.all_gather_object(found.start_ns, group)[1]  # the clock is that of the machine
+    assert max(0, late - computed.end_ns) <= exposed <= window.wall_ns - (computed.end_ns - computed.start_ns)
+    assert found.complete_ns >= late
 
 
 @distributed(world_size=2)
@@ -147,7 +148,8 @@ def test_a_recorder_sees_messages_and_objects(group):
     broadcast, message = window.spans
     assert (broadcast.op, broadcast.bytes) == ("broadcast_object", None)
     assert (message.op, message.bytes, message.peer) == (("send", "recv")[group.rank], 16, 1 - group.rank)
-    assert group.rank == 0 or window.phases["pipeline_wait"] > 0.02e9
+    sent = comm.all_gather_object(message.start_ns, group)[0]  # the clock is that of the machine
+    assert group.rank == 0 or window.phases["pipeline_wait"] >= sent - message.start_ns
     assert not recorder.in_flight
 
 

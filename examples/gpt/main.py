@@ -1,16 +1,48 @@
 """Train the byte-level GPT: `python examples/gpt/main.py fit --config examples/gpt/base.yaml --config ...`."""
 
+import sys
 import time
 import warnings
 
 import torch
 from data import StandardLibrary
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from model import ByteGPT
 
 # A batch is a few slices of one tensor: worker processes would only take cores from training.
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
+# Lightning 2.6 asks torch 2.13 in a way that is going out of use; each process would say so.
+warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated", FutureWarning)
+
+
+class Progress(Callback):
+    """Says after a few steps how long training takes here and, where no bar can move, how far it has come.
+
+    Args:
+        measured_steps: Steps to time, after the first, which is slower.
+        every_s: Seconds between two lines where the output is no terminal.
+    """
+
+    def __init__(self, measured_steps: int = 5, every_s: float = 10.0) -> None:
+        self.measured_steps = measured_steps
+        self.every_s = every_s
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.first_step = trainer.global_step + 1
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
+        step, steps, now = trainer.global_step, trainer.estimated_stepping_batches, time.perf_counter()
+        if step == self.first_step:
+            self.began = self.printed = now
+            return
+        mean = (now - self.began) / (step - self.first_step)
+        if step == self.first_step + self.measured_steps:
+            trainer.print(f"{steps} steps of {mean:.2f} s: about {steps * mean:.0f} s on this machine")
+        elif now - self.printed > self.every_s and not sys.stdout.isatty():
+            loss = trainer.progress_bar_metrics["train_loss"]
+            trainer.print(f"step {step} of {steps}: train_loss {loss:.3f}, about {(steps - step) * mean:.0f} s left")
+            self.printed = now
 
 
 class Report(Callback):
@@ -57,5 +89,17 @@ class Report(Callback):
         return bytes(text).decode(errors="replace")
 
 
+class CommandLine(LightningCLI):
+    """Lightning's, with the report's settings under `--report`."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(Report, "report")
+
+
 if __name__ == "__main__":
-    LightningCLI(ByteGPT, StandardLibrary, auto_configure_optimizers=False, trainer_defaults={"callbacks": Report()})
+    CommandLine(
+        ByteGPT,
+        StandardLibrary,
+        auto_configure_optimizers=False,
+        trainer_defaults={"callbacks": Progress()},
+    )

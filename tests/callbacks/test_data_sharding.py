@@ -208,6 +208,7 @@ class Reloading(Net):
         return DataLoader(Samples(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.filterwarnings("ignore:.*is `set_epoch` called")
 def test_an_order_that_comes_back_with_each_new_loader():
     report = fit(None, module=Reloading().double(), reload_dataloaders_every_n_epochs=1, max_epochs=3)
     assert found(report) == [("order", [0])]

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,15 +12,14 @@ from lightning.pytorch import Callback
 from lightning_parallel.callbacks import HangReporter
 from lightning_parallel.callbacks.hang import EXIT_STATUS, Process, Watchdog
 from lightning_parallel.callbacks.hang_state import blame
+from tests.harness import run_script
 from tests.strategies.models import Net, loader, trainer_for
 
 SCRIPT = Path(__file__).with_name("hang_script.py")
 
 
 def train(folder, way):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, str(SCRIPT), str(folder), way]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    done = run_script(SCRIPT, folder, way, PYTHONPATH=str(SCRIPT.parents[2]))
     return done, [int(pid) for pid in re.findall(r"pid (\d+)", done.stdout)]
 
 

@@ -33,6 +33,7 @@ from lightning_parallel.recorder import Span, Window
 from tests.harness import run
 from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
+from tests.timing import compares_durations
 
 SLEEPS = {
     "data_wait": 0.02,
@@ -103,6 +104,7 @@ class Sleepy(LightningModule):
 
 
 @pytest.mark.parametrize("manual", [False, True])
+@compares_durations
 def test_every_phase_has_its_sleeps_and_nothing_else(tmp_path, manual):
     callback = StepBreakdown(show_table=False)
     data = DataLoader(SlowSamples(), batch_size=4)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 
@@ -18,6 +19,7 @@ from lightning_parallel.callbacks.trace import TraceAccumulator, chrome_trace, r
 from lightning_parallel.recorder import Recorder, Span, Window
 from tests.callbacks.conftest import TRACED_STEPS
 from tests.harness import distributed
+from tests.timing import compares_durations
 
 MESH = {"data_parallel": 1, "pipeline_parallel": 2, "tensor_parallel": 1}
 PIPELINE = ("pipeline_parallel", (0, 1))
@@ -166,6 +168,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
 # ---------------------------------------------------------------------------------------------------------- clocks
 
 
+@compares_durations
 @distributed(world_size=3)
 def test_a_clock_that_is_five_seconds_ahead_is_set_back(group):
     ahead_ns = 5_000_000_000 if group.rank > 0 else 0
@@ -175,6 +178,7 @@ def test_a_clock_that_is_five_seconds_ahead_is_set_back(group):
     assert (clock.uncertainty_ns == 0) == (group.rank == 0)
 
 
+@compares_durations
 def test_events_of_the_profiler_lie_within_the_span_that_they_ran_in(tmp_path):
     with recorder.activate(Recorder()) as recording, torch.profiler.profile() as profiler:
         with recorder.span("forward", "forward"):
@@ -206,8 +210,9 @@ print(compare_clocks(Group.of(), clock_id()).offset_ns)
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+@compares_durations
 def test_a_process_in_another_time_namespace_is_set_back(tmp_path):
-    command = [sys.executable, "-c", CLOCK_SCRIPT, str(tmp_path / "rendezvous")]
+    command = [sys.executable, "-c", CLOCK_SCRIPT, tempfile.mktemp(dir=tmp_path)]
     inside = ["unshare", "-T", "--monotonic", "5000", "--fork", *command, "1"]
     if subprocess.run(["unshare", "-T", "true"], capture_output=True).returncode:
         pytest.skip("this kernel has no time namespaces, or does not let us make one")

@@ -28,7 +28,7 @@ PACKAGE = "lightning_parallel.compression"
 def parse(text):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Reducer, "compression")
-    return parser.instantiate_classes(parser.parse_string(f"compression: {text}")).compression
+    return parser.instantiate(parser.parse_string(f"compression: {text}")).compression
 
 
 @pytest.mark.parametrize(

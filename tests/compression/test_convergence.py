@@ -12,19 +12,16 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compression import BlockTopK, Cast, Dense, PowerSGD, Quantize, RandomK, Sign, TopK
 from tests.harness import distributed
 
-STEPS, BATCH = 500, 128
+STEPS, BATCH = 300, 128
 
 
 def _train(compressor, group):
-    """Loss over all digits after training a small CNN on them, each rank with its part of every batch."""
+    """Loss over all digits after training a small network on them, each rank with its part of every batch."""
     images, labels = load_digits(return_X_y=True)
-    images, labels = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
+    images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
     torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
-        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     order, share = torch.Generator().manual_seed(1), BATCH // group.size
     for _ in range(STEPS):
@@ -53,10 +50,10 @@ MADE = {
 @distributed(world_size=2)
 def test_digits_reach_the_dense_loss_with_the_defaults(kind, group):
     compressor = MADE.get(kind, kind)()
-    assert _train(compressor, group) == pytest.approx(_dense_loss(group.size), rel=0.01)
+    assert _train(compressor, group) < 1.01 * _dense_loss(group.size)
 
 
-def _quadratic(compressor, group, learning_rate, steps=400):
+def _quadratic(compressor, group, learning_rate, steps):
     """Distance to the minimum of the mean of two quadratics whose own minima lie far apart."""
     draws = torch.Generator().manual_seed(group.rank)
     slope = torch.rand(8, 8, generator=draws, dtype=torch.float64) + 0.5
@@ -78,8 +75,8 @@ def test_heterogeneous_quadratic(group):
         PowerSGD(1, feedback="ef21", min_numel=0),
         RandomK(0.2, feedback="ef21", min_numel=0),
     ):
-        assert _quadratic(compressor, group, 0.1) < 1e-6, "EF21 converges to the minimum at a constant step size"
+        assert _quadratic(compressor, group, 0.1, 200) < 1e-6, "EF21 converges to the minimum at a constant step size"
     for compressor in (TopK(0.1, min_numel=0), Sign(min_numel=0), PowerSGD(1, min_numel=0), Quantize(4, min_numel=0)):
-        assert _quadratic(compressor, group, 0.02) < 0.05, "classic feedback stays near it"
-    assert _quadratic(Sign(feedback=None, min_numel=0), group, 0.02) > 0.1, "without feedback the signs do not agree"
-    assert _quadratic(TopK(0.1, feedback=None, min_numel=0), group, 0.02) > 0.1, "without feedback large ones win"
+        assert _quadratic(compressor, group, 0.03, 150) < 0.1, "classic feedback stays near it"
+    assert _quadratic(Sign(feedback=None, min_numel=0), group, 0.03, 150) > 0.5, "without feedback signs do not agree"
+    assert _quadratic(TopK(0.1, feedback=None, min_numel=0), group, 0.03, 150) > 0.5, "without feedback large ones win"

@@ -192,7 +192,7 @@ def test_momentum_accumulates_until_it_is_sent():
     ],
 )
 def test_unbiased_by_z_test(make):
-    compressor, draws = make(), 4000
+    compressor, draws = make(), 1500
     assert compressor.unbiased
     matrix = randn(6, 10, seed=5)
     samples = torch.stack([reduced(compressor, matrix) for _ in range(draws)])

@@ -1,8 +1,9 @@
+import contextlib
 import csv
 import importlib.util
+import io
 import math
-import os
-import subprocess
+import runpy
 import sys
 import sysconfig
 from collections import Counter
@@ -12,6 +13,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from torch.utils.data import DataLoader
+
+from tests.harness import run, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPT = EXAMPLES / "gpt"
@@ -123,17 +126,23 @@ def test_weight_decay_reaches_the_matrices_of_the_blocks_only():
 
 def fit(folder: Path, layout: str, *arguments: str) -> str:
     configs = (argument for name in ("base", layout) for argument in ("--config", str(GPT / f"{name}.yaml")))
-    sizes = ("--model.width=32", "--model.layers=4", "--data.training_bytes=100000")
-    run = subprocess.run(
-        [sys.executable, str(GPT / "main.py"), "fit", *configs, *sizes, *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+    sizes = ("--model.width=32", "--model.layers=4", "--data.training_bytes=100000", "--report.length=60")
+    command = ["fit", *configs, *sizes, *arguments]
+    if layout == "single":
+        ended = run_script(GPT / "main.py", *command, cwd=folder)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+    return run(on_every_rank, 4, command=command, folder=str(folder))[0]
+
+
+def on_every_rank(command: list[str], folder: str) -> str:
+    """What one of several processes prints that the Trainer need not start."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(folder)
+        patch.syspath_prepend(GPT)
+        patch.setattr(sys, "argv", [str(GPT / "main.py"), *command])
+        runpy.run_path(str(GPT / "main.py"), run_name="__main__")
+    return printed.getvalue()
 
 
 def test_the_same_command_line_gives_the_same_losses_and_text_on_one_process_and_on_four(tmp_path):

@@ -13,6 +13,7 @@ from lightning_parallel.pipeline.observe import observe
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.trunk import find_trunk
 from tests.pipeline.models import Sleep, built
+from tests.timing import compares_durations
 
 CPU = torch.device("cpu")
 
@@ -32,6 +33,7 @@ def sleepers(seconds):
     return model, (lambda batch: model(batch).mean()), torch.randn(3, 4)
 
 
+@compares_durations
 def test_layers_are_clocked_alone():
     model, step, batch = sleepers([0.005, 0.005, 0.02])
     trunk = find_trunk(model, 2, "1")
@@ -45,6 +47,7 @@ def test_layers_are_clocked_alone():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@compares_durations
 def test_the_epilogue_counts_in_the_cut():
     model, step, batch = sleepers([0.01] * 6)
     schedule = build_schedule("gpipe", 1, 1, virtual_stages=2)
@@ -85,6 +88,7 @@ class Product(nn.Module):
         return _Product.apply(x, self.weight, self.may_wait)
 
 
+@compares_durations
 def test_only_what_can_be_put_off_counts_as_w():
     model, batch = nn.Sequential(Product(True), Product(False)), torch.ones(2, 4)
 

@@ -7,6 +7,7 @@ import torch
 from lightning_parallel import comm
 from lightning_parallel.pipeline.probe import measure_link
 from tests.harness import distributed
+from tests.timing import compares_durations
 
 CPU = torch.device("cpu")
 
@@ -19,6 +20,7 @@ def test_all_ranks_find_the_same_plausible_link(group):
     assert comm.all_gather_object(link, group) == [link] * 3
 
 
+@compares_durations
 @distributed(world_size=3)
 def test_the_slowest_pair_counts(group):
     quick = comm.isend

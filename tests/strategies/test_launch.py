@@ -1,12 +1,12 @@
 """Processes started by the Trainer, as functions, by torchrun and from YAML; and what happens when one dies."""
 
-import os
 import socket
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
+
+from tests.harness import run_script, start_script
 
 SCRIPT = """
 import os, sys, torch
@@ -43,47 +43,40 @@ if __name__ == "__main__":
 """
 
 
-def _run(tmp_path, *command, **environment):
-    script = tmp_path / "project.py"
-    script.write_text(SCRIPT)
-    clean = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "WORLD_SIZE", "NODE_RANK")}
-    process = subprocess.run(
-        [sys.executable, *(str(script) if part == "SCRIPT" else part for part in command)],
-        env={**clean, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    return process.stdout, process.stderr
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "project.py"
+    path.write_text(SCRIPT)
+    return path
 
 
-def test_the_trainer_runs_the_script_again(tmp_path):
-    out, err = _run(tmp_path, "SCRIPT", "name")
+def test_the_trainer_runs_the_script_again(script):
+    _, out, err = run_script(script, "name")
     assert out.count("DONE") == 2, err
     assert out.count("(8, 8)") == 2
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_functions_return_the_full_weights(tmp_path, method):
-    out, err = _run(tmp_path, "SCRIPT", method)
+def test_functions_return_the_full_weights(script, method):
+    _, out, err = run_script(script, method)
     assert "DONE 0 (16, 8)" in out, err
 
 
-def test_torchrun(tmp_path):
-    out, err = _run(tmp_path, "-m", "torch.distributed.run", "--nproc-per-node=2", "SCRIPT", "popen")
+def test_torchrun(script):
+    torchrun = Path(torch.distributed.__file__).with_name("run.py")
+    _, out, err = run_script(torchrun, "--nproc-per-node=2", script, "popen")
     assert out.count("(8, 8)") == 2, err
 
 
-def test_a_rank_that_dies_is_named(tmp_path):
+def test_a_rank_that_dies_is_named(script):
     # Started one by one: a launcher would end the others as soon as it sees that one is gone.
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     there = {"DIES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(_run, tmp_path, "SCRIPT", "popen", LOCAL_RANK=str(rank), **there) for rank in range(2)]
-        out, err = runs[0].result()
+    waits = [start_script(script, "popen", LOCAL_RANK=str(rank), **there) for rank in range(2)]
+    (_, out, err), died = (wait() for wait in waits)
+    assert died.returncode == 9
     assert "DONE" not in out
     assert "[rank 0] all_reduce along tensor_parallel" in err
     assert "rank 1 is gone" in err

@@ -1,0 +1,15 @@
+"""Imported once, by the server that the workers of `harness` are forked from: what takes long to import."""
+
+import gc
+
+import lightning.pytorch  # noqa: F401
+import sklearn.datasets  # noqa: F401
+import torch.distributed.checkpoint  # noqa: F401
+import transformers.models.bert.modeling_bert
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+import lightning_parallel.cli  # noqa: F401
+
+gc.collect()
+gc.freeze()  # the garbage collector would touch, and so copy, every page in every fork
