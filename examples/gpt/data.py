@@ -73,7 +73,7 @@ class StandardLibrary(LightningDataModule):
     """The sources of the running Python's standard library.
 
     Args:
-        batch_size: Windows per data-parallel replica and step.
+        batch_size: Windows per data-parallel replica and training step; four times as many in validation.
         context: Length of a window in bytes.
         validation_share: Share of the files that is held out.
         training_bytes: Cap on the training text.
@@ -87,7 +87,7 @@ class StandardLibrary(LightningDataModule):
         context: int = 64,
         validation_share: float = 0.1,
         training_bytes: int = 8_000_000,
-        validation_bytes: int = 50_000,
+        validation_bytes: int = 100_000,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -108,14 +108,14 @@ class StandardLibrary(LightningDataModule):
         return bigram_entropy(self.training.text, self.validation.text)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return self._loader(self.training, shuffle=True)
+        return self._loader(self.training, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return self._loader(self.validation, shuffle=False)
+        return self._loader(self.validation, 4 * self.batch_size, shuffle=False)  # without gradients, more fit
 
-    def _loader(self, windows: Windows, shuffle: bool) -> DataLoader[Tensor]:
+    def _loader(self, windows: Windows, batch_size: int, shuffle: bool) -> DataLoader[Tensor]:
         # One sampler for any number of replicas: together they draw, step by step, the windows that a single device
         # draws with the whole batch. Lightning's own choice would be a different order on one device.
         replica = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         sampler = DistributedSampler(windows, shuffle=shuffle, seed=self.seed, drop_last=True, **replica)
-        return DataLoader(windows, self.batch_size, sampler=sampler, drop_last=True)
+        return DataLoader(windows, batch_size, sampler=sampler, drop_last=True)
