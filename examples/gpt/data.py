@@ -84,10 +84,10 @@ class StandardLibrary(LightningDataModule):
     def __init__(
         self,
         batch_size: int = 16,
-        context: int = 64,
+        context: int = 128,
         validation_share: float = 0.1,
         training_bytes: int = 8_000_000,
-        validation_bytes: int = 100_000,
+        validation_bytes: int = 150_000,
         seed: int = 0,
     ) -> None:
         super().__init__()

@@ -78,13 +78,13 @@ class ByteGPT(LightningModule):
     def __init__(
         self,
         layers: int = 4,
-        width: int = 96,
+        width: int = 128,
         heads: int = 4,
-        context: int = 64,
-        dropout: float = 0.0,
-        learning_rate: float = 8e-3,
+        context: int = 128,
+        dropout: float = 0.1,
+        learning_rate: float = 3e-3,
         weight_decay: float = 0.1,
-        warmup_steps: int = 30,
+        warmup_steps: int = 40,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
