@@ -40,7 +40,7 @@ __all__ = ["Ended", "distributed", "run", "run_script", "start_script"]
 
 DEADLINE_S = 240.0  # long, as a loaded machine may be slow; what waits for a failed rank ends sooner
 JOBS_PER_POOL = 100  # what leaks in some test ends with its processes
-GROUPS_PER_WORKER = 12
+GROUPS_PER_WORKER = 24
 TestFunction = Callable[..., None]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])

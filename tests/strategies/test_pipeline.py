@@ -1,5 +1,6 @@
 """PipelineParallelStrategy and HybridParallelStrategy against one process, through the Trainer."""
 
+import functools
 import os
 
 import pytest
@@ -117,13 +118,19 @@ LAYOUTS = [
 ]
 
 
+@functools.lru_cache(maxsize=3)  # on all ranks alike
+def on_one_process(**options):
+    module = Deep()
+    return module, fit(module, "auto", 1, **options)
+
+
 @pytest.mark.parametrize(("devices", "sizes", "replicas"), LAYOUTS)
 @pytest.mark.parametrize("clip", [None, ("norm", 0.3), ("value", 0.01)])
 @distributed(world_size=4)
 def test_training_equals_one_process(devices, sizes, replicas, clip):
     options = {} if clip is None else {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]}
-    expected, module = Deep(), Deep()
-    expected_trainer = fit(expected, "auto", 1, **options)
+    expected, expected_trainer = on_one_process(**options)
+    module = Deep()
     trainer = fit(
         module, HybridParallelStrategy(num_microbatches=3, balance="uniform", **sizes), devices, replicas, **options
     )
@@ -137,9 +144,9 @@ def test_training_equals_one_process(devices, sizes, replicas, clip):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv", "auto"])
 @distributed(world_size=2)
 def test_schedules(schedule):
-    expected, module = Deep(), Deep()
     options = {"max_epochs": 1, "accumulate_grad_batches": 2}
-    expected_trainer = fit(expected, "auto", 1, **options)
+    expected, expected_trainer = on_one_process(**options)
+    module = Deep()
     strategy = PipelineParallelStrategy(2, schedule=schedule)
     assert_same(fit(module, strategy, 2, **options), module, expected_trainer, expected)
 
