@@ -154,7 +154,8 @@ def start_script(
     def wait() -> Ended:
         process.join(deadline_s)
         if process.exitcode is None:
-            process.kill()
+            assert process.pid is not None
+            os.killpg(process.pid, signal.SIGKILL)  # the processes that it started too
             process.join()
         out, err = ((folder / name).read_text() for name in ("out", "err"))
         shutil.rmtree(folder)
@@ -170,6 +171,7 @@ def run_script(*command: object, cwd: Path | None = None, deadline_s: float = DE
 
 
 def _interpret(command: list[str], cwd: str, environment: dict[str, str], folder: str) -> None:
+    os.setsid()
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(d), "w", buffering=1, encoding="utf-8") for d in (1, 2))
@@ -180,7 +182,7 @@ def _interpret(command: list[str], cwd: str, environment: dict[str, str], folder
 
     torch.set_num_threads(1)
     sys.argv = command
-    sys.path[0] = str(Path(command[0]).parent)
+    sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
 
 
