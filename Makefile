@@ -9,11 +9,11 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: train test test-gpu lint format bench clean
 
 train: .venv/installed
-	@echo "Training a small GPT on 4 processes; on 2 cores it takes one to two minutes."
+	@echo "Training a small GPT on 4 processes; after a few steps it says how long that takes here."
 	@cd examples/gpt && ../../$(BIN)/python main.py fit --config base.yaml --config hybrid.yaml --config profile.yaml
 
 test: .venv/browser
-	@echo "About 2,600 tests, many with 2 to 4 processes each; on 2 cores they take under ten minutes."
+	@echo "About 2,600 tests, many with 2 to 4 processes each: 18 minutes were measured on 2 cores that others used too."
 	$(BIN)/python -m pytest -q -m "not gpu" -n auto --dist worksteal
 
 test-gpu: .venv/installed
