@@ -5,9 +5,9 @@
         ...
 
 Workers are forked per world size from a server that has already imported what takes long, and are reused until they
-hold many process groups: each has a thread that wakes 100 times a second, and fits leave theirs behind. They meet
-through a file, never a port. Every job has a deadline: a pool that misses it shows every rank's stack, is killed, and
-the next job gets a new one. `run` returns the ranks' results, for tests whose oracle lives in the parent.
+hold many process groups, as fits leave theirs behind. They meet through a file, never a port. Every job has a deadline:
+a pool that misses it shows every rank's stack, is killed, and the next job gets a new one. `run` returns the ranks'
+results, for tests whose oracle lives in the parent.
 
 `run_script` runs a script as the interpreter would, in a fork of the same server: most of its time would be imports.
 """
@@ -24,6 +24,7 @@ import os
 import runpy
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -36,11 +37,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["Ended", "distributed", "run", "run_script", "start_script"]
+__all__ = ["Ended", "distributed", "free_port", "run", "run_script", "start_script"]
 
 DEADLINE_S = 240.0  # long, as a loaded machine may be slow; what waits for a failed rank ends sooner
-JOBS_PER_POOL = 100  # what leaks in some test ends with its processes
-GROUPS_PER_WORKER = 24
+JOBS_PER_POOL = 400  # what leaks in some test ends with its processes
+GROUPS_PER_WORKER = 200
 TestFunction = Callable[..., None]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
@@ -170,6 +171,13 @@ def run_script(*command: object, cwd: Path | None = None, deadline_s: float = DE
     return start_script(*command, cwd=cwd, deadline_s=deadline_s, **environment)()
 
 
+def free_port() -> str:
+    """A port of this machine that nobody listens at, for processes that are started one by one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 def _interpret(command: list[str], cwd: str, environment: dict[str, str], folder: str) -> None:
     os.setsid()
     for name, descriptor in (("out", 1), ("err", 2)):
@@ -211,6 +219,7 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     with open(f"{folder}/stack{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
+        _share_device()
         store = dist.FileStore(f"{folder}/rendezvous", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
         while True:
@@ -221,6 +230,23 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
             # What a launcher would have set; Lightning's teardown removes some of it.
             os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
             pipe.send((_outcome(*job), len(dist.distributed_c10d._world.pg_map)))
+
+
+def _share_device() -> None:
+    """Let all gloo groups of this process use one device: each device has a thread that wakes 100 times a second."""
+    import torch.distributed as dist
+
+    gloo = dist.ProcessGroupGloo
+    create, device = gloo.__init__, gloo.create_default_device()
+
+    def create_on_device(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> None:
+        options = timeout
+        if isinstance(timeout, timedelta):
+            options = gloo._Options()
+            options._devices, options._timeout = [device], timeout
+        create(self, store, rank, size, options)
+
+    gloo.__init__ = create_on_device
 
 
 def _outcome(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]:

@@ -1,16 +1,17 @@
 """The command line: what it prints, what it writes, and what it says to mistakes."""
 
 import json
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
+from lightning_parallel import cli
 from lightning_parallel.cli import main
 from lightning_parallel.pipeline.draw import duration_text
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.simulate import simulate as played
+from tests.harness import run_script
 
 
 def simulate(capsys, *words):
@@ -134,11 +135,6 @@ def test_a_picture_needs_columns(capsys, width):
 
 
 def test_it_runs_as_a_module():
-    run = subprocess.run(
-        [sys.executable, "-m", "lightning_parallel", "simulate", "--ranks", "2", "--microbatches", "2"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    run = run_script(Path(cli.__file__).with_name("__main__.py"), "simulate", "--ranks", "2", "--microbatches", "2")
+    assert run.returncode == 0, run.stderr
     assert "bubble 33.33%" in run.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import sysconfig
@@ -81,7 +82,9 @@ def _recorded(active: Recorder) -> dict[str, Any]:
 def _flight(flight: Flight) -> dict[str, Any]:
     fields = ("op", "axis", "ranks", "group", "peer", "tag", "sequence", "bytes", "dtype")
     age_s = (time.perf_counter_ns() - flight.start) / 1e9 if isinstance(flight.start, int) else None
-    return {**{name: getattr(flight, name) for name in fields}, "waited_for": flight.is_waited_for, "age_s": age_s}
+    began_at = None if age_s is None else time.time() - age_s  # ages are taken at other moments on other ranks
+    facts = {"waited_for": flight.is_waited_for, "age_s": age_s, "began_at": began_at}
+    return {**{name: getattr(flight, name) for name in fields}, **facts}
 
 
 def _span(span: Span) -> dict[str, Any]:
@@ -135,7 +138,7 @@ def blame(states: Mapping[int, State], world_size: int) -> list[str]:
     silent = [rank for rank in range(world_size) if rank not in states]
     lines = [f"rank {rank} does not answer: it is stopped, gone, or keeps Python's lock" for rank in silent]
     absences = list(_absences(states, waited_for=True)) or list(_absences(states, waited_for=False))
-    absences.sort(key=lambda absence: -absence[0])
+    absences.sort(key=lambda absence: absence[0])
     waiting = {waiter for _, waiters, _, _ in absences for waiter in waiters}
     roots = [absence for absence in absences if absence[2] not in waiting]
     if not roots and not silent:  # in a circle: who made the others wait first
@@ -153,7 +156,7 @@ def _place(state: State) -> str:
 
 
 Absence = tuple[float, list[int], int, str]
-"""Seconds for which ranks have been waiting, which, the rank that did not come, and that in words."""
+"""Since when ranks have been waiting (Unix time), which, the rank that did not come, and that in words."""
 
 
 def _absences(states: Mapping[int, State], waited_for: bool) -> Iterator[Absence]:
@@ -182,7 +185,8 @@ def _absent(flight: State, waiter: int, states: Mapping[int, State]) -> Iterator
     waiters = [r for r in ranks if r not in missing] if flight["peer"] is None else [waiter]
     for rank in missing:
         who = f"rank {waiters[0]} waits" if len(waiters) == 1 else f"ranks {', '.join(map(str, waiters))} wait"
-        yield flight["age_s"] or 0.0, waiters, rank, f"rank {rank} {text}, where {who}"
+        since = math.inf if flight["began_at"] is None else flight["began_at"]
+        yield since, waiters, rank, f"rank {rank} {text}, where {who}"
 
 
 def _count(state: State, flight: State, op: str = "", peer: int | None = None, tag: Any = None) -> int:

@@ -12,16 +12,19 @@ from lightning.pytorch import Callback
 from lightning_parallel.callbacks import HangReporter
 from lightning_parallel.callbacks.hang import EXIT_STATUS, Process, Watchdog
 from lightning_parallel.callbacks.hang_state import blame
-from tests.harness import run_script
+from tests.harness import free_port, start_script
 from tests.strategies.models import Net, loader, trainer_for
-from tests.timing import compares_durations
+from tests.timing import compares_durations, durations
 
 SCRIPT = Path(__file__).with_name("hang_script.py")
 
 
 def train(folder, way):
-    done = run_script(SCRIPT, folder, way, PYTHONPATH=str(SCRIPT.parents[2]))
-    return done, [int(pid) for pid in re.findall(r"pid (\d+)", done.stdout)]
+    """What the first of two ranks left behind, and the process numbers of both."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    waits = [start_script(SCRIPT, folder, way, LOCAL_RANK=str(rank), **address) for rank in range(2)]
+    ended = [wait() for wait in waits]
+    return ended[0], [int(pid) for done in ended for pid in re.findall(r"pid (\d+)", done.stdout)]
 
 
 def is_running(pid):
@@ -95,9 +98,10 @@ def test_progress_keeps_the_process_alive(tmp_path):
         time.sleep(0.1)
         dog.progress("a batch")
     dog.stop()
-    assert not ended.is_set()
-    assert not (tmp_path / "hang").exists()
-    assert 0.1 <= dog.longest < 0.5
+    with durations():
+        assert not ended.is_set()
+        assert not (tmp_path / "hang").exists()
+        assert 0.1 <= dog.longest < 0.5
 
 
 def test_a_rank_sees_the_alarm_of_another(tmp_path):
@@ -143,7 +147,7 @@ def state(rank, waits=(), calls=(), progress=5, groups=None, waited_for=True):
             "tag": tag,
             "sequence": n,
             "waited_for": waited_for,
-            "age_s": age,
+            "began_at": 100.0 - age,
         }
         for op, axis, ranks, peer, tag, n, age in waits
     ]
@@ -166,6 +170,18 @@ def test_the_end_of_a_chain_of_waits_is_to_blame():
     lines = blame(states, 4)
     assert lines[0] == "rank 3 did not enter all_reduce along b, call 7 of ranks [1, 3], where rank 1 waits"
     assert not any(line.startswith("rank 1 did not") for line in lines)
+
+
+def test_in_a_circle_the_first_who_did_not_come_is_to_blame():
+    """Rank 1 skipped a call along a and waits along b, later; rank 0 waits along a."""
+    made = [[(axis, [0, 1], "", None, None, n) for axis, n in (("a", a), ("b", b))] for a, b in ((5, 2), (4, 3))]
+    states = {
+        0: state(0, waits=[("all_reduce", "a", [0, 1], None, None, 4, 9.0)], calls=made[0]),
+        1: state(1, waits=[("all_reduce", "b", [0, 1], None, None, 2, 8.9)], calls=made[1]),
+    }
+    lines = blame(states, 2)
+    assert lines[0] == "rank 1 did not enter all_reduce along a, call 4 of ranks [0, 1], where rank 0 waits"
+    assert not any(line.startswith("rank 0 did not") for line in lines)
 
 
 def test_what_is_waited_for_out_of_sight_counts_if_nothing_else_does():

@@ -33,7 +33,7 @@ from lightning_parallel.recorder import Span, Window
 from tests.harness import run
 from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
-from tests.timing import compares_durations
+from tests.timing import compares_durations, durations
 
 SLEEPS = {
     "data_wait": 0.02,
@@ -121,8 +121,9 @@ def test_every_phase_has_its_sleeps_and_nothing_else(tmp_path, manual):
     (rank,) = report["ranks"]
     assert report["steps"] == 7
     often = dict.fromkeys(SLEEPS, 1.0) | {"validation": 4 / 7, "checkpoint": 4 / 7}
-    for phase, seconds in SLEEPS.items():
-        assert 0.95 * seconds * often[phase] < rank[phase] < 2 * seconds * often[phase] + 0.02, phase
+    with durations():
+        for phase, seconds in SLEEPS.items():
+            assert 0.95 * seconds * often[phase] < rank[phase] < 2 * seconds * often[phase] + 0.02, phase
     assert rank["pipeline_wait"] == rank["communication_exposed"] == rank["communication_hidden"] == 0
     check_sums(report)
 

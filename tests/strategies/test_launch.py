@@ -1,12 +1,11 @@
 """Processes started by the Trainer, as functions, by torchrun and from YAML; and what happens when one dies."""
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.harness import run_script, start_script
+from tests.harness import free_port, run_script, start_script
 
 SCRIPT = """
 import os, sys, torch
@@ -70,11 +69,8 @@ def test_torchrun(script):
 
 def test_a_rank_that_dies_is_named(script):
     # Started one by one: a launcher would end the others as soon as it sees that one is gone.
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    there = {"DIES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    waits = [start_script(script, "popen", LOCAL_RANK=str(rank), **there) for rank in range(2)]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    waits = [start_script(script, "popen", LOCAL_RANK=str(rank), DIES="1", **address) for rank in range(2)]
     (_, out, err), died = (wait() for wait in waits)
     assert died.returncode == 9
     assert "DONE" not in out
