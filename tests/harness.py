@@ -219,6 +219,7 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     with open(f"{folder}/stack{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
+        _yield_to_others()
         _share_device()
         store = dist.FileStore(f"{folder}/rendezvous", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
@@ -232,12 +233,25 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
             pipe.send((_outcome(*job), len(dist.distributed_c10d._world.pg_map)))
 
 
+def _yield_to_others() -> None:
+    """Do not interrupt who runs when woken: many ranks share few cores, and a thread of gloo's spins on a lock."""
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def _share_device() -> None:
-    """Let all gloo groups of this process use one device: each device has a thread that wakes 100 times a second."""
+    """Let all gloo groups of this process use one device: each has a thread that wakes 100 times a second.
+
+    While another thread holds the lock of a connection, that thread asks for it over and over (`Pair::handleEvents`
+    only tries it): it gets a lower priority, so that the other one goes on.
+    """
     import torch.distributed as dist
 
     gloo = dist.ProcessGroupGloo
     create, device = gloo.__init__, gloo.create_default_device()
+    for thread in Path("/proc/self/task").glob("*"):  # none where there is no such folder
+        if (thread / "comm").read_text().startswith("gloo_tcp"):
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), 10)
 
     def create_on_device(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> None:
         options = timeout

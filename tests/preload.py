@@ -4,6 +4,7 @@ import gc
 
 import lightning.pytorch  # noqa: F401
 import sklearn.datasets  # noqa: F401
+import torch
 import torch.distributed.checkpoint  # noqa: F401
 import transformers.models.bert.modeling_bert
 import transformers.models.gpt2.modeling_gpt2
@@ -11,5 +12,6 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 import lightning_parallel.cli  # noqa: F401
 
+torch.compile(torch.nn.Identity(), backend="eager")(torch.ones(1))  # imports what only a compilation needs
 gc.collect()
 gc.freeze()  # the garbage collector would touch, and so copy, every page in every fork

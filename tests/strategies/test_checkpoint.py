@@ -58,6 +58,8 @@ def test_every_layout_resumes_every_other(group, optimizer):
             trainer.save_checkpoint(path)
         comm.barrier(group)
         for resumed in (1, 2, 4) if optimizer == "sgd" else (saved % 4 * 2 or 1,):
+            if resumed == 1 and group.rank > 0:
+                continue
             found = _resumed(path, optimizer, 1 if resumed == 1 else 4, resumed)
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, msg=f"{saved} -> {resumed}")
 

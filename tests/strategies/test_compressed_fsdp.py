@@ -141,10 +141,19 @@ def test_another_division_forgets_what_was_not_sent_and_says_so(group, tmp_path)
     assert strategy.compression.step == 8
 
 
-@pytest.mark.parametrize("options", [{}, HYBRID])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+@distributed(world_size=2)
+def test_other_precisions(precision, group):
+    _trains_in(precision, {}, group)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @distributed(world_size=4)
-def test_other_precisions(precision, options, group):
+def test_other_precisions_on_replicas_of_shards(precision, group):
+    _trains_in(precision, HYBRID, group)
+
+
+def _trains_in(precision, options, group):
     plain = train(Net(), PlainFSDP(**options), group, precision=precision)
     strategy = CompressedFSDPStrategy(Dense(), **options)
     assert_close(train(Net(), strategy, group, precision=precision), plain, tolerance=2e-2)
@@ -174,11 +183,19 @@ class Weights(Callback):
         self.after.append(weights(module, trainer))
 
 
-@pytest.mark.parametrize("options", [{}, HYBRID])
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.parametrize("name", ["powersgd", "int8"])
+@pytest.mark.parametrize(("name", "precision"), [("powersgd", "16-mixed"), ("int8", "32-true")])
+@distributed(world_size=2)
+def test_overflow_on_one_rank_is_skipped_alike(name, precision, group):
+    _skips_alike(name, precision, {}, group)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("powersgd", "32-true"), ("int8", "16-mixed")])
 @distributed(world_size=4)
-def test_overflow_on_one_rank_is_skipped_alike(name, precision, options, group):
+def test_overflow_on_one_rank_is_skipped_alike_by_replicas_of_shards(name, precision, group):
+    _skips_alike(name, precision, HYBRID, group)
+
+
+def _skips_alike(name, precision, options, group):
     seen, compression = Weights(), COMPRESSORS[name]()
     plugin = FSDPPrecision(precision)
     if plugin.scaler is not None:
@@ -198,7 +215,7 @@ def test_clips_by_norm(options, group):
     strategy = CompressedFSDPStrategy(Dense(), auto_wrap_policy={nn.Linear}, **options)
     found = train(module, strategy, group, gradient_clip_val=0.3)
     assert_close(found, dict(single.named_parameters()))
-    free = train(Net(), CompressedFSDPStrategy(Dense(), **options), group)
+    free = train(Net(), CompressedFSDPStrategy(Dense(), **options), group, max_epochs=1)
     assert not torch.allclose(free["net.0.weight"], found["net.0.weight"], atol=1e-3)
 
 

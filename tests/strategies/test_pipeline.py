@@ -111,11 +111,11 @@ def assert_same(trainer, module, expected_trainer, expected):
         )
 
 
-LAYOUTS = [
-    (4, {"pipeline_parallel_size": 4}, 1),
-    (4, {"pipeline_parallel_size": 2, "data_parallel_size": 2}, 2),
-    (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 1),
-]
+LAYOUTS = {
+    "pipeline": ({"pipeline_parallel_size": 4}, 1),
+    "pipeline x data": ({"pipeline_parallel_size": 2, "data_parallel_size": 2}, 2),
+    "pipeline x tensor": ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 1),
+}
 
 
 @functools.lru_cache(maxsize=3)  # on all ranks alike
@@ -124,16 +124,22 @@ def on_one_process(**options):
     return module, fit(module, "auto", 1, **options)
 
 
-@pytest.mark.parametrize(("devices", "sizes", "replicas"), LAYOUTS)
-@pytest.mark.parametrize("clip", [None, ("norm", 0.3), ("value", 0.01)])
+@pytest.mark.parametrize(
+    ("layout", "clip"),
+    [
+        *((layout, None) for layout in LAYOUTS),
+        *((layout, ("norm", 0.3)) for layout in LAYOUTS),
+        ("pipeline x tensor", ("value", 0.01)),
+    ],
+)
 @distributed(world_size=4)
-def test_training_equals_one_process(devices, sizes, replicas, clip):
+def test_training_equals_one_process(layout, clip):
+    sizes, replicas = LAYOUTS[layout]
     options = {} if clip is None else {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]}
     expected, expected_trainer = on_one_process(**options)
     module = Deep()
-    trainer = fit(
-        module, HybridParallelStrategy(num_microbatches=3, balance="uniform", **sizes), devices, replicas, **options
-    )
+    strategy = HybridParallelStrategy(num_microbatches=3, balance="uniform", **sizes)
+    trainer = fit(module, strategy, 4, replicas, **options)
     assert_same(trainer, module, expected_trainer, expected)
     if replicas == 1:
         torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-10)

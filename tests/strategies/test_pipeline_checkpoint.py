@@ -70,10 +70,13 @@ def test_every_layout_resumes_every_other(group, optimizer):
             trainer.save_checkpoint(paths[layout])
         comm.barrier(group)
     names = list(LAYOUTS)
-    pairs = list(zip(names, [*names[1:], names[0]]))  # each is saved and resumed
     if optimizer == "sgd":
-        pairs += [(saved, "stock") for saved in names[:-1]] + [("stock", resumed) for resumed in names[2:]]
+        pairs = [(saved, "stock") for saved in names] + [("stock", resumed) for resumed in names[1:]]
+    else:
+        pairs = list(zip(names, [*names[1:], names[0]]))  # each is saved and resumed
     for saved, resumed in pairs:
+        if resumed == "stock" and group.rank > 0:
+            continue
         found = run(resumed, optimizer, ckpt_path=paths[saved]).callback_metrics
         for name in ("train_loss", "val_loss"):
             torch.testing.assert_close(

@@ -335,7 +335,7 @@ def test_a_penalty_on_all_parameters_counts_all_of_them():
 @distributed(world_size=2)
 def test_compiled_layers():
     def build():
-        module = Deep()
+        module = Deep(blocks=2)
         module.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in module.blocks)
         return module
 

@@ -105,17 +105,22 @@ def expect_equal(module, trainer, expected, replicas):
         torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", ["pipeline 4", "pipeline 2 x data 2", "tensor 2 x pipeline 2"])
-@pytest.mark.parametrize("name", ["mlp", "convolutional", "encoder", "tied", "two_streams"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("mlp", layout) for layout in ("pipeline 4", "pipeline 2 x data 2", "tensor 2 x pipeline 2")),
+        *(("convolutional", layout) for layout in ("pipeline 4", "pipeline 2 x data 2")),
+        *(("encoder", layout) for layout in ("pipeline 4", "tensor 2 x pipeline 2")),
+        *(("tied", layout) for layout in ("pipeline 4", "pipeline 2 x data 2", "tensor 2 x pipeline 2")),
+        *(("two_streams", layout) for layout in ("pipeline 4", "tensor 2 x pipeline 2")),
+        *(("example_gpt", layout) for layout in ("pipeline 4", "pipeline 2 x data 2", "tensor 2 x pipeline 2")),
+        *(("gpt2", layout) for layout in ("pipeline 2 x data 2", "tensor 2 x pipeline 2")),
+        *(("llama", layout) for layout in ("pipeline 4", "tensor 2 x pipeline 2")),
+        *(("bert", layout) for layout in ("pipeline 2 x data 2", "tensor 2 x pipeline 2")),
+    ],
+)
 @distributed(world_size=4)
-def test_plain_models(name, layout):
-    check(name, layout)
-
-
-@pytest.mark.parametrize("layout", ["pipeline 4", "pipeline 2 x data 2", "tensor 2 x pipeline 2"])
-@pytest.mark.parametrize("name", ["example_gpt", "gpt2", "llama", "bert"])
-@distributed(world_size=4)
-def test_language_models(name, layout):
+def test_models(name, layout):
     check(name, layout)
 
 
