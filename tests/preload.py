@@ -5,7 +5,7 @@ import gc
 import lightning.pytorch  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch
-import torch.distributed.checkpoint  # noqa: F401
+import torch.distributed.checkpoint
 import transformers.models.bert.modeling_bert
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
