@@ -15,7 +15,9 @@ results, for tests whose oracle lives in the parent.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
+import fcntl
 import functools
 import importlib
 import inspect
@@ -29,7 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -125,10 +127,25 @@ def run(function: Callable[..., Any], world_size: int, deadline_s: float = DEADL
         _pools[world_size] = _Pool(world_size)
     _pools[world_size].jobs += 1
     try:
-        return _pools[world_size].run(function.__module__, function.__qualname__, kwargs, deadline_s)
+        with _turn():
+            return _pools[world_size].run(function.__module__, function.__qualname__, kwargs, deadline_s)
     except RankError:
         _pools.pop(world_size).kill()
         raise
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """Wait for a turn: one job for every two cores at a time, as ranks that share a core mostly wait for each other."""
+    worker, run_id = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if worker is None:
+        yield
+        return
+    turns = max(1, len(os.sched_getaffinity(0)) // 2)
+    number = int(worker.removeprefix("gw")) % turns
+    with open(Path(tempfile.gettempdir(), f"lightning_parallel_test_{run_id}_{number}"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 class Ended(NamedTuple):

@@ -157,8 +157,7 @@ class Links:
             self.agreements.sent[stage] = boundary
             wire.append(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self.device))
             wire += message.tensors
-        to = self.channel(Kind.F, self.group.rank, receiver)
-        sends = [comm.isend(t.contiguous(), to, receiver, _TAGS[Kind.F]) for t in wire if t.numel()]
+        sends = self._send(Action(Kind.F, stage, microbatch), wire, receiver)
         self._sent[stage, microbatch] = (boundary, sends)
         for gradients in self._gradients.values():
             gradients.post()
@@ -180,14 +179,7 @@ class Links:
         if receiver == self.group.rank:
             self._local[Kind.I, stage, microbatch] = list(gradients)
             return
-        to = self.channel(Kind.I, self.group.rank, receiver)
-        self._returned[receiver].append(
-            [
-                comm.isend(gradient.contiguous(), to, receiver, _TAGS[Kind.I])
-                for gradient in gradients
-                if gradient.numel()
-            ]
-        )
+        self._returned[receiver].append(self._send(Action(Kind.I, stage, microbatch), gradients, receiver))
 
     def receive_gradients(self, action: Action) -> list[Tensor]:
         """The gradients of the output of `action`'s stage, for those tensors of it that need one."""
@@ -199,6 +191,22 @@ class Links:
         # The next stage has used what it was sent, so this does not wait; it frees the activation.
         self._finish_sends(self._sent.pop((stage, microbatch))[1])
         return gradients
+
+    def _send(self, action: Action, tensors: Sequence[Tensor], receiver: int) -> list[Pending]:
+        """Begin to send what `action` has made.
+
+        Raises:
+            RuntimeError: If the connection is lost; says who sends to whom.
+        """
+        to, tag = self.channel(action.kind, self.group.rank, receiver), _TAGS[action.kind]
+        try:
+            return [comm.isend(tensor.contiguous(), to, receiver, tag) for tensor in tensors if tensor.numel()]
+        except RuntimeError as error:
+            ranks = self.group.ranks
+            raise RuntimeError(
+                f"rank {ranks[self.group.rank]}, pipeline stage {action.stage}, could not send {action} "
+                f"to rank {ranks[receiver]}: {error}"
+            ) from error
 
     def post(self) -> None:
         """Begin to receive whatever comes next."""
