@@ -15,9 +15,7 @@ results, for tests whose oracle lives in the parent.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import faulthandler
-import fcntl
 import functools
 import importlib
 import inspect
@@ -31,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,6 +53,7 @@ class _Pool:
         pipes = [_context.Pipe() for _ in range(world_size)]
         self.pipes = [parent for parent, _ in pipes]
         self.jobs = self.groups = 0
+        self.module, self.is_patched = "", False
         self.workers = [
             _context.Process(target=_work, args=(rank, world_size, str(self.folder), child), daemon=True)
             for rank, (_, child) in enumerate(pipes)
@@ -63,7 +62,13 @@ class _Pool:
             worker.start()
             child.close()
 
+    def is_worn_out(self, module: str) -> bool:
+        """Whether a job of `module` is to have new workers."""
+        is_spoiled = self.is_patched and module != self.module
+        return is_spoiled or self.jobs >= JOBS_PER_POOL or self.groups > GROUPS_PER_WORKER
+
     def run(self, module: str, name: str, kwargs: dict[str, Any], deadline_s: float) -> list[Any]:
+        self.module = module
         for pipe in self.pipes:
             pipe.send((module, name, kwargs))
         until = time.monotonic() + deadline_s
@@ -78,7 +83,7 @@ class _Pool:
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 try:
-                    outcomes[waiting[pipe]], self.groups = pipe.recv()
+                    outcomes[waiting[pipe]], self.groups, self.is_patched = pipe.recv()
                 except EOFError:
                     self.workers[waiting[pipe]].join(5)
                     outcomes[waiting[pipe]] = ("died", f"exit code {self.workers[waiting[pipe]].exitcode}")
@@ -121,31 +126,16 @@ def run(function: Callable[..., Any], world_size: int, deadline_s: float = DEADL
     A parameter called `group` receives the `Group` of all ranks; arguments and results must be picklable.
     """
     known = _pools.get(world_size)
-    if known is not None and (known.jobs >= JOBS_PER_POOL or known.groups > GROUPS_PER_WORKER):
+    if known is not None and known.is_worn_out(function.__module__):
         _pools.pop(world_size).kill()
     if world_size not in _pools:
         _pools[world_size] = _Pool(world_size)
     _pools[world_size].jobs += 1
     try:
-        with _turn():
-            return _pools[world_size].run(function.__module__, function.__qualname__, kwargs, deadline_s)
+        return _pools[world_size].run(function.__module__, function.__qualname__, kwargs, deadline_s)
     except RankError:
         _pools.pop(world_size).kill()
         raise
-
-
-@contextlib.contextmanager
-def _turn() -> Iterator[None]:
-    """Wait for a turn: one job for every two cores at a time, as ranks that share a core mostly wait for each other."""
-    worker, run_id = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if worker is None:
-        yield
-        return
-    turns = max(1, len(os.sched_getaffinity(0)) // 2)
-    number = int(worker.removeprefix("gw")) % turns
-    with open(Path(tempfile.gettempdir(), f"lightning_parallel_test_{run_id}_{number}"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 class Ended(NamedTuple):
@@ -236,7 +226,7 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     with open(f"{folder}/stack{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
-        _yield_to_others()
+        _share_cores()
         _share_device()
         store = dist.FileStore(f"{folder}/rendezvous", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
@@ -247,12 +237,21 @@ def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
                 return
             # What a launcher would have set; Lightning's teardown removes some of it.
             os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
-            pipe.send((_outcome(*job), len(dist.distributed_c10d._world.pg_map)))
+            outcome, groups = _outcome(*job), len(dist.distributed_c10d._world.pg_map)
+            is_patched = "deepspeed" in sys.modules  # it replaces functions of torch, and leaves them so
+            pipe.send((outcome, groups, is_patched))
 
 
-def _yield_to_others() -> None:
-    """Do not interrupt who runs when woken: many ranks share few cores, and a thread of gloo's spins on a lock."""
-    if hasattr(os, "SCHED_BATCH"):
+def _share_cores() -> None:
+    """Keep to the core of this pytest worker, and do not interrupt who runs there when woken.
+
+    Each worker's ranks fill its core. Ranks that run on any core, several to each, hold locks of gloo's while they wait
+    for a core, for which its threads then spin on another: a third of the time.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

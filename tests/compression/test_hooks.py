@@ -97,7 +97,7 @@ def test_plain_means_equal_ddp(options, dtype, group):
     state.close()
 
 
-@every_compressor
+@pytest.mark.parametrize("name", ["dense", "alternating", "topk_int8"])
 @distributed(world_size=4)
 def test_many_buckets_on_four_ranks(name, group):
     model, buckets = DistributedDataParallel(Odd().double(), bucket_cap_mb=0.0005), []
