@@ -22,6 +22,7 @@ __all__ = ["blame", "read_states", "state_of_rank", "write_text"]
 
 State = Mapping[str, Any]
 _LAST_SPANS = 50
+_AT_ONCE_S = 1.0  # who waits for whom first says nothing below this: ranks are not in step to the millisecond
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "lightning_parallel"))
 _LIBRARY = sysconfig.get_path("stdlib")
 
@@ -141,8 +142,10 @@ def blame(states: Mapping[int, State], world_size: int) -> list[str]:
     absences.sort(key=lambda absence: absence[0])
     waiting = {waiter for _, waiters, _, _ in absences for waiter in waiters}
     roots = [absence for absence in absences if absence[2] not in waiting]
-    if not roots and not silent:  # in a circle: who made the others wait first
-        roots = [absence for absence in absences if absence[0] == absences[0][0]]
+    if not roots and not silent and absences:  # in a circle: who made the others wait first
+        roots = [absence for absence in absences if absence[0] <= absences[0][0] + _AT_ONCE_S]
+        if len({rank for _, _, rank, _ in roots}) > 1:
+            lines.append("ranks wait for each other: one of them left out a call, or made one too many")
     lines += [text for _, _, _, text in roots]
     if not lines:
         lines += _behind(states) or ["every rank answered, and none is known to be late: see their stacks"]
