@@ -69,7 +69,7 @@ def _loses_nothing(accumulate, group, **options):
     single = Net()
     trainer_for(accumulate_grad_batches=accumulate).fit(single, loader(dtype=torch.float32))
     plain = train(Net(), PlainFSDP(**options), group, accumulate_grad_batches=accumulate)
-    for compression in (Dense(), Cast("fp32", **SMALL), PowerSGD(12, **SMALL)):
+    for compression in (Cast("fp32", **SMALL), PowerSGD(12, **SMALL)):
         found = train(Net(), CompressedFSDPStrategy(compression, **options), group, accumulate_grad_batches=accumulate)
         assert_close(found, plain)
         assert_close(found, dict(single.named_parameters()))

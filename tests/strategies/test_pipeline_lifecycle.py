@@ -64,9 +64,9 @@ def test_precisions(precision):
         validation_step = None
 
     modules = [Cast().to(dtype) for _ in range(2)]
-    fit(modules[0], "auto", 1, precision=precision, gradient_clip_val=0.5, limit_val_batches=0)
-    strategy = HybridParallelStrategy(1, 2, 2)
-    trainer = fit(modules[1], strategy, 4, precision=precision, gradient_clip_val=0.5, limit_val_batches=0)
+    options = {"precision": precision, "gradient_clip_val": 0.5, "limit_val_batches": 0, "max_epochs": 1}
+    fit(modules[0], "auto", 1, **options)
+    trainer = fit(modules[1], HybridParallelStrategy(1, 2, 2), 4, **options)
     full = trainer.strategy.lightning_module_state_dict()
     for name, tensor in modules[0].state_dict().items() if trainer.global_rank == 0 else ():
         torch.testing.assert_close(full[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
