@@ -38,7 +38,7 @@ clean:
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer was not found; set PYTHON=/path/to/python3"; exit 1; }
 	@echo "Setting up .venv, once: about 2 GB, a few minutes."
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $@

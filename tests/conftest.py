@@ -13,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: many sma
 
 def pytest_xdist_auto_num_workers() -> int:
     """As many as this process may use; each has its own pools of ranks."""
+    given = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS")
+    if given:
+        return int(given)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

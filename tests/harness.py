@@ -15,6 +15,7 @@ results, for tests whose oracle lives in the parent.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import importlib
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["Ended", "distributed", "free_port", "run", "run_script", "start_script"]
+__all__ = ["DurationError", "Ended", "RankError", "distributed", "free_port", "run", "run_script", "start_script"]
 
 DEADLINE_S = 240.0  # long, as a loaded machine may be slow; what waits for a failed rank ends sooner
 JOBS_PER_POOL = 400  # what leaks in some test ends with its processes
@@ -65,7 +66,8 @@ class _Pool:
     def is_worn_out(self, module: str) -> bool:
         """Whether a job of `module` is to have new workers."""
         is_spoiled = self.is_patched and module != self.module
-        return is_spoiled or self.jobs >= JOBS_PER_POOL or self.groups > GROUPS_PER_WORKER
+        has_lost = not all(worker.is_alive() for worker in self.workers)
+        return has_lost or is_spoiled or self.jobs >= JOBS_PER_POOL or self.groups > GROUPS_PER_WORKER
 
     def run(self, module: str, name: str, kwargs: dict[str, Any], deadline_s: float) -> list[Any]:
         self.module = module
@@ -83,7 +85,8 @@ class _Pool:
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 try:
-                    outcomes[waiting[pipe]], self.groups, self.is_patched = pipe.recv()
+                    outcomes[waiting[pipe]], groups, is_patched = pipe.recv()
+                    self.groups, self.is_patched = max(self.groups, groups), self.is_patched or is_patched
                 except EOFError:
                     self.workers[waiting[pipe]].join(5)
                     outcomes[waiting[pipe]] = ("died", f"exit code {self.workers[waiting[pipe]].exitcode}")
@@ -92,7 +95,8 @@ class _Pool:
     def _results(self, outcomes: dict[int, tuple[str, Any]], deadline_s: float) -> list[Any]:
         bad = {rank: outcome for rank, outcome in sorted(outcomes.items()) if outcome[0] not in ("result", "skip")}
         if bad:
-            raise RankError("\n".join(f"--- rank {rank}: {kind}\n{text}" for rank, (kind, text) in bad.items()))
+            text = "\n".join(f"--- rank {rank}: {kind}\n{text}" for rank, (kind, text) in bad.items())
+            raise RankError(text, {kind for kind, _ in bad.values()})
         for kind, text in outcomes.values():
             if kind == "skip":
                 pytest.skip(text)
@@ -103,7 +107,8 @@ class _Pool:
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGUSR1)
             time.sleep(0.3)
-        return (self.folder / f"stack{rank}").read_text()
+        stack = self.folder / f"stack{rank}"
+        return stack.read_text() if stack.exists() else "not started yet"
 
     def kill(self) -> None:
         for worker in self.workers:
@@ -113,8 +118,16 @@ class _Pool:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+class DurationError(AssertionError):
+    """A duration is not what it should be, which on a busy machine proves nothing."""
+
+
 class RankError(AssertionError):
-    """A distributed test failed; the text holds every failing rank's traceback."""
+    """A distributed test failed; the text holds every failing rank's traceback, `kinds` how they failed."""
+
+    def __init__(self, text: str, kinds: set[str]) -> None:
+        super().__init__(text)
+        self.kinds = kinds
 
 
 _pools: dict[int, _Pool] = {}
@@ -133,9 +146,14 @@ def run(function: Callable[..., Any], world_size: int, deadline_s: float = DEADL
     _pools[world_size].jobs += 1
     try:
         return _pools[world_size].run(function.__module__, function.__qualname__, kwargs, deadline_s)
-    except RankError:
+    except pytest.skip.Exception:
+        raise
+    except BaseException:  # its answers would reach the next job
         _pools.pop(world_size).kill()
         raise
+
+
+_scripts: list[Any] = []
 
 
 class Ended(NamedTuple):
@@ -158,13 +176,14 @@ def start_script(
     whole = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     process = _context.Process(target=_interpret, args=(words, str(cwd or Path.cwd()), whole, str(folder)))
     process.start()
+    _scripts.append(process)
 
     def wait() -> Ended:
         process.join(deadline_s)
-        if process.exitcode is None:
-            assert process.pid is not None
+        assert process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the processes that it started too
-            process.join()
+        process.join()
         out, err = ((folder / name).read_text() for name in ("out", "err"))
         shutil.rmtree(folder)
         assert process.exitcode is not None
@@ -198,7 +217,10 @@ def _interpret(command: list[str], cwd: str, environment: dict[str, str], folder
     torch.set_num_threads(1)
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
-    runpy.run_path(command[0], run_name="__main__")
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
 
 
 def distributed(
@@ -285,6 +307,7 @@ def _outcome(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
     from lightning_parallel.comm import Group
 
     torch.manual_seed(0)
+    environment, folder, dtype = dict(os.environ), Path.cwd(), torch.get_default_dtype()
     try:
         function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
         function = inspect.unwrap(function)  # type: ignore[arg-type]
@@ -293,11 +316,19 @@ def _outcome(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
         return "result", function(**kwargs)
     except pytest.skip.Exception as skip:
         return "skip", str(skip)
-    except BaseException:
-        return "error", "".join(traceback.format_exception(*sys.exc_info(), chain=True))
+    except BaseException as error:
+        kind = "duration" if isinstance(error, DurationError) else "error"
+        return kind, "".join(traceback.format_exception(*sys.exc_info(), chain=True))
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        torch.set_default_dtype(dtype)
 
 
 @atexit.register
 def _stop() -> None:
     for pool in _pools.values():
         pool.kill()
+    for script in _scripts:  # those that nobody waits for; the interpreter would, without end
+        script.kill()

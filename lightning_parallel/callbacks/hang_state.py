@@ -22,7 +22,6 @@ __all__ = ["blame", "read_states", "state_of_rank", "write_text"]
 
 State = Mapping[str, Any]
 _LAST_SPANS = 50
-_AT_ONCE_S = 1.0  # who waits for whom first says nothing below this: ranks are not in step to the millisecond
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "lightning_parallel"))
 _LIBRARY = sysconfig.get_path("stdlib")
 
@@ -142,10 +141,9 @@ def blame(states: Mapping[int, State], world_size: int) -> list[str]:
     absences.sort(key=lambda absence: absence[0])
     waiting = {waiter for _, waiters, _, _ in absences for waiter in waiters}
     roots = [absence for absence in absences if absence[2] not in waiting]
-    if not roots and not silent and absences:  # in a circle: who made the others wait first
-        roots = [absence for absence in absences if absence[0] <= absences[0][0] + _AT_ONCE_S]
-        if len({rank for _, _, rank, _ in roots}) > 1:
-            lines.append("ranks wait for each other: one of them left out a call, or made one too many")
+    if not roots and not silent and absences:
+        lines.append("ranks wait for each other: one of them left out a call, or made one too many")
+        roots = absences  # whoever waits longest first; clocks and ranks are not in step enough to say more
     lines += [text for _, _, _, text in roots]
     if not lines:
         lines += _behind(states) or ["every rank answered, and none is known to be late: see their stacks"]
@@ -195,7 +193,9 @@ def _absent(flight: State, waiter: int, states: Mapping[int, State]) -> Iterator
 def _count(state: State, flight: State, op: str = "", peer: int | None = None, tag: Any = None) -> int:
     """How many calls a rank has made in the group of `flight`; messages count apart."""
     wanted = {"ranks": flight["ranks"], "group": flight["group"], "op": op, "peer": peer, "tag": tag}
-    return next((c["count"] for c in state["calls"] if all(c[key] == value for key, value in wanted.items())), 0)
+    return next(
+        (c["count"] for c in state.get("calls", ()) if all(c[key] == value for key, value in wanted.items())), 0
+    )
 
 
 def _behind(states: Mapping[int, State]) -> list[str]:

@@ -324,16 +324,18 @@ def fit_stock(kind, module_class=Net, accumulate=1):
     return [callback.report() for callback in callbacks], parameters, [p.detach().clone() for p in module.parameters()]
 
 
+@compares_durations
 def test_the_buckets_of_ddp_are_seen_and_so_is_the_wait_for_them():
     ((breakdown, report), parameters, _), _ = run(fit_stock, 2, kind="ddp", module_class=SlowOnOne)
     (record,) = chosen(report, "data_parallel", "all_reduce", least=100)
     assert (record["payload_bytes"], record["count"]) == (4 * parameters, 1)
     assert record["skew"] > 0.05
-    assert record["latency"] < record["skew"] / 2
     first, late = breakdown["ranks"]
     assert first["communication_exposed"] > 0.05
-    assert late["communication_exposed"] < first["communication_exposed"] / 2
-    assert first["backward"] < first["communication_exposed"] / 2
+    with durations():
+        assert record["latency"] < record["skew"] / 2
+        assert late["communication_exposed"] < first["communication_exposed"] / 2
+        assert first["backward"] < first["communication_exposed"] / 2
 
 
 @pytest.mark.parametrize("kind", ["ddp", "unused"])
