@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there: many sma
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """As many as this process may use; each has its own pools of ranks."""
+    """As many as this process may use: xdist's own count, of psutil, does not see `taskset`."""
     given = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS")
     if given:
         return int(given)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import functools
 import importlib
 import inspect
@@ -30,7 +31,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,7 +39,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-__all__ = ["DurationError", "Ended", "RankError", "distributed", "free_port", "run", "run_script", "start_script"]
+__all__ = [
+    "DurationError",
+    "Ended",
+    "RankError",
+    "alone",
+    "distributed",
+    "free_port",
+    "run",
+    "run_script",
+    "start_script",
+]
 
 DEADLINE_S = 240.0  # long, as a loaded machine may be slow; what waits for a failed rank ends sooner
 JOBS_PER_POOL = 400  # what leaks in some test ends with its processes
@@ -145,12 +156,41 @@ def run(function: Callable[..., Any], world_size: int, deadline_s: float = DEADL
         _pools[world_size] = _Pool(world_size)
     _pools[world_size].jobs += 1
     try:
-        return _pools[world_size].run(function.__module__, function.__qualname__, kwargs, deadline_s)
+        with _turn(fcntl.LOCK_SH):
+            return _pools[world_size].run(function.__module__, function.__qualname__, kwargs, deadline_s)
     except pytest.skip.Exception:
         raise
     except BaseException:  # its answers would reach the next job
         _pools.pop(world_size).kill()
         raise
+
+
+_is_alone = False
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let the ranks of no other pytest worker run during the block."""
+    global _is_alone
+    with _turn(fcntl.LOCK_EX):
+        _is_alone = True
+        try:
+            yield
+        finally:
+            _is_alone = False
+
+
+@contextlib.contextmanager
+def _turn(kind: int) -> Iterator[None]:
+    """Hold a lock of this checkout: shared by those that run ranks, exclusive to one that must be alone."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or _is_alone:
+        yield
+        return
+    with open(__file__) as gate, Path(__file__).with_name("timing.py").open() as file:  # any two files of this checkout
+        fcntl.flock(gate, fcntl.LOCK_EX)  # else those that share the lock would leave no gap
+        fcntl.flock(file, kind)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
 
 
 _scripts: list[Any] = []

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness import DurationError, RankError
+from tests.harness import DurationError, RankError, alone
 
-LATE_S = 0.002
-"""A process that wakes later than this after its sleep shares its processor with others."""
+LATE_S = 0.001
+"""A machine that wakes a tenth of its sleepers later than this is busy; single pauses, of a virtual one, are common."""
 
 
 @contextmanager
@@ -26,9 +26,9 @@ def durations() -> Iterator[None]:
 
 
 class Lateness:
-    """How late a process that only sleeps is woken at worst, while the block runs; a thread would wait for Python."""
+    """How late one in ten sleeps of another process ends, while the block runs; a thread would wait for Python."""
 
-    worst_s = 0.0
+    tenth_s = 0.0
 
     def __enter__(self) -> "Lateness":
         self._pipe, theirs = multiprocessing.Pipe()
@@ -39,18 +39,18 @@ class Lateness:
 
     def __exit__(self, *_: object) -> None:
         self._pipe.send("over")
-        self.worst_s = self._pipe.recv()
+        self.tenth_s = self._pipe.recv()
         self._process.join()
 
 
 def _sleep(pipe: Connection) -> None:
-    worst_s = 0.0
+    late_s = [0.0]
     pipe.send("ready")
     while not pipe.poll():
         began = time.perf_counter()
         time.sleep(0.005)
-        worst_s = max(worst_s, time.perf_counter() - began - 0.005)
-    pipe.send(worst_s)
+        late_s.append(time.perf_counter() - began - 0.005)
+    pipe.send(sorted(late_s)[len(late_s) * 9 // 10])
 
 
 def _is_of_durations(failure: AssertionError) -> bool:
@@ -61,22 +61,32 @@ def _is_of_durations(failure: AssertionError) -> bool:
 
 
 def compares_durations(test: Callable[..., None]) -> Callable[..., None]:
-    """Try `test` up to three times where `durations` differ and sleepers are woken late; then skip it, with the reason.
+    """Try `test` again, while other ranks wait, where `durations` differ; skip it where sleepers are late each time.
 
     Durations that differ on an idle machine are a failure, and so is everything outside of `durations`.
     """
 
     @functools.wraps(test)
     def attempt(*args: Any, **kwargs: Any) -> None:
+        try:
+            return test(*args, **kwargs)
+        except AssertionError as failure:
+            if not _is_of_durations(failure):
+                raise
+        was_idle = False
         for _ in range(3):
             lateness = Lateness()
             try:
-                with lateness:
+                with alone(), lateness:
                     return test(*args, **kwargs)
             except AssertionError as failure:
-                if lateness.worst_s < LATE_S or not _is_of_durations(failure):
+                if not _is_of_durations(failure):
                     raise
-                said = str(failure).strip().splitlines()
-        pytest.skip(f"busy machine: sleepers are woken {1e3 * lateness.worst_s:.0f} ms late ({said[-1:]})")
+                was_idle |= lateness.tenth_s < LATE_S
+                last = failure
+        if was_idle:
+            raise last
+        said = str(last).strip().splitlines()
+        pytest.skip(f"busy machine: sleepers are woken {1e3 * lateness.tenth_s:.0f} ms late ({said[-1:]})")
 
     return attempt

@@ -99,6 +99,14 @@ class Agreements:
     received: dict[int, Boundary] = field(default_factory=dict)
 
 
+class _Sends(NamedTuple):
+    """What an action has made, on its way to another rank."""
+
+    action: Action
+    receiver: int
+    pending: list[Pending]
+
+
 class Links:
     """All messages of this rank in one step.
 
@@ -122,8 +130,8 @@ class Links:
         self.channels = channels or {}
         self.stage_ranks = schedule.stage_ranks
         self._local: dict[tuple[Kind, int, int], Any] = {}
-        self._sent: dict[_Key, tuple[Boundary, list[Pending]]] = {}
-        self._returned: dict[int, deque[list[Pending]]] = {rank: deque() for rank in range(group.size)}
+        self._sent: dict[_Key, tuple[Boundary, _Sends]] = {}
+        self._returned: dict[int, deque[_Sends]] = {rank: deque() for rank in range(group.size)}
         self._used = {rank: _used_before(schedule, rank, group.rank) for rank in range(group.size)}
         self._activations: dict[int, _Activations] = {}
         self._gradients: dict[int, _Gradients] = {}
@@ -192,21 +200,28 @@ class Links:
         self._finish_sends(self._sent.pop((stage, microbatch))[1])
         return gradients
 
-    def _send(self, action: Action, tensors: Sequence[Tensor], receiver: int) -> list[Pending]:
-        """Begin to send what `action` has made.
-
-        Raises:
-            RuntimeError: If the connection is lost; says who sends to whom.
-        """
+    def _send(self, action: Action, tensors: Sequence[Tensor], receiver: int) -> _Sends:
+        """Begin to send what `action` has made."""
         to, tag = self.channel(action.kind, self.group.rank, receiver), _TAGS[action.kind]
         try:
-            return [comm.isend(tensor.contiguous(), to, receiver, tag) for tensor in tensors if tensor.numel()]
+            pending = [comm.isend(tensor.contiguous(), to, receiver, tag) for tensor in tensors if tensor.numel()]
         except RuntimeError as error:
-            ranks = self.group.ranks
-            raise RuntimeError(
-                f"rank {ranks[self.group.rank]}, pipeline stage {action.stage}, could not send {action} "
-                f"to rank {ranks[receiver]}: {error}"
-            ) from error
+            raise self._not_sent(action, receiver, error) from error
+        return _Sends(action, receiver, pending)
+
+    def _finish_sends(self, sends: _Sends) -> None:
+        try:
+            for pending in sends.pending:
+                pending.wait()
+        except RuntimeError as error:
+            raise self._not_sent(sends.action, sends.receiver, error) from error
+
+    def _not_sent(self, action: Action, receiver: int, error: RuntimeError) -> RuntimeError:
+        ranks = self.group.ranks
+        return RuntimeError(
+            f"rank {ranks[self.group.rank]}, pipeline stage {action.stage}, could not send {action} "
+            f"to rank {ranks[receiver]}: {error}"
+        )
 
     def post(self) -> None:
         """Begin to receive whatever comes next."""
@@ -244,11 +259,6 @@ class Links:
                 f"rank {ranks[self.group.rank]}, pipeline stage {action.stage}, waited at {action} for {needed} "
                 f"of rank {ranks[sender]}, which did not come: {error}"
             ) from error
-
-    @staticmethod
-    def _finish_sends(sends: Sequence[Pending]) -> None:
-        for pending in sends:
-            pending.wait()
 
 
 def _used_before(schedule: Schedule, sender: int, receiver: int) -> Iterator[int]:
