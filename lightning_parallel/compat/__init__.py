@@ -1,0 +1,53 @@
+"""Everything that is not the library's own: private names of dependencies, changes of foreign objects, state on modules.
+
+`lightning`, `torch` and `deepspeed` in this package give each private name of that dependency once, under a public one,
+with the reason why no public name will do; `tests/test_compat.py` holds them against the installed version. `patched`
+is the one way to replace an attribute of an object that is not ours, and `ParallelState` all that is kept on a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["Patches", "patched"]
+
+_MISSING = object()
+
+
+class Patches:
+    """Replaced attributes of foreign objects, to be put back all at once, last first.
+
+    What the object had of its own is set again; what it inherited (a method of its class) is deleted from it again.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(self, target: Any, name: str, value: Any) -> Any:
+        """Set `target.name` to `value` and return what it was."""
+        before = getattr(target, name)
+        own = vars(target).get(name, _MISSING) if hasattr(target, "__dict__") else before
+        self._replaced.append((target, name, own))
+        setattr(target, name, value)
+        return before
+
+    def undo(self) -> None:
+        """Put everything back; a second call does nothing."""
+        while self._replaced:
+            target, name, own = self._replaced.pop()
+            if own is _MISSING:
+                delattr(target, name)
+            else:
+                setattr(target, name, own)
+
+
+@contextmanager
+def patched(target: Any, name: str, value: Any) -> Iterator[Any]:
+    """Replace `target.name` by `value` during the block; gives what it was."""
+    patches = Patches()
+    try:
+        yield patches.replace(target, name, value)
+    finally:
+        patches.undo()
