@@ -33,9 +33,8 @@ from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.example import warn_unless_mean
 from lightning_parallel.strategies.stage_table import choice_table, stage_table
-from lightning_parallel.tensor.discovery import make_plan
-from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
-from lightning_parallel.tensor.table import sharding_table
+from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, sharding_table
 from lightning_parallel.terminal import show
 
 __all__ = ["Pipelining", "cut_stages", "shard_tensors"]

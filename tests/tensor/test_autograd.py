@@ -5,7 +5,7 @@ import torch
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.tensor import collectives as c
+from lightning_parallel.tensor import autograd as c
 from tests.harness import distributed, run
 
 UNEVEN = {2: [3, 1], 3: [2, 0, 3], 4: [1, 2, 0, 3]}
