@@ -16,6 +16,7 @@ from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.utils import _pytree as pytree
 
 __all__ = [
+    "buffers_of",
     "current_graph_task_id",
     "has_compiled_call",
     "parameters_of",
@@ -36,6 +37,11 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     the `__setattr__` of the module's class.
     """
     return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers that belong to the module itself, by name, to read or replace; see `parameters_of`."""
+    return module._buffers
 
 
 def has_compiled_call(module: nn.Module) -> bool:

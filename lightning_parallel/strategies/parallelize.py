@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.compat.initialization import materialize
 from lightning_parallel.pipeline.choose import Workload, choose_schedule
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.measure import Costs
@@ -34,7 +35,7 @@ from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.example import warn_unless_mean
 from lightning_parallel.strategies.stage_table import choice_table, stage_table
 from lightning_parallel.tensor.auto_plan import make_plan
-from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, sharding_table
+from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, materialize_shards, sharding_table
 from lightning_parallel.terminal import show
 
 __all__ = ["Pipelining", "cut_stages", "shard_tensors"]
@@ -63,9 +64,9 @@ def shard_tensors(
     if group.size == 1:
         return None
     found = make_plan(module, plan, group, sequence_parallel)
-    replicas.materialize(module, device)
     replicas.start_equal(module, groups.world)
     sharding = apply_plan(module, found, group)
+    materialize_shards(module, device, sharding, group)  # divided first: the full model may not fit on the device
     module.__dict__["_tensor_sharding"] = (group.ranks, sharding)
     _show(module, sharding, group.size)
     return sharding
@@ -113,7 +114,7 @@ def cut_stages(
         return engine
     if group.size == 1:
         return None
-    replicas.materialize(module, device)
+    materialize(module, device)
     module.to(device)
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     link = measure_link(group, device, groups.world)

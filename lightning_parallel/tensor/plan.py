@@ -10,17 +10,20 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, TypeVar, Union
 
+import torch
 from rich import box
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.initialization import materialize
 from lightning_parallel.tensor.attention import Attention, TransformerLayer, divide_by_heads, guard_fast_path
 from lightning_parallel.tensor.inspection import (
     computes_with_parameters,
@@ -40,6 +43,7 @@ __all__ = [
     "Sharding",
     "UserPlan",
     "apply_plan",
+    "materialize_shards",
     "parse_plan",
     "resolve_ties",
     "sharding_rows",
@@ -116,12 +120,14 @@ class Sharding:
         partial: Names of parameters with partial gradients: the ranges held by several ranks have to be summed.
         plan: The plan that was applied.
         full_shapes: Shape of every parameter before the division, by name.
+        full_attributes: Values before the division of the attributes that the plan sets: `{path: {name: value}}`.
     """
 
     shards: dict[str, Shard]
     partial: frozenset[str]
     plan: Plan
     full_shapes: dict[str, Shape]
+    full_attributes: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------------------ a user's plan
@@ -321,7 +327,9 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
     shards, partial = _rules_by_name(module, modules, plan, group.size)
     for path, style in plan.styles.items():
         style.apply(modules[path], group)
+    full_attributes: dict[str, dict[str, int]] = {}
     for path, values in plan.attributes.items():
+        full_attributes[path] = {name: getattr(modules[path], name) for name in values}
         for name, value in values.items():
             setattr(modules[path], name, value)
     connect_random_regions(module, group)
@@ -329,7 +337,7 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
         divide_sequence(modules[owner], modules[first], modules[last], group)
     if any(isinstance(owner, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) for owner in modules.values()):
         guard_fast_path(module)
-    return Sharding(shards, partial, plan, shapes)
+    return Sharding(shards, partial, plan, shapes, full_attributes)
 
 
 def _rules_by_name(
@@ -349,6 +357,47 @@ def _rules_by_name(
                 partial.add(canonical[prefix + name])
         partial |= {canonical[prefix + name] for name in style.partial(modules[path])}
     return shards, frozenset(partial)
+
+
+def materialize_shards(
+    module: nn.Module,
+    device: torch.device,
+    sharding: Sharding,
+    group: Group,
+    holds: Callable[[Tensor], bool] = lambda tensor: True,
+) -> None:
+    """Allocate and initialise this rank's shards of a module that was divided on the meta device.
+
+    The shards get the values of the one-process initialisation with the same seed, and the random generators end where
+    those of one process would. At most the shards and the full tensors of one module are allocated at any time.
+    Without meta tensors nothing happens. See `materialize`.
+
+    Args:
+        module: The divided module.
+        device: Where the shards are allocated; random numbers are drawn there too.
+        sharding: The result of `apply_plan`.
+        group: The tensor-parallel group; all its ranks must start from the same random state.
+        holds: Whether this rank holds anything of a parameter or buffer, for a pipeline stage; others stay on meta.
+
+    Raises:
+        ValueError: If a module with tensors on the meta device has no initialiser.
+    """
+
+    def keep(tensor: Tensor, full: Tensor) -> Tensor | None:
+        if not holds(tensor):
+            return None
+        rule: Shard | None = getattr(tensor, "shard_rule", None)
+        return full if rule is None else rule.split(full, group.rank)
+
+    patches = Patches()
+    try:
+        # An initialiser may read the number of heads; it fills full tensors, so it must see the full number.
+        for path, values in sharding.full_attributes.items():
+            for name, value in values.items():
+                patches.replace(module.get_submodule(path), name, value)
+        materialize(module, device, full_shape=full_shape, keep=keep)
+    finally:
+        patches.undo()
 
 
 # -------------------------------------------------------------------------------------------------------------- table
