@@ -1,4 +1,4 @@
-"""The contract with the dependencies: every private name that the library uses is there, with the expected signature."""
+"""The contract with the dependencies: every private name that is used exists, with the expected signature."""
 
 from lightning_parallel.compat import Patches, patched
 

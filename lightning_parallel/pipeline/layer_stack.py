@@ -1,4 +1,4 @@
-"""The trunk: the containers of the repeated layers, which the pipeline cuts into runs."""
+"""Find the layer stack of a model: the containers of its repeated layers, which a pipeline cuts into runs."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
-__all__ = ["Trunk", "find_trunk", "find_trunks", "layer_kinds", "pieces", "units"]
+__all__ = ["LayerStack", "find_layer_stack", "find_layer_stacks", "cut_units", "layer_kinds", "outer_modules"]
 
 _RIVAL_SHARE = 0.5
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
-class Trunk:
+class LayerStack:
     """The repeated layers of a model.
 
     Attributes:
         path: Name of their container in the model; several, joined by commas, where one follows the other.
         names: Name of each layer in the model, in order.
         layers: The layers.
-        entries: How many layers each entry of the containers has: one, or those of a nested list.
+        blocks: How many layers each entry of the containers has: one, or those of a nested list.
     """
 
     path: str
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
-    entries: tuple[int, ...]
+    blocks: tuple[int, ...]
 
     @classmethod
-    def at(cls, module: nn.Module, path: str) -> Trunk:
-        """The container at `path`, or the containers.
+    def at(cls, module: nn.Module, path: str) -> LayerStack:
+        """Return the stack of the container at `path`, or of the containers.
 
         Raises:
             ValueError: If there is no such module, it is not a container of layers, or a layer is in it twice.
@@ -53,7 +53,7 @@ class Trunk:
         return cls(path, tuple(layers), tuple(layers.values()), tuple(map(len, entries)))
 
 
-def find_trunk(module: nn.Module, num_stages: int, path: str = "auto") -> Trunk:
+def find_layer_stack(module: nn.Module, num_stages: int, path: str = "auto") -> LayerStack:
     """Find the container whose repeated layers hold most of the parameters.
 
     Args:
@@ -64,25 +64,25 @@ def find_trunk(module: nn.Module, num_stages: int, path: str = "auto") -> Trunk:
     Raises:
         ValueError: If there is none, or several that could be it; says which, and how to name one.
     """
-    trunks = find_trunks(module, num_stages, path)
-    if len(trunks) > 1:
-        sizes = {name: _repeated_size(_container(module, name)) for name in trunks[0].path.split(", ")}
+    stacks = find_layer_stacks(module, num_stages, path)
+    if len(stacks) > 1:
+        sizes = {name: _repeated_size(_container(module, name)) for name in stacks[0].path.split(", ")}
         listed = ", ".join(f"`{name}` ({size:,} parameters)" for name, size in sizes.items())
         raise ValueError(
             f"several modules could be the layers to cut: {listed}; name one, or several that follow each other: "
-            f"layers='{trunks[-1].path}'"
+            f"layers='{stacks[-1].path}'"
         )
-    return trunks[0]
+    return stacks[0]
 
 
-def find_trunks(module: nn.Module, num_stages: int, path: str = "auto") -> list[Trunk]:
-    """As `find_trunk`, with all there are to try: all containers that could be it in a row, and the largest alone.
+def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto") -> list[LayerStack]:
+    """Find all stacks to try: all containers that could be it in a row, and the largest alone.
 
     Raises:
         ValueError: If there is none; says how to name one.
     """
     if path != "auto":
-        return [_with_layers(Trunk.at(module, path), num_stages)]
+        return [_with_layers(LayerStack.at(module, path), num_stages)]
     sizes = {name: _repeated_size(container) for name, container in _containers(module)}
     candidates = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
     if not candidates:
@@ -90,30 +90,43 @@ def find_trunks(module: nn.Module, num_stages: int, path: str = "auto") -> list[
             f"found no `ModuleList` or `Sequential` with repeated layers in {type(module).__name__} to cut into "
             f"{num_stages} stages; put the layers into one and call them in turn, or name it: layers='model.blocks'"
         )
-    best = candidates[0]
-    kind = _kinds(_container(module, best)).most_common(1)[0][0]
-    row = [best]
+    paths = [candidates[0]]
+    row = _containers_in_a_row(module, candidates, sizes)
+    if len(row) > 1:
+        paths.insert(0, ", ".join(row))
+    stacks = [LayerStack.at(module, path) for path in paths]
+    enough = [stack for stack in stacks if len(stack.blocks) >= num_stages]
+    return enough or [_with_layers(stacks[0], num_stages)]
+
+
+def _containers_in_a_row(module: nn.Module, candidates: list[str], sizes: dict[str, int]) -> list[str]:
+    """Return the containers that may follow each other, in order of registration.
+
+    A rival holds nearly as many parameters as the largest, or layers of the same kind: the groups of a residual
+    network, or the encoder and the decoder of a transformer.
+    """
+    largest = candidates[0]
+    kind = _kinds(_container(module, largest)).most_common(1)[0][0]
+    row = [largest]
     for name in candidates[1:]:
-        alike = sizes[name] > _RIVAL_SHARE * sizes[best] or kind in _kinds(_container(module, name))
-        if alike and not any(_related(name, other) for other in row):
+        is_rival = sizes[name] > _RIVAL_SHARE * sizes[largest] or kind in _kinds(_container(module, name))
+        if is_rival and not any(_related(name, other) for other in row):
             row.append(name)
-    paths = [", ".join(sorted(row, key=list(sizes).index)), best] if len(row) > 1 else [best]
-    trunks = [Trunk.at(module, path) for path in paths]
-    return [trunk for trunk in trunks if len(trunk.entries) >= num_stages] or [_with_layers(trunks[0], num_stages)]
+    return sorted(row, key=list(sizes).index)
 
 
-def layer_kinds(trunk: Trunk) -> list[int]:
-    """Give layers that answer alike the same number.
+def layer_kinds(stack: LayerStack) -> list[int]:
+    """Give layers that cost the same and return outputs of the same shapes the same number.
 
     Two layers are of one kind if they have the same structure, parameter shapes and plain attributes. An attribute
     that counts the layers of a container (`layer_idx`) is left out.
     """
-    described = [_attributes(layer) for layer in trunk.layers]
-    owners = [name.rpartition(".")[0] for name in trunk.names]
+    described = [_attributes(layer) for layer in stack.layers]
+    owners = [name.rpartition(".")[0] for name in stack.names]
     counting = {owner: _counting([d for d, other in zip(described, owners) if other == owner]) for owner in set(owners)}
     numbers: dict[object, int] = {}
     kinds = []
-    for layer, attributes, owner in zip(trunk.layers, described, owners):
+    for layer, attributes, owner in zip(stack.layers, described, owners):
         shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in layer.named_parameters())
         plain = tuple((key, value) for key, value in attributes.items() if key not in counting[owner])
         kinds.append(numbers.setdefault((repr(layer), shapes, plain), len(numbers)))
@@ -121,41 +134,55 @@ def layer_kinds(trunk: Trunk) -> list[int]:
 
 
 def _counting(described: list[dict[str, object]]) -> set[str]:
-    return {
-        key
-        for key in described[0]
-        if len(described) > 1 and all(type(d.get(key)) is int and d[key] == k for k, d in enumerate(described))
-    }
+    """Return the attributes that count the layers of a container: 0, 1, 2, ..."""
+    if len(described) < 2:
+        return set()
+    counting = set()
+    for key in described[0]:
+        values = [attributes.get(key) for attributes in described]
+        if all(type(value) is int for value in values) and values == list(range(len(values))):
+            counting.add(key)
+    return counting
 
 
-def pieces(trunk: Trunk) -> tuple[int, ...]:
-    """Layers in the shortest runs of entries that have parameters: an activation goes with the layer before it."""
-    bounds = [0, *accumulate(trunk.entries)]
+def cut_units(stack: LayerStack) -> tuple[int, ...]:
+    """Return the layers of each shortest run of blocks with parameters: an activation goes with the layer before it."""
+    bounds = [0, *accumulate(stack.blocks)]
     starts = [
         start
         for start, stop in pairwise(bounds)
-        if any(next(layer.parameters(), None) is not None for layer in trunk.layers[start:stop])
+        if any(next(layer.parameters(), None) is not None for layer in stack.layers[start:stop])
     ]
-    return tuple(stop - start for start, stop in pairwise([0, *starts[1:], len(trunk.layers)]))
+    return tuple(stop - start for start, stop in pairwise([0, *starts[1:], len(stack.layers)]))
 
 
-def units(module: nn.Module, trunk: Trunk, owned: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules that are called, have parameters, and neither contain the layers nor lie inside them.
+def outer_modules(
+    module: nn.Module, stack: LayerStack, with_parameters: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the largest modules that are called, have parameters, and neither contain the layers nor lie inside them.
 
     Args:
-        owned: Leave out those without parameters; without it, units that have lost theirs are found by their door.
+        module: The model.
+        stack: Its layers.
+        with_parameters: Yield those that have some now. Otherwise those that had some when they were intercepted.
     """
+    layers = set(stack.layers)
 
     def walk(name: str, child: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if child in layers:
             return
-        if any(other in layers for other in child.modules()) or not name or _is_list(child):
+        holds_layers = any(other in layers for other in child.modules())
+        if holds_layers or not name or _is_list(child):
             for key, grandchild in child.named_children():
                 yield from walk(f"{name}.{key}" if name else key, grandchild)
-        elif "_pipeline_door" in child.__dict__ if not owned else next(child.parameters(), None) is not None:
+        elif (
+            with_parameters
+            and next(child.parameters(), None) is not None
+            or not with_parameters
+            and "_pipeline_site" in child.__dict__
+        ):
             yield name, child
 
-    layers = set(trunk.layers)
     yield from walk("", module)
 
 
@@ -230,13 +257,13 @@ def _related(one: str, other: str) -> bool:
     return short == "" or long == short or long.startswith(f"{short}.")
 
 
-def _with_layers(trunk: Trunk, num_stages: int) -> Trunk:
-    if len(trunk.entries) < num_stages:
+def _with_layers(stack: LayerStack, num_stages: int) -> LayerStack:
+    if len(stack.blocks) < num_stages:
         raise ValueError(
-            f"expected at least one layer per stage, got {len(trunk.entries)} layers in `{trunk.path}` for "
+            f"expected at least one layer per stage, got {len(stack.blocks)} layers in `{stack.path}` for "
             f"{num_stages} stages; use fewer pipeline ranks or virtual stages, or name other layers"
         )
-    return trunk
+    return stack
 
 
 _PLAIN = (int, float, str, bool, tuple, type(None))
