@@ -98,7 +98,7 @@ class Answers:
     ) -> tuple[Any, bool]:
         """What the module returns, and whether it changed a list or dict that it was given."""
         originals: dict[int, Any] = {}
-        with comm.rehearsal(), _random_state_kept():
+        with comm.dry_run(), _random_state_kept():
             try:
                 given = spared((args, kwargs), originals)
                 with absent(module, self.device, live):

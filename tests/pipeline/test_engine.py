@@ -11,7 +11,7 @@ from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.ghost import Ghost
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Timeline
-from tests.harness import distributed
+from tests.harness import distributed, recorded_communication
 from tests.pipeline.models import built
 
 
@@ -53,7 +53,7 @@ def test_a_description_is_sent_only_when_it_changes(group):
 
     def messages(size):
         part = {key: value[:size] for key, value in batch.items()}
-        with comm.record() as records:
+        with recorded_communication() as records:
             engine.forward_backward(step, part)
         return [record.bytes for record in records if record.op == ("recv" if group.rank else "send")]
 
