@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_parallel.comm import liveness
+from lightning_parallel.comm import heartbeat
 from lightning_parallel.compression import (
     Auto,
     BlockTopK,
@@ -52,7 +52,7 @@ class SavesCompression(Strategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        liveness.start()
+        heartbeat.start()
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
             give_to(module, self.compression)
@@ -66,7 +66,7 @@ class SavesCompression(Strategy):
 
     @override
     def teardown(self) -> None:
-        liveness.stop()
+        heartbeat.stop()
         super().teardown()
 
     @override

@@ -39,8 +39,8 @@ def reducer_options(strategy: MeshStrategy) -> dict[str, Any]:
     give_to(strategy.lightning_module, strategy.compression)
     return {
         "compression": strategy.compression,
-        "side_group": strategy.groups.another(DATA, "compression"),
-        "replica_group": strategy.groups.model,
+        "side_group": strategy.groups.extra(DATA, "compression"),
+        "replica_group": strategy.groups.replica,
     }
 
 
@@ -66,9 +66,9 @@ def save(strategy: MeshStrategy, checkpoint: dict[str, Any]) -> None:
         return
     groups = strategy.groups
     state = strategy.compression.gather_state(groups.data_parallel)
-    if groups.model.size > 1:
+    if groups.replica.size > 1:
         state = pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), state)
-        positions = comm.all_gather_object(state, groups.model)
+        positions = comm.all_gather_object(state, groups.replica)
         step = strategy.compression.step
         state = {"layout": "mesh", "model": _model(strategy), "step": step, "positions": positions}
     checkpoint[KEY] = state
@@ -83,7 +83,7 @@ def restore(strategy: MeshStrategy, checkpoint: dict[str, Any]) -> None:
     state, group = checkpoint[KEY], strategy.groups.data_parallel
     saved = state["model"] if state.get("layout") == "mesh" else [1, 1]
     if saved == _model(strategy):
-        mine = state["positions"][strategy.groups.model.rank] if state["layout"] == "mesh" else state
+        mine = state["positions"][strategy.groups.replica.rank] if state["layout"] == "mesh" else state
         strategy.compression.load_state_dict(mine, group)
         return
     rank_zero_warn(

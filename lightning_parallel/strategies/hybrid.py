@@ -158,7 +158,7 @@ class HybridParallelStrategy(TensorParallelStrategy):
         channels = None
         if self.root_device.type == "cuda":
             ways = [(kind, up) for kind in (Kind.F, Kind.I) for up in (True, False)]
-            channels = {(kind, up): self.groups.another(PIPELINE, f"{kind} {up}") for kind, up in ways}
+            channels = {(kind, up): self.groups.extra(PIPELINE, f"{kind} {up}") for kind, up in ways}
         example = self._example(trainer) if state.engine is None else None
         with side_effects_discarded(module):
             self.engine = cut_stages(module, self.pipelining, self.groups, self.root_device, example, channels)

@@ -79,7 +79,7 @@ class Trials:
             sharding = apply_plan(divided, plan, self.group)
         except ValueError:  # raised on every rank
             return False
-        with comm.rehearsal():  # wrong shapes show here, before a rank could be left waiting in a collective
+        with comm.dry_run():  # wrong shapes show here, before a rank could be left waiting in a collective
             if self._together(lambda: _run(divided, x)) is None:
                 return False
         divided.zero_grad()

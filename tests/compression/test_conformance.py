@@ -23,7 +23,7 @@ from lightning_parallel.compression import (
     TopK,
 )
 from lightning_parallel.compression.exchange import Traffic, sent_bytes
-from tests.harness import distributed, run
+from tests.harness import distributed, recorded_communication, run
 
 SMALL = {"min_numel": 16}
 COMPRESSORS = {
@@ -192,7 +192,7 @@ def _count_bytes(name, group, dtype=torch.float32):
     reducer, pairs = COMPRESSORS[name](), []
     for step in range(4):
         told = reducer.wire_bytes(SHAPES, group.size, step, dtype)
-        with comm.record() as records, reducer.begin(group) as transaction:
+        with recorded_communication() as records, reducer.begin(group) as transaction:
             transaction.reduce_(gradients(step, group.rank, dtype))
             transaction.commit()
         divisor = {"all_gather": group.size}  # a record holds what was gathered, `Traffic` what one rank gave
@@ -208,7 +208,7 @@ def test_a_bucket_takes_no_more_collectives_than_its_method_has_phases(group):
     for name, count in phases.items():
         reducer = COMPRESSORS[name]()
         steps_of(reducer, 1, group)
-        with comm.record() as records:
+        with recorded_communication() as records:
             steps_of(reducer, 1, group, start=1)
         assert len(records) == count, (name, records)
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel import comm
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.schedule import build_schedule
-from tests.harness import distributed
+from tests.harness import distributed, recorded_communication
 from tests.pipeline.models import built, pipeline
 
 
@@ -52,7 +52,7 @@ def test_a_description_is_sent_only_when_it_changes(group):
 
     def messages(size):
         part = {key: value[:size] for key, value in batch.items()}
-        with comm.record() as records:
+        with recorded_communication() as records:
             engine.forward_backward(step, part)
         return [record.bytes for record in records if record.op == ("recv" if group.rank else "send")]
 

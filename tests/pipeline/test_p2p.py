@@ -11,7 +11,7 @@ from lightning_parallel import comm
 from lightning_parallel.pipeline.actions import Action, Kind
 from lightning_parallel.pipeline.p2p import Message, MessageLayout, MessageLayouts, StageMessages, TensorSpec
 from lightning_parallel.pipeline.schedule import build_schedule
-from tests.harness import RankError, distributed, run
+from tests.harness import RankError, distributed, recorded_communication, run
 
 CPU = torch.device("cpu")
 
@@ -126,7 +126,7 @@ def test_gradients_are_freed_once_the_sender_of_an_activation_must_have_used_the
 def test_stages_on_one_rank_hand_over_without_a_message(group):
     schedule = build_schedule("zbv", 2, 1)
     links = StageMessages(group, schedule, CPU, MessageLayouts())
-    with comm.record() as records:
+    with recorded_communication() as records:
         if group.rank == 1:
             sent = message(torch.ones(3, requires_grad=True))
             links.send_activations(1, 0, sent)
@@ -158,7 +158,7 @@ def test_small_tensors_travel_with_their_header_and_share_nothing(group):
     schedule, layouts = build_schedule("gpipe", 2, 3), MessageLayouts()
     for tensors, expected in (((small, torch.tensor([True]), torch.tensor(2)), 1), ((small, large), 3)):
         exchange(group, schedule, [message(*tensors)] * 3, layouts)
-        with comm.record() as records:
+        with recorded_communication() as records:
             arrived = exchange(group, schedule, [message(*tensors)] * 3, layouts)
         forward = "recv" if group.rank else "send"
         assert sum(record.op == forward for record in records) == 3 * expected

@@ -108,7 +108,7 @@ def test_both_ends_on_one_rank(group, builder):
 def test_channels_of_their_own(group, schedule):
     groups = MeshGroups(Mesh(pipeline_parallel=2))
     ways = [(kind, up) for kind in (Kind.F, Kind.I) for up in (True, False)]
-    channels = {(kind, up): groups.another(PIPELINE, f"{kind} {up}") for kind, up in ways}
+    channels = {(kind, up): groups.extra(PIPELINE, f"{kind} {up}") for kind, up in ways}
     with mock.patch.object(comm, "isend", wraps=comm.isend) as sent:
         compare(groups.pipeline_parallel, "mlp", schedule, message_groups=channels)
     directions = {(call.args[1].process_group, call.args[2] > group.rank) for call in sent.call_args_list}

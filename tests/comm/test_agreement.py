@@ -1,11 +1,23 @@
-"""Hashes of tensors."""
+"""Checks that ranks make together, and hashes of tensors."""
 
 import pytest
 import torch
 
-from lightning_parallel.fingerprint import fingerprint, fingerprints, row_fingerprints
+from lightning_parallel import comm
+from lightning_parallel.comm import fingerprint, fingerprints, row_fingerprints
+from tests.harness import distributed
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex128]
+
+
+@distributed(world_size=2)
+def test_errors_and_disagreements_are_raised_everywhere(group):
+    with pytest.raises(ValueError, match="(?s)plan.*rank 0: 0.*rank 1: 1"):
+        comm.agree("the plan", group.rank, group)
+    comm.agree("the plan", "same", group)
+    with pytest.raises(TypeError, match="bad" if group.rank else "(?s)bad.*found on rank 1"):
+        comm.raise_together(TypeError("bad") if group.rank else None, group)
+    comm.raise_together(None, group)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -32,7 +44,7 @@ def test_tensors_are_left_alone_and_longer_ones_hash_in_pieces(monkeypatch):
     tensors = [torch.arange(100), torch.zeros(0), torch.tensor(3.5), torch.randn(70)]
     copies = [tensor.clone() for tensor in tensors]
     whole = fingerprints(tensors)
-    monkeypatch.setattr("lightning_parallel.fingerprint._CHUNK", 32)
+    monkeypatch.setattr("lightning_parallel.comm.agreement._CHUNK", 32)
     assert fingerprints(tensors) == whole
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies))
 
