@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.initialization import materialize
 from lightning_parallel.pipeline.analyze import analyze
 from lightning_parallel.pipeline.choose import Workload, choose_schedule
 from lightning_parallel.pipeline.engine import PipelineEngine
@@ -35,9 +36,8 @@ from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.example import warn_unless_mean
 from lightning_parallel.strategies.stage_table import choice_table
-from lightning_parallel.tensor.discovery import make_plan
-from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
-from lightning_parallel.tensor.table import sharding_table
+from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, materialize_shards, sharding_table
 from lightning_parallel.terminal import show
 
 __all__ = ["Pipelining", "cut_stages", "shard_tensors"]
@@ -66,9 +66,9 @@ def shard_tensors(
     if group.size == 1:
         return None
     found = make_plan(module, plan, group, sequence_parallel)
-    replicas.materialize(module, device)
     replicas.start_equal(module, groups.world)
     sharding = apply_plan(module, found, group)
+    materialize_shards(module, device, sharding, group)  # divided first: the full model may not fit on the device
     state.tensor_ranks = group.ranks
     state.sharding = sharding
     _show(module, sharding, group.size)
@@ -142,7 +142,7 @@ def cut_stages(
         message_groups=message_groups,
     )
     state.engine = engine
-    replicas.materialize(module, device)
+    materialize(module, device)
     module.to(device)
     _check_cut(engine, groups)
     return engine

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_parallel.tensor.discovery import make_plan
+from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.layers import Column, Row
 from lightning_parallel.tensor.plan import apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
@@ -299,7 +299,7 @@ def test_torch_transformer_encoder(group, mode):
 @distributed(world_size=2)
 def test_sequence_parallel(group):
     plan, model = _compare(group, lambda: _own(ChunkAttention), rtol=1e-10, sequence_parallel=True)
-    assert plan.stretches == [("", "blocks.0", "blocks.1")]
+    assert plan.sequence_regions == [("", "blocks.0", "blocks.1")]
     lengths = []
     model.blocks[0].mlp_norm.register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
     _loss(model)

@@ -1,12 +1,12 @@
-"""A plan for a model that brings none: Hugging Face's where there is one, else from the structure, verified.
+"""Automatic plans: from the plan that a Hugging Face model carries, or else from the structure of the model, verified.
 
-For the structure, the linear layers of each block are grouped in the order in which they were registered,
+From the structure: the linear layers of each block are grouped in the order of their registration,
 
-    query key value | out      up gate | down      first ones opening a divided region, the last one closing it,
+    query key value | out      up gate | down      the first ones open a divided region, the last one closes it,
 
-and a group is believed only after a trial: a copy of the block runs divided on all ranks and must give the outputs
-and gradients of the original. What cannot be tried is divided soundly, each layer by itself with a gathered output;
-what cannot be divided stays whole. Both are noted.
+and a group is accepted only after `PlanVerifier` ran a divided copy of the block on all ranks, with the outputs and
+gradients of the original. Layers of blocks that cannot be run are divided one by one, with gathered outputs, which is
+always right; modules that cannot be divided stay whole. The plan's notes tell both.
 """
 
 from __future__ import annotations
@@ -18,23 +18,35 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.tensor import heads
-from lightning_parallel.tensor.conversion import is_linear, is_native
+from lightning_parallel.compat.transformers import tensor_parallel_plan_of
+from lightning_parallel.tensor.attention import divide_by_heads
+from lightning_parallel.tensor.inspection import (
+    AttentionHeads,
+    heads_of,
+    is_linear,
+    is_native,
+    local_attributes,
+    read_elsewhere,
+    sizes_of,
+)
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
 from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, resolve_ties
-from lightning_parallel.tensor.sequence import along_sequence
-from lightning_parallel.tensor.sharding import Part
-from lightning_parallel.tensor.source import read_elsewhere
-from lightning_parallel.tensor.trial import Trials
+from lightning_parallel.tensor.sequence import sequence_parallel_styles
+from lightning_parallel.tensor.sharding import ShardPart
+from lightning_parallel.tensor.verify import PlanVerifier
 
 __all__ = ["make_plan"]
 
 GATHERED = "each layer by itself, its output gathered: how its neighbours use it is not known"
 LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
+# Head sizes to try for fused projections of modules that do not tell their number of heads.
+HEAD_SIZES = (128, 96, 80, 64, 48, 40, 32, 24, 16, 12, 8, 6, 4, 2, 1)
 
 
 def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel: bool = False) -> Plan:
-    """The plan for `module`; every rank of `group` must call it with the same module.
+    """Make the plan for `module`; every rank of `group` must call it with the same module.
+
+    The module is not changed and may be on the meta device: single blocks of it are copied and run.
 
     Args:
         module: The whole model.
@@ -46,35 +58,35 @@ def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel
         ValueError: If the user's plan does not fit the model, there are more ranks than attention heads, there is
             nothing that could be divided, or no stack of blocks allows sequence parallelism.
     """
-    trials = Trials(group)
+    verifier = PlanVerifier(group)
     if plan == "auto":
-        found = _automatic(module, trials, group)
+        found = _automatic(module, verifier, group)
     else:
         found = parse_plan(module, plan, group)
-        _confirm(module, found, trials, group)
+        _verify_regions(module, found, verifier, group)
         resolve_ties(module, found, group.size)
     if sequence_parallel:
-        _divide_sequences(module, found, trials)
+        _divide_sequences(module, found, verifier)
     return found
 
 
-def _confirm(module: nn.Module, plan: Plan, trials: Trials, group: Group) -> None:
-    """Try the regions of a user's plan; where a fused layer was named, find out how it is packed.
+def _verify_regions(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group) -> None:
+    """Verify the regions of a user's plan, and find out how fused layers in them are packed.
 
     Raises:
-        ValueError: If a region computes something else than the original.
+        ValueError: If a region computes other results than the original.
     """
     for path in _regions(plan):
-        block, inside = module.get_submodule(path), plan.under(path)
-        if trials.confirms(block, inside) is not False:
+        block = module.get_submodule(path)
+        inside = plan.under(path)
+        if verifier.verify(block, inside) is not False:
             continue
-        same = [
-            candidate
-            for opening, closing in _groups(block, [name for name in inside.styles if name])
-            for candidate in _candidates(block, opening, closing, group)
-            if all(_unpacked(style) == _unpacked(inside.styles[name]) for name, style in candidate.styles.items())
-        ]
-        settled = trials.first(block, Plan(), same)
+        candidates = []
+        for opening, closing in _groups(block, [name for name in inside.styles if name]):
+            for candidate in _candidates(block, opening, closing, group):
+                if _same_but_for_parts(candidate.styles, inside.styles):
+                    candidates.append(candidate)
+        settled = verifier.first_verified(block, Plan(), candidates)
         if settled is None:
             listed = ", ".join(f"`{name}`: {style}" for name, style in inside.styles.items())
             raise ValueError(
@@ -84,13 +96,16 @@ def _confirm(module: nn.Module, plan: Plan, trials: Trials, group: Group) -> Non
         plan.add(path, settled)
 
 
-def _unpacked(style: Style) -> Style:
-    """The style without what is known about the parts of its layer."""
+def _same_but_for_parts(candidate: dict[str, Style], wanted: dict[str, Style]) -> bool:
+    return all(_without_parts(style) == _without_parts(wanted[name]) for name, style in candidate.items())
+
+
+def _without_parts(style: Style) -> Style:
     return replace(style, parts=None, unit=1) if isinstance(style, (Column, Row)) else style
 
 
 def _regions(plan: Plan) -> list[str]:
-    """The smallest modules around each row-parallel layer and the column-parallel ones that lead to it."""
+    """Return the paths of the smallest modules around each row-parallel layer and its column-parallel layers."""
     opening = [path for path, style in plan.styles.items() if isinstance(style, Column) and not style.gather_output]
     found: dict[str, None] = {}
     for path, style in plan.styles.items():
@@ -102,12 +117,11 @@ def _regions(plan: Plan) -> list[str]:
     return list(found)
 
 
-def _automatic(module: nn.Module, trials: Trials, group: Group) -> Plan:
+def _automatic(module: nn.Module, verifier: PlanVerifier, group: Group) -> Plan:
     found = Plan()
     for path, model in _hugging_face_models(module):
-        known = _hugging_face_plan(model, group)
-        found.add(path, known)
-    _discover(module, found, trials, group)
+        found.add(path, _hugging_face_plan(model, group))
+    _discover(module, found, verifier, group)
     _embeddings_and_rest(module, found, group)
     resolve_ties(module, found, group.size)
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
@@ -126,20 +140,21 @@ def _automatic(module: nn.Module, trials: Trials, group: Group) -> Plan:
 
 
 def _hugging_face_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost models inside `module` that carry a tensor-parallel plan."""
+    """Yield the outermost models inside `module` that carry a tensor-parallel plan, with their paths."""
     found: list[str] = []
     for path, child in module.named_modules():
         if any(path.startswith(f"{outer}.") or not outer for outer in found):
             continue
-        if isinstance(getattr(child, "_tp_plan", None), dict) and child._tp_plan and hasattr(child, "config"):
+        if tensor_parallel_plan_of(child) and hasattr(child, "config"):
             found.append(path)
             yield path, child
 
 
 def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
-    """The model's own plan; layers whose style is not known here, and those beside them, are left out."""
-    table = dict(model._tp_plan)  # type: ignore[arg-type]
-    found, unknown = Plan(), set()
+    """Return the plan that the model carries, without the layers of modules in which some style is unknown here."""
+    table = tensor_parallel_plan_of(model)
+    found = Plan()
+    unknown: set[str] = set()
     for path, child in model.named_modules():
         generic = re.sub(r"\.\d+(?=\.|$)", ".*", path)
         name = table.get(path) or table.get(generic)
@@ -152,7 +167,7 @@ def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
             found.styles[path] = style
     for path in [path for path in found.styles if path.rpartition(".")[0] in unknown]:
         del found.styles[path]
-    heads.complete(model, found.styles, found.edits, group)
+    divide_by_heads(model, found.styles, found.attributes, group)
     return found
 
 
@@ -167,16 +182,16 @@ def _applies(style: Style, module: nn.Module) -> bool:
 # ------------------------------------------------------------------------------------------------------ by structure
 
 
-def _discover(module: nn.Module, plan: Plan, trials: Trials, group: Group, path: str = "") -> None:
-    """Divide the modules inside `module`, innermost first, as far as trials confirm it."""
+def _discover(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group, path: str = "") -> None:
+    """Plan the modules inside `module`, innermost first, as far as the verifier accepts it."""
     for kind in ("transformer_layer", "attention"):
         if _applies(STYLES[kind], module):
-            STYLES[kind].rules(module, group.size)  # more ranks than heads is an error, not a reason to look further
+            STYLES[kind].rules(module, group.size)  # raises if there are more ranks than heads
             plan.styles[path] = STYLES[kind]
             return
     prefix = f"{path}." if path else ""
     for name, child in module.named_children():
-        _discover(child, plan, trials, group, prefix + name)
+        _discover(child, plan, verifier, group, prefix + name)
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is nn.Module.forward:
         return
     inside = plan.under(path)
@@ -189,10 +204,10 @@ def _discover(module: nn.Module, plan: Plan, trials: Trials, group: Group, path:
     if len(free) < 2 or repeated or any(_holds_blocks(child) for child in module.children()):
         return
     for opening, closing in _groups(module, free):
-        accepted = trials.first(module, inside, _candidates(module, opening, closing, group))
+        accepted = verifier.first_verified(module, inside, _candidates(module, opening, closing, group))
         if accepted is not None:
             inside.styles |= accepted.styles
-            inside.edits |= accepted.edits
+            inside.attributes |= accepted.attributes
             plan.add(path, accepted)
 
 
@@ -201,49 +216,49 @@ def _belongs(name: str, styles: dict[str, Style]) -> bool:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Whether a sequence consists of several blocks of more than one linear layer each."""
+    """Return whether `module` is a sequence of several blocks of more than one linear layer each."""
     blocks = [child for child in module.children() if sum(is_linear(part) for part in child.modules()) > 1]
     return isinstance(module, nn.Sequential) and len(blocks) > 1
 
 
 def _groups(module: nn.Module, names: list[str]) -> Iterator[tuple[list[str], str]]:
-    """Runs of layers that may form one divided region: (those that open it, the one that closes it)."""
-    opening: list[str] = []
-    for position, name in enumerate(names):
-        in_features, out_features = heads.sizes_of(module.get_submodule(name))
+    """Yield runs of layers that may form one divided region: (layers that open it, the layer that closes it)."""
+    sizes = [sizes_of(module.get_submodule(name)) for name in names]
+    opening: list[int] = []
+    for position, (in_features, out_features) in enumerate(sizes):
         if opening:
-            width, first_out = heads.sizes_of(module.get_submodule(opening[0]))
-            following = names[position + 1 : position + 2]
-            same_again = following and heads.sizes_of(module.get_submodule(following[0])) == (in_features, out_features)
-            closes = in_features in (first_out, first_out // 3, first_out // 2) and not (
-                same_again and (in_features, out_features) == (width, first_out)
-            )
-            if closes:
-                yield opening, name
+            width, first_out = sizes[opening[0]]
+            # Square layers (query, key, value, out) fit as opening and as closing: the last one of equal sizes closes.
+            square = (in_features, out_features) == (width, first_out)
+            more_of_the_same = sizes[position + 1 : position + 2] == [(in_features, out_features)]
+            takes_in_the_region = in_features in (first_out, first_out // 3, first_out // 2)
+            if takes_in_the_region and not (square and more_of_the_same):
+                yield [names[index] for index in opening], names[position]
                 opening = []
                 continue
             if in_features != width:
                 opening = []
-        opening.append(name)
+        opening.append(position)
 
 
 def _candidates(module: nn.Module, opening: list[str], closing: str, group: Group) -> Iterator[Plan]:
-    """Ways to divide one region, the likeliest first.
+    """Yield ways to divide one region, the likeliest first.
 
     Raises:
         ValueError: If the region is an attention with fewer heads than ranks.
     """
-    width = heads.sizes_of(module.get_submodule(closing))[0]
-    outs = [heads.sizes_of(module.get_submodule(name))[1] for name in opening]
-    owners = {path.rpartition(".")[0]: module.get_submodule(path.rpartition(".")[0]) for path in [*opening, closing]}
-    for path, owner in [*owners.items(), ("", module)]:
-        found = heads.heads_of(owner)
+    width = sizes_of(module.get_submodule(closing))[0]
+    outs = [sizes_of(module.get_submodule(name))[1] for name in opening]
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in [*opening, closing])
+    for path in [*owners, ""]:
+        owner = module.get_submodule(path)
+        found = heads_of(owner)
         if found is None or found.queries * found.size != width:
             continue
-        edits = {path: heads.local_edits(owner, found, group)}
+        attributes = {path: local_attributes(owner, found, group)}
         for parts in _layouts(outs, found):
             columns: dict[str, Style] = {name: Column(parts=part) for name, part in zip(opening, parts)}
-            yield Plan({**columns, closing: Row(parts=(found.query_part(),))}, edits)
+            yield Plan({**columns, closing: Row(parts=(found.query_part(),))}, attributes)
     if set(outs) == {width}:
         yield Plan({**{name: Column() for name in opening}, closing: Row()})
     for count in sorted({len(outs), *(out // width for out in outs)}):
@@ -251,40 +266,40 @@ def _candidates(module: nn.Module, opening: list[str], closing: str, group: Grou
             yield from _fused(opening, closing, width, count, group)
 
 
-def _layouts(outs: list[int], found: heads.Heads) -> Iterator[list[tuple[Part, ...]]]:
-    """What the outputs of an attention's projections may consist of."""
-    queries, keys = found.query_part(), found.key_part()
+def _layouts(outs: list[int], found: AttentionHeads) -> Iterator[list[tuple[ShardPart, ...]]]:
+    """Yield possible parts of the outputs of an attention's projections, one tuple per projection."""
+    queries = found.query_part()
+    keys = found.key_part()
     if outs == [queries.size + 2 * keys.size]:
         yield [(queries, keys, keys)]
         if found.keys == found.queries:
-            yield [(Part(3 * queries.size, 3 * found.size),)]  # query, key, value of one head after another
+            yield [(ShardPart(3 * queries.size, 3 * found.size),)]  # query, key, value of one head after another
     elif all(out in (queries.size, keys.size) for out in outs):
         yield [(queries,) if out == queries.size else (keys,) for out in outs]
 
 
 def _fused(opening: list[str], closing: str, width: int, count: int, group: Group) -> Iterator[Plan]:
-    """Layers of `count` packed projections, with heads of every size that leaves whole heads to each rank."""
-    sizes = [size for size in (128, 96, 80, 64, 48, 40, 32, 24, 16, 12, 8, 6, 4, 2, 1) if width % size == 0]
-    for size in sizes:
-        if width // size >= group.size:
-            part = Part(width, size)
+    """Yield plans for `count` projections fused in one layer, by head size: each rank must hold whole heads."""
+    for size in HEAD_SIZES:
+        if width % size == 0 and width // size >= group.size:
+            part = ShardPart(width, size)
             yield Plan({**{name: Column(parts=(part,) * count) for name in opening}, closing: Row(parts=(part,))})
 
 
-def _divide_sequences(module: nn.Module, plan: Plan, trials: Trials) -> None:
-    """Divide the sequence along stacks of blocks in which it is shown to change nothing."""
+def _divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> None:
+    """Divide the sequence along the stacks of blocks whose results this does not change."""
     modules = dict(module.named_modules())
     for path, stack in modules.items():
         if not isinstance(stack, (nn.ModuleList, nn.Sequential)) or len(stack) == 0 or not path:
             continue
         blocks = [f"{path}.{name}" for name, _ in stack.named_children()]
-        divided = [_along_sequence(modules[block], plan.under(block), trials) for block in blocks]
-        if all(part is not None for part in divided):
-            for block, part in zip(blocks, divided):
-                assert part is not None
+        divided = [_sequence_plan(modules[block], plan.under(block), verifier) for block in blocks]
+        accepted = [part for part in divided if part is not None]
+        if len(accepted) == len(blocks):
+            for block, part in zip(blocks, accepted):
                 plan.add(block, part)
-            plan.stretches.append((path.rpartition(".")[0], blocks[0], blocks[-1]))
-    if not plan.stretches:
+            plan.sequence_regions.append((path.rpartition(".")[0], blocks[0], blocks[-1]))
+    if not plan.sequence_regions:
         raise ValueError(
             f"`sequence_parallel=True` finds no stack of blocks in `{type(module).__name__}` whose activations can be"
             " divided along the sequence (dimension 1): blocks must take one tensor (batch, sequence, features), and"
@@ -292,21 +307,21 @@ def _divide_sequences(module: nn.Module, plan: Plan, trials: Trials) -> None:
         )
 
 
-def _along_sequence(block: nn.Module, inside: Plan, trials: Trials) -> Plan | None:
+def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier) -> Plan | None:
     if not any(isinstance(style, Column) for style in inside.styles.values()):
         return None
     try:
-        styles = along_sequence(block, inside.styles)
+        styles = sequence_parallel_styles(block, inside.styles)
     except ValueError:
         return None
-    return trials.first(block, inside, [Plan(styles, stretches=[("", "", "")])])
+    return verifier.first_verified(block, inside, [Plan(styles, sequence_regions=[("", "", "")])])
 
 
 # --------------------------------------------------------------------------------------------------------- the rest
 
 
 def _embeddings_and_rest(module: nn.Module, plan: Plan, group: Group) -> None:
-    """Gather the outputs of linear layers that belong to no region; divide large and tied tables by vocabulary."""
+    """Gather the outputs of linear layers outside of regions; divide large and tied embeddings by vocabulary."""
     total = sum(parameter.numel() for parameter in module.parameters())
     weights: dict[int, int] = {}
     for child in module.modules():
@@ -323,6 +338,6 @@ def _embeddings_and_rest(module: nn.Module, plan: Plan, group: Group) -> None:
             large = child.weight.numel() >= LARGE_TABLE * total or id(child.weight) in weights
             if large and child.weight.shape[0] >= group.size and _applies(Vocab(), child):
                 plan.styles[path] = Vocab()
-        elif heads.sizes_of(child)[1] >= group.size:
+        elif sizes_of(child)[1] >= group.size:
             plan.styles[path] = Column(gather_output=True)
             plan.notes[path] = GATHERED

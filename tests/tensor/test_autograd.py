@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_parallel.comm import Group
-from lightning_parallel.tensor import collectives as c
+from lightning_parallel.tensor import autograd as c
 from tests.harness import distributed, recorded_communication, run
 
 UNEVEN = {2: [3, 1], 3: [2, 0, 3], 4: [1, 2, 0, 3]}

@@ -10,7 +10,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.attention import TransformerLayer
 from lightning_parallel.tensor.layers import Column, Row
-from lightning_parallel.tensor.rng import Region
+from lightning_parallel.tensor.random import RandomRegion
 from tests.harness import distributed
 from tests.tensor.oracle import divide
 
@@ -220,7 +220,7 @@ def test_a_layer_without_a_counterpart_opens_nothing(group):
 
 @distributed(world_size=2)
 def test_reseeding_inside_a_region_is_respected(group):
-    region = Region(group)
+    region = RandomRegion(group)
     region.open(torch.device("cpu"))
     assert region.is_open
     torch.manual_seed(11)
@@ -250,7 +250,7 @@ def test_torch_transformer_layers(group):
 def test_streams_of_a_gpu():
     device, drawn = torch.device("cuda", 0), []
     for rank in range(2):
-        region = Region(Group("tensor_parallel", (0, 1), rank, None))
+        region = RandomRegion(Group("tensor_parallel", (0, 1), rank, None))
         torch.cuda.manual_seed(7)
         before = torch.cuda.get_rng_state(device)
         with region.scope(device):
