@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.compression.arguments import check_fraction, check_integer
-from lightning_parallel.compression.codec import Codec, Exact, by_rank
-from lightning_parallel.compression.exchange import Exchange, Scatter, Sum, Traffic
 from lightning_parallel.compression.feedback import Block, Feedback, FeedbackName
-from lightning_parallel.compression.method import Method
-from lightning_parallel.compression.reducer import Reducer, Step
+from lightning_parallel.compression.reducer import Method, Reducer
+from lightning_parallel.compression.wire import Codec, Exact, Exchange, Scatter, StepContext, Sum, Traffic, by_rank
 
 __all__ = ["Compressor", "Dense"]
-
 
 _OF_THE_OUTER = {"feedback", "decay", "start_step", "min_numel"}  # what an encoding of values has no use for
 
@@ -76,7 +73,7 @@ class Compressor(Reducer, Method):
             self._set_values(values)
 
     @abc.abstractmethod
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: Block, step: StepContext) -> Exchange:
         """Send `work` M, (names, *shape), and write the mean into `block.targets`; turn M into M - C(M)."""
 
     @property
@@ -94,7 +91,7 @@ class Compressor(Reducer, Method):
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         return self if step >= self.start_step and self.accepts(shape) else self._dense
 
-    def exchange(self, block: Block, step: Step) -> Exchange:
+    def exchange(self, block: Block, step: StepContext) -> Exchange:
         work = self.feedback.open(block, step.memory, step.scale)
         yield from self.compress(work, block, step)
         self.feedback.close(block, step.memory, work, step.scale)
@@ -175,7 +172,7 @@ class Dense(Reducer, Method):
     def scatters(self) -> bool:
         return not self.feedback.momentum
 
-    def exchange(self, block: Block, step: Step) -> Exchange:
+    def exchange(self, block: Block, step: StepContext) -> Exchange:
         block.offer_targets()
         if block.shard is not None:
             yield from self._exchange_shards(block, block.shard, step)
@@ -190,7 +187,7 @@ class Dense(Reducer, Method):
         block.deliver(scale=1.0)
 
     @staticmethod
-    def _exchange_shards(block: Block, shard: int, step: Step) -> Exchange:
+    def _exchange_shards(block: Block, shard: int, step: StepContext) -> Exchange:
         rows = torch.stack([gradient.to(block.dtype).flatten() for gradient in block.gradients])
         mine = yield Scatter(by_rank(rows, step.group.size, shard).flatten(1))
         step.watch(mine)

@@ -9,15 +9,11 @@ from typing import ClassVar, Literal, Optional, Union
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.arguments import check_flag, check_integer
-from lightning_parallel.compression.codec import Codec, Mean
+from lightning_parallel.compression.arguments import Schedule, at, check_flag, check_integer, every, generator
 from lightning_parallel.compression.compressor import Compressor
-from lightning_parallel.compression.draws import generator
-from lightning_parallel.compression.exchange import Exchange, Request, Traffic
+from lightning_parallel.compression.compressor_state import Memory
 from lightning_parallel.compression.feedback import Block, FeedbackName
-from lightning_parallel.compression.memory import Memory
-from lightning_parallel.compression.reducer import Step
-from lightning_parallel.compression.schedule import Schedule, at, every
+from lightning_parallel.compression.wire import Codec, Exchange, Mean, Request, StepContext, Traffic
 
 __all__ = ["PowerSGD"]
 
@@ -108,7 +104,7 @@ class PowerSGD(Compressor):
         """Of the parity that the factor left by the parameter's last step asks for."""
         return number + (number % 2 != memory.holds("left", name)) if self.alternate else number
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: Block, step: StepContext) -> Exchange:
         matrices = work.view(len(work), work.shape[1], -1)
         left, right, left_mine, right_mine = yield from self._factors(matrices, block, step)
         if left_mine is not None and right_mine is not None:
@@ -116,7 +112,7 @@ class PowerSGD(Compressor):
         for one, other, target in zip(left, right, block.targets):
             torch.mm(one.t(), other, out=target.view(matrices.shape[1:]))
 
-    def _factors(self, matrices: Tensor, block: Block, step: Step) -> Generator[Request, Tensor, _Factors]:
+    def _factors(self, matrices: Tensor, block: Block, step: StepContext) -> Generator[Request, Tensor, _Factors]:
         """The mean's factors P^T (names, rank, n) and Q^T (names, rank, m), and those of what this rank sent."""
         keep = block.keep_rest
         if self.alternate and block.turn % 2:
@@ -133,7 +129,7 @@ class PowerSGD(Compressor):
         right, sent = yield from self._mean("right", torch.bmm(left, matrices), block, step, keep)
         return left, right, left, sent
 
-    def _mean(self, side: Side, mine: Tensor, block: Block, step: Step, keep: bool) -> Mean:
+    def _mean(self, side: Side, mine: Tensor, block: Block, step: StepContext, keep: bool) -> Mean:
         """The mean of the factors (names, rank, extent), and this rank's part in it; kept for the next step."""
         mean, sent = yield from self.values.mean(mine.flatten(1), step, (self.seed, side, block.names), keep)
         if self.alternate or side == "right":
@@ -142,7 +138,7 @@ class PowerSGD(Compressor):
             step.memory.discard("right" if side == "left" else "left", block.names)
         return mean.view_as(mine), None if sent is None else sent.view_as(mine)
 
-    def _basis(self, side: Side, block: Block, step: Step, shape: Sequence[int]) -> Tensor:
+    def _basis(self, side: Side, block: Block, step: StepContext, shape: Sequence[int]) -> Tensor:
         """What the last step left on `side`, (names, rank, extent), filled up with equal random numbers everywhere."""
         _, n, m = shape
         rank, extent = self._rank(n, m, block.turn), n if side == "left" else m

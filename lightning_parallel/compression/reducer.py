@@ -6,7 +6,7 @@ import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Optional, Union
+from typing import Any, ClassVar, NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,107 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compression.exchange import ALONE_BYTES, Seconds, Traffic, run, sent_bytes
-from lightning_parallel.compression.feedback import Block, working_dtype
-from lightning_parallel.compression.fidelity import Fidelity
-from lightning_parallel.compression.memory import Memory
-from lightning_parallel.compression.method import Method, Outcome, Part
-from lightning_parallel.compression.state import gather_state, local_state, values_for
+from lightning_parallel.compression.compressor_state import Memory, gather_state, local_state, values_for
+from lightning_parallel.compression.feedback import Block, Fidelity, working_dtype
+from lightning_parallel.compression.wire import (
+    ALONE_BYTES,
+    Exchange,
+    Operation,
+    Seconds,
+    StepContext,
+    Traffic,
+    run,
+    sent_bytes,
+)
 
-__all__ = ["GroupLike", "Reducer", "Step"]
+__all__ = ["check_reducer", "GroupLike", "Method", "Outcome", "Part", "Reducer", "Step"]
+
+
+class Method(abc.ABC):
+    """What a reducer does with the gradients of one block.
+
+    Attributes:
+        batched: Whether gradients of one shape are computed together however large they are. Otherwise only small ones
+            are, as it costs a copy.
+    """
+
+    batched: ClassVar[bool] = False
+
+    @property
+    def scatters(self) -> bool:
+        """Whether it can leave out what other ranks need of the mean, and then sends less: `Block.shard`."""
+        return False
+
+    @property
+    def alone(self) -> bool:
+        """Whether a gradient must be a block by itself: what is drawn for it would depend on its company otherwise.
+
+        The company of a parameter that tensor-parallel ranks hold alike may differ from rank to rank.
+        """
+        return False
+
+    def turn(self, name: str, number: int, memory: Memory) -> int:
+        """By which number parameter `name` goes in step `number`; a block holds parameters with the same."""
+        return number
+
+    @abc.abstractmethod
+    def exchange(self, block: Block, step: StepContext) -> Exchange:
+        """Replace the block's gradients by their mean; a generator of requests. It watches what it receives."""
+
+    @abc.abstractmethod
+    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
+        """The payloads of one gradient of `shape` in step number `step`.
+
+        Args:
+            element_bytes: Of one element in the dtype in which it is computed with, `working_dtype`.
+        """
+
+    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
+        """The same where each rank needs no more than `shard` elements of the mean, if it `scatters`."""
+        raise NotImplementedError
+
+
+class Part(NamedTuple):
+    """What one step has done with gradients of one shape."""
+
+    method: Method
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    world_size: int
+    step: int
+    shard: Optional[int] = None
+
+    @property
+    def dense_bytes(self) -> int:
+        """What one rank sends for their mean by a bandwidth-optimal all-reduce, or reduce-scatter of shards."""
+        payload_bytes = len(self.names) * math.prod(self.shape) * self.dtype.itemsize
+        operation: Operation = "all_reduce" if self.shard is None else "reduce_scatter"
+        return sent_bytes([Traffic(operation, payload_bytes)], self.world_size)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one rank has sent."""
+        element_bytes = working_dtype(self.dtype).itemsize
+        if self.shard is None:
+            traffic = self.method.traffic(self.shape, element_bytes, self.world_size, self.step)
+        else:
+            traffic = self.method.scatter_traffic(self.shard, element_bytes, self.world_size)
+        return sent_bytes(traffic * len(self.names), self.world_size)
+
+
+class Outcome(NamedTuple):
+    """What one step that counts has done.
+
+    Attributes:
+        seconds: Where its time went; None if somebody else has taken plain means, see `Reducer.pass_by`.
+        compared: How it compares with the true mean, if that was taken.
+    """
+
+    parts: list[Part]
+    seconds: Optional[Seconds]
+    compared: Optional[Fidelity]
+
 
 GroupLike = Union[Group, dist.ProcessGroup, None]
 _LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
@@ -336,3 +429,14 @@ def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(kinds.values())
+
+
+def check_reducer(compression: object) -> None:
+    """Check what was given as `compression`.
+
+    Raises:
+        TypeError: If it is no compressor.
+    """
+    if not isinstance(compression, Reducer):
+        hint = f"; did you mean {compression.__name__}()?" if isinstance(compression, type) else ""
+        raise TypeError(f"`compression` must be a compressor such as PowerSGD(rank=4), got {compression!r}{hint}")

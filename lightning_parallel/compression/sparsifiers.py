@@ -6,20 +6,26 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar, Optional, Union
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.arguments import check_integer, check_ratio
-from lightning_parallel.compression.codec import Codec, as_bytes, from_bytes, pad
+from lightning_parallel.compression.arguments import Schedule, at, check_integer, check_ratio, every, generator
 from lightning_parallel.compression.compressor import Compressor
-from lightning_parallel.compression.draws import generator
-from lightning_parallel.compression.exchange import Exchange, Gather, Sum, Traffic
 from lightning_parallel.compression.feedback import Block, FeedbackName
-from lightning_parallel.compression.reducer import Step
-from lightning_parallel.compression.schedule import Schedule, at, every
-from lightning_parallel.compression.selection import largest
+from lightning_parallel.compression.wire import (
+    Codec,
+    Exchange,
+    Gather,
+    StepContext,
+    Sum,
+    Traffic,
+    as_bytes,
+    from_bytes,
+    pad,
+)
 
-__all__ = ["BlockTopK", "RandomK", "Sparsifier", "TopK"]
+__all__ = ["BlockTopK", "RandomK", "Sparsifier", "TopK", "largest"]
 
 _SPAN = 1 << 16  # elements that a two-byte index can tell apart
 
@@ -90,7 +96,7 @@ class TopK(Sparsifier):
         value_bytes = self.values.packed_bytes(k, element_bytes)
         return [Traffic("all_gather", value_bytes + 2 * k + 4 * math.ceil(n / _SPAN))]
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: Block, step: StepContext) -> Exchange:
         rows = work.flatten(1)
         n, k = rows.shape[1], self._count(rows.shape[1], step.number)
         positions = largest(rows, k)
@@ -155,7 +161,7 @@ class RandomK(Sparsifier):
     def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
         return self.values.mean_traffic(self._count(math.prod(shape), step), element_bytes, world_size)
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: Block, step: StepContext) -> Exchange:
         rows = work.flatten(1)
         n, k = rows.shape[1], self._count(rows.shape[1], step.number)
         starts = torch.arange(k + 1) * n // k
@@ -221,7 +227,7 @@ class BlockTopK(Sparsifier):
         values = self.values.mean_traffic(chosen, element_bytes, world_size)
         return [Traffic("all_reduce", element_bytes * num_blocks), *values]
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: Block, step: StepContext) -> Exchange:
         rows = work.flatten(1)
         n, num_blocks = rows.shape[1], math.ceil(rows.shape[1] / self.block)
         padded = pad(rows, num_blocks * self.block)
@@ -255,3 +261,45 @@ def _unpack_positions(packed: Tensor, k: int) -> Tensor:
     counts, offsets = from_bytes(packed[: len(packed) - 2 * k], torch.int32), from_bytes(packed[-2 * k :], torch.int16)
     spans = torch.arange(len(counts), device=packed.device) * _SPAN
     return torch.repeat_interleave(spans, counts, output_size=k) + (offsets.to(torch.int64) & (_SPAN - 1))
+
+
+_STRIDE = 61  # of the sample from which a first threshold is taken
+_PIECE = 1 << 16  # elements looked at in one go: they stay in the cache
+
+
+def largest(rows: Tensor, k: int) -> Tensor:
+    """Positions (rows, k) of the k largest magnitudes in each row of (rows, n), ascending.
+
+    NaN and infinity count as largest. Of equal magnitudes at the boundary the first are taken on the CPU.
+    """
+    if rows.device.type != "cpu":
+        return rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+    integers = torch.int64 if rows.dtype == torch.float64 else torch.int32
+    return torch.stack([torch.from_numpy(_largest(row, k)) for row in rows.contiguous().view(integers).numpy()])
+
+
+def _largest(bits: np.ndarray, k: int) -> np.ndarray:
+    # Without its sign bit, a float orders as an integer does, NaN above all.
+    mask = np.iinfo(bits.dtype).max
+    threshold = _threshold(bits[:: min(_STRIDE, max(1, k // 16))] & mask, k / len(bits))
+    candidates, magnitudes = [], []
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE] & mask
+        found = np.flatnonzero(piece >= threshold)
+        candidates.append(found + start)
+        magnitudes.append(piece[found])
+    positions, chosen = np.concatenate(candidates), np.concatenate(magnitudes)
+    if len(positions) < k:  # the sample misled
+        positions, chosen = np.arange(len(bits)), bits & mask
+    boundary = np.partition(chosen, len(chosen) - k)[len(chosen) - k]
+    above = chosen > boundary
+    ties = np.flatnonzero(chosen == boundary)[: k - np.count_nonzero(above)]
+    above[ties] = True
+    return positions[above]
+
+
+def _threshold(sample: np.ndarray, share: float) -> np.integer:
+    """A magnitude that, as a sample tells, somewhat more than the wanted share of all elements reach."""
+    expected = share * len(sample)
+    rank = min(len(sample), int(expected + 4 * expected**0.5) + 1)
+    return np.partition(sample, len(sample) - rank)[len(sample) - rank]

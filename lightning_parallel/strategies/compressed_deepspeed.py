@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.compression import Reducer, check_reducer
-from lightning_parallel.compression.hooks_deepspeed import DeepSpeedState, compress_deepspeed
+from lightning_parallel.compression.deepspeed_engine import DeepSpeedState, compress_deepspeed
 from lightning_parallel.strategies.compressed import SavesCompression
 from lightning_parallel.strategies.skipping import warn_of_skip
 

@@ -20,7 +20,7 @@ from lightning_parallel.compression import (
     Sign,
     TopK,
 )
-from lightning_parallel.compression.codec import Exact
+from lightning_parallel.compression.wire import Exact
 
 PACKAGE = "lightning_parallel.compression"
 

@@ -22,7 +22,7 @@ from lightning_parallel.compression import (
     Sign,
     TopK,
 )
-from lightning_parallel.compression.exchange import Traffic, sent_bytes
+from lightning_parallel.compression.wire import Traffic, sent_bytes
 from tests.harness import distributed, run
 
 SMALL = {"min_numel": 16}

@@ -18,7 +18,7 @@ from lightning_parallel.compression import (
     Sign,
     TopK,
 )
-from lightning_parallel.compression.selection import largest
+from lightning_parallel.compression.sparsifiers import largest
 from tests.harness import distributed
 
 ALONE = Group.alone("alone")

@@ -7,7 +7,7 @@ import torch
 
 from lightning_parallel import comm
 from lightning_parallel.compression import Dense, Quantize
-from lightning_parallel.compression.exchange import Traffic, sent_bytes
+from lightning_parallel.compression.wire import Traffic, sent_bytes
 from tests.compression.test_conformance import (
     COMPRESSORS,
     SHAPES,

@@ -29,7 +29,7 @@ __all__ = ["GradientReducer"]
 FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket, so that communication starts early
 
 
-class _Bucket:
+class _GradientBucket:
     """Parameters of one dtype and device whose gradients travel together."""
 
     def __init__(self) -> None:
@@ -119,17 +119,17 @@ class GradientReducer:
     def _overlaps(self) -> bool:
         return self.group.size > 1 and (self._compression is None or self._side_group is not None)
 
-    def _fill_buckets(self) -> list[_Bucket]:
+    def _fill_buckets(self) -> list[_GradientBucket]:
         """Buckets in reverse order of registration, about the order of backward; partial gradients come last."""
         order = list(reversed(self._active))
         order.sort(key=lambda name: name in self._prepare_names)
-        buckets: list[_Bucket] = []
-        open_buckets: dict[tuple[Any, ...], _Bucket] = {}
+        buckets: list[_GradientBucket] = []
+        open_buckets: dict[tuple[Any, ...], _GradientBucket] = {}
         for name in order:
             parameter = self._active[name]
             kind = (parameter.dtype, parameter.device, name in self._prepare_names)
             if kind not in open_buckets:
-                open_buckets[kind] = _Bucket()
+                open_buckets[kind] = _GradientBucket()
                 buckets.append(open_buckets[kind])
             bucket = open_buckets[kind]
             bucket.names.append(name)
@@ -198,7 +198,7 @@ class GradientReducer:
 
         return ready
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: _GradientBucket) -> None:
         bucket.launched = True
         if self._compression is not None:
             self._compress_beside({name: self._gradient(name) for name in bucket.names})
@@ -216,7 +216,7 @@ class GradientReducer:
         self._beside.launch(gradients)
 
     @torch.no_grad()
-    def _flatten(self, bucket: _Bucket) -> Tensor:
+    def _flatten(self, bucket: _GradientBucket) -> Tensor:
         pieces = [self._gradient(name) for name in bucket.names]
         with torch.inference_mode(False):
             return torch.cat([piece.reshape(-1) for piece in pieces])
@@ -340,7 +340,7 @@ class GradientReducer:
                 bucket.pending.wait()
             self._write_back(bucket, used)
 
-    def _write_back(self, bucket: _Bucket, used: set[str]) -> None:
+    def _write_back(self, bucket: _GradientBucket, used: set[str]) -> None:
         assert bucket.flat is not None
         bucket.flat.div_(self.group.size)
         parameters = [self._active[name] for name in bucket.names]

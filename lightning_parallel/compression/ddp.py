@@ -13,7 +13,6 @@ DDP fills its buckets, and fills them anew after the first step and after a resu
 therefore chosen here, by the order of the module's parameters alone: equal runs give equal bits.
 """
 
-# No postponed annotations here: DDP compares those of a hook with its classes.
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -28,15 +27,14 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compression.arguments import check_reducer
 from lightning_parallel.compression.lanes import Lane, lane_for
-from lightning_parallel.compression.reducer import Reducer
+from lightning_parallel.compression.reducer import Reducer, check_reducer
 from lightning_parallel.compression.transaction import Transaction, fill
 
 __all__ = ["HookState", "compression_hook"]
 
 
-class _Bucket:
+class _DdpBucket:
     """A bucket of DDP: finished when all the portions that hold a gradient of it are.
 
     Attributes:
@@ -113,7 +111,7 @@ class HookState:
         self._plain = False
         self._seen: set[str] = set()  # of the backward pass that runs
         self._arrived: dict[int, dict[str, Tensor]] = {}
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[_DdpBucket] = []
         self._failure: BaseException | None = None
         self.reduced: set[str] = set()
         self._touched: set[str] = set()
@@ -145,7 +143,7 @@ class HookState:
             self._plain = self.compressor.plain  # equal on all ranks, and settled by the end of a step
         if last:
             self._seen = set()
-        taken = _Bucket(buffer, names, last)
+        taken = _DdpBucket(buffer, names, last)
         pairs = zip(bucket.gradients(), bucket.parameters())
         gradients = dict(zip(names, (_laid_out(gradient, parameter) for gradient, parameter in pairs)))
         touched = self._touched & gradients.keys()
@@ -153,7 +151,7 @@ class HookState:
         lane.submit(lambda: self._take(taken, gradients, touched, first))
         return taken.future
 
-    def _take(self, bucket: _Bucket, gradients: Mapping[str, Tensor], touched: set[str], first: bool) -> None:
+    def _take(self, bucket: _DdpBucket, gradients: Mapping[str, Tensor], touched: set[str], first: bool) -> None:
         if first:
             self._arrived, self._buckets, self._failure, self.reduced = {}, [], None, set()
         self._buckets.append(bucket)
@@ -174,7 +172,7 @@ class HookState:
             self._buckets = []
             raise
 
-    def _average(self, bucket: _Bucket) -> None:
+    def _average(self, bucket: _DdpBucket) -> None:
         """What DDP does without a hook."""
         assert self._group is not None
         comm.all_reduce_(bucket.buffer.div_(self._group.size), self._group)
@@ -183,7 +181,7 @@ class HookState:
         self._buckets.remove(bucket)
         bucket.end()
 
-    def _launch(self, gradients: Mapping[str, Tensor], touched: set[str], bucket: _Bucket) -> None:
+    def _launch(self, gradients: Mapping[str, Tensor], touched: set[str], bucket: _DdpBucket) -> None:
         assert self._group is not None
         assert self._lane is not None
         if bucket.buffer.layout != torch.strided:  # no compressor takes it, and DDP shows none of its gradients
