@@ -19,7 +19,7 @@ How it is built, from the outside in:
 A skipped step leaves non-finite gradients on every rank alike and makes `reduce_` return False.
 """
 
-from lightning_parallel.compression.arguments import Schedule
+from lightning_parallel.compression.arguments import StepValue
 from lightning_parallel.compression.compressor import Compressor, Dense
 from lightning_parallel.compression.ddp import HookState, compression_hook
 from lightning_parallel.compression.deepspeed_engine import DeepSpeedState, compress_deepspeed
@@ -30,10 +30,10 @@ from lightning_parallel.compression.fsdp import (
     fsdp_hook,
     shard_ranks,
 )
-from lightning_parallel.compression.policy import Auto, Policy, give_to, warn_of_unmatched
+from lightning_parallel.compression.policy import Auto, Policy, bind_to_module, warn_of_unmatched
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Cast, Quantize, Sign
-from lightning_parallel.compression.reducer import Reducer, Step, check_reducer
+from lightning_parallel.compression.reducer import Reducer, ReductionStep, check_reducer
 from lightning_parallel.compression.sparsifiers import BlockTopK, RandomK, TopK
 
 __all__ = [
@@ -49,10 +49,10 @@ __all__ = [
     "Quantize",
     "RandomK",
     "Reducer",
-    "Schedule",
+    "StepValue",
     "ShardedSteps",
     "Sign",
-    "Step",
+    "ReductionStep",
     "TopK",
     "check_reducer",
     "compress_deepspeed",
@@ -60,7 +60,7 @@ __all__ = [
     "compress_fully_shard",
     "compression_hook",
     "fsdp_hook",
-    "give_to",
+    "bind_to_module",
     "shard_ranks",
     "warn_of_unmatched",
 ]

@@ -14,15 +14,15 @@ from typing import Optional, Union
 import torch
 
 __all__ = [
-    "Schedule",
-    "at",
+    "StepValue",
+    "value_at",
     "check_flag",
     "check_fraction",
     "check_integer",
     "check_number",
     "check_ratio",
-    "every",
-    "generator",
+    "all_values",
+    "seeded_generator",
 ]
 
 
@@ -60,10 +60,10 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"`{name}` must be True or False, got {value!r}")
 
 
-class Schedule:
+class StepValue:
     """A ratio or rank by step: each value holds from its step until the next.
 
-        Schedule({0: 0.25, 100: 0.05, 200: 0.01})
+        StepValue({0: 0.25, 100: 0.05, 200: 0.01})
 
     Args:
         values: Value by the optimizer step from which it holds; step 0 must be there.
@@ -86,7 +86,7 @@ class Schedule:
     @classmethod
     def warm_up(
         cls, value: Union[int, float], steps: int, start: Union[int, float] = 0.25, stages: int = 4
-    ) -> Schedule:
+    ) -> StepValue:
         """From `start` to `value` in equal factors, reached after `steps` steps; integers if both are (ranks).
 
         Source: Deep Gradient Compression, section 3.3 (25 %, 6.25 %, 1.6 %, 0.4 %, 0.1 %), arXiv 1712.01887.
@@ -105,20 +105,20 @@ class Schedule:
         return next(value for begin, value in reversed(self.values.items()) if begin <= step)
 
     def __repr__(self) -> str:
-        return f"Schedule({self.values})"
+        return f"StepValue({self.values})"
 
 
-def at(value: Union[float, Schedule], step: int) -> float:
+def value_at(value: Union[float, StepValue], step: int) -> float:
     """A constant, or the schedule's value at `step`."""
-    return value(step) if isinstance(value, Schedule) else value
+    return value(step) if isinstance(value, StepValue) else value
 
 
-def every(value: Union[float, Schedule]) -> list[float]:
+def all_values(value: Union[float, StepValue]) -> list[float]:
     """All values that `value` takes, the last one last."""
-    return list(value.values.values()) if isinstance(value, Schedule) else [value]
+    return list(value.values.values()) if isinstance(value, StepValue) else [value]
 
 
-def generator(device: torch.device, *purpose: object) -> torch.Generator:
+def seeded_generator(device: torch.device, *purpose: object) -> torch.Generator:
     """A generator seeded by `purpose` (seed, step, parameter name, ...): equal wherever and whenever it is asked for.
 
     The global generators are not touched, and nothing needs to be saved but the step.

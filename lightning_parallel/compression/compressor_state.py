@@ -20,7 +20,7 @@ from lightning_parallel.comm import Group
 __all__ = ["Memory", "gather_state", "local_state", "values_for"]
 
 
-class _Key(NamedTuple):
+class _StackKey(NamedTuple):
     slot: str
     names: tuple[str, ...]
 
@@ -30,9 +30,9 @@ class Memory:
 
     def __init__(self) -> None:
         self._current: dict[str, dict[str, Tensor]] = {}
-        self._buffers: dict[_Key, list[Tensor]] = {}  # [spare] or [spare, current]; current last
-        self._staged: dict[_Key, Tensor] = {}
-        self._discarded: list[_Key] = []
+        self._buffers: dict[_StackKey, list[Tensor]] = {}  # [spare] or [spare, current]; current last
+        self._staged: dict[_StackKey, Tensor] = {}
+        self._discarded: list[_StackKey] = []
 
     def holds(self, slot: str, name: str) -> bool:
         """Whether there is a committed tensor."""
@@ -63,7 +63,7 @@ class Memory:
 
         Within one step the same names give the same tensor.
         """
-        key = _Key(slot, tuple(names))
+        key = _StackKey(slot, tuple(names))
         if key in self._staged:
             return self._staged[key]
         buffers = self._buffers.setdefault(key, [])
@@ -76,7 +76,7 @@ class Memory:
 
     def discard(self, slot: str, names: Sequence[str]) -> None:
         """Hold nothing for `names` in `slot` after `commit`."""
-        self._discarded.append(_Key(slot, tuple(names)))
+        self._discarded.append(_StackKey(slot, tuple(names)))
 
     def commit(self) -> None:
         for slot_name, names in self._discarded:

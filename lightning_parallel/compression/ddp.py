@@ -140,7 +140,7 @@ class HookState:
         # DDP does not count its buckets where it reduces all at once, as in the first step of a static graph.
         last = bucket.is_last() or (bucket.index() == 0 and self._seen >= self._portion_of.keys())
         if first:
-            self._plain = self.compressor.plain  # equal on all ranks, and settled by the end of a step
+            self._plain = self.compressor.is_plain  # equal on all ranks, and settled by the end of a step
         if last:
             self._seen = set()
         taken = _DdpBucket(buffer, names, last)
@@ -177,7 +177,7 @@ class HookState:
         assert self._group is not None
         comm.all_reduce_(bucket.buffer.div_(self._group.size), self._group)
         if bucket.last:
-            self.compressor.pass_by()
+            self.compressor.count_plain_step()
         self._buckets.remove(bucket)
         bucket.end()
 

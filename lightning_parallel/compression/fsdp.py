@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compression.reducer import Reducer, Step
+from lightning_parallel.compression.reducer import Reducer, ReductionStep
 from lightning_parallel.compression.transaction import Transaction
 
 __all__ = ["ShardedSteps", "compress_fsdp", "compress_fully_shard", "fsdp_hook", "plain_name", "shard_ranks"]
@@ -73,7 +73,7 @@ class ShardedSteps(Transaction):
 
     @torch.no_grad()
     def reduce(self, named: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
-        """Replace some of the gradients by their mean, in place; see `Step.reduce_`."""
+        """Replace some of the gradients by their mean, in place; see `ReductionStep.reduce_`."""
         if not self._reduced.isdisjoint(named):  # another backward pass, or a module that was used twice
             self._earlier &= self._end()
         self._reduced.update(named)
@@ -94,7 +94,7 @@ class ShardedSteps(Transaction):
             self.counted = False
         return super().finish()
 
-    def _agreed(self, step: Step) -> bool:
+    def _agreed(self, step: ReductionStep) -> bool:
         flag = torch.tensor(int(step.finite), device=self._device)
         return bool(comm.all_reduce_(flag, self.everyone, "min"))
 

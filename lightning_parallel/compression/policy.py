@@ -22,10 +22,10 @@ from lightning_parallel.compression.compressor import Compressor, Dense
 from lightning_parallel.compression.compressor_state import Memory
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Quantize
-from lightning_parallel.compression.reducer import GroupLike, Method, Reducer, Step
+from lightning_parallel.compression.reducer import GroupLike, Method, Reducer, ReductionStep
 from lightning_parallel.terminal import show
 
-__all__ = ["Auto", "Policy", "give_to", "warn_of_unmatched"]
+__all__ = ["Auto", "Policy", "bind_to_module", "warn_of_unmatched"]
 
 
 class Policy(Reducer):
@@ -134,7 +134,7 @@ class Auto(Reducer):
         return self._chosen.collective
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         return self.choice is self._dense
 
     @property
@@ -152,7 +152,7 @@ class Auto(Reducer):
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         return self._chosen.method(name, shape, step)
 
-    def begin(self, group: GroupLike = None) -> Step:
+    def begin(self, group: GroupLike = None) -> ReductionStep:
         if self.choice is not None:
             return super().begin(group)
         return _MeasuringStep(self, group if isinstance(group, Group) else Group.of(group, axis="data_parallel"))
@@ -209,7 +209,7 @@ class Auto(Reducer):
         return f"Auto({self.candidates}{gain}{steps})" if self.choice is None else repr(self.choice)
 
 
-class _MeasuringStep(Step):
+class _MeasuringStep(ReductionStep):
     """A dense step beside which the candidates reduce copies."""
 
     reducer: Auto
@@ -260,7 +260,7 @@ class _MeasuringStep(Step):
 _OWNERS: weakref.WeakKeyDictionary[Reducer, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-def give_to(module: nn.Module, reducer: Reducer) -> None:
+def bind_to_module(module: nn.Module, reducer: Reducer) -> None:
     """Let `reducer` belong to `module`; it starts anew, with a warning, if it has taken steps for another one."""
     owner = _OWNERS.get(reducer)
     if owner is not None and owner() is not module and reducer.step > 0:

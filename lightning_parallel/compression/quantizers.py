@@ -9,26 +9,26 @@ from typing import Literal, Optional, Union
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.arguments import check_flag, check_integer, generator
+from lightning_parallel.compression.arguments import check_flag, check_integer, seeded_generator
 from lightning_parallel.compression.compressor import Compressor
-from lightning_parallel.compression.feedback import Block, FeedbackName
+from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
 from lightning_parallel.compression.wire import (
+    AllGatherRequest,
+    AllReduceRequest,
+    AllToAllRequest,
     Codec,
-    Exchange,
-    Gather,
-    Mean,
+    MeanRequests,
+    ReduceScatterRequest,
     Request,
-    Scatter,
+    Requests,
     StepContext,
-    Sum,
-    Swap,
     Traffic,
     as_bytes,
-    by_rank,
     from_bytes,
     pack_nibbles,
     pack_signs,
     pad,
+    split_by_rank,
     unpack_nibbles,
     unpack_signs,
 )
@@ -48,10 +48,10 @@ class Quantizer(Compressor, Codec):
         return self.feedback.kind != "ef21"  # which remembers the whole mean
 
     @property
-    def alone(self) -> bool:
+    def separate(self) -> bool:
         return self.stochastic
 
-    def compress(self, work: Tensor, block: Block, step: StepContext) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)
         mean, sent = yield from self.mean(rows, step, block.names, block.keep_rest)
         if sent is not None:
@@ -109,21 +109,21 @@ class Cast(Quantizer):
     def packed_bytes(self, n: int, element_bytes: int = 4) -> int:
         return n * self.dtype.itemsize
 
-    def compress(self, work: Tensor, block: Block, step: StepContext) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         if block.shard is None:
             yield from super().compress(work, block, step)
             return
         rows = work.flatten(1)
         short, sent = self._shorten(rows, step.group.size, block.keep_rest)
-        mine = yield Scatter(by_rank(short, step.group.size, block.shard).flatten(1))
+        mine = yield ReduceScatterRequest(split_by_rank(short, step.group.size, block.shard).flatten(1))
         step.watch(mine)
         if sent is not None:
             rows.sub_(sent)
         block.write_shard(mine.view(-1, block.shard), step.group.rank)
 
-    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> Mean:
+    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
         short, sent = self._shorten(rows, step.group.size, keep)
-        total = yield Sum(short)
+        total = yield AllReduceRequest(short)
         step.watch(total)
         return total.to(rows.dtype), sent
 
@@ -206,7 +206,7 @@ class Quantize(Quantizer):
         groups, extent = self._grouping(n)
         return groups * extent * self.bits // 8 + 4 * groups
 
-    def compress(self, work: Tensor, block: Block, step: StepContext) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)
         if block.shard is not None:
             noise = self._noise(rows, step, block.names)
@@ -214,11 +214,11 @@ class Quantize(Quantizer):
             step.watch(mine)
             block.write_shard(mine, step.group.rank)
             return
-        into = block.targets[0].view(1, -1) if len(block.targets) == 1 else torch.empty_like(rows)
+        into = block.outputs[0].view(1, -1) if len(block.outputs) == 1 else torch.empty_like(rows)
         yield from self._mean(rows, step, block.names, block.keep_rest, into)
         block.write(into)
 
-    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> Mean:
+    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
         rest = rows.clone() if keep else rows
         mean = torch.empty_like(rows)
         yield from self._mean(rest, step, purpose, keep, mean)
@@ -231,7 +231,7 @@ class Quantize(Quantizer):
     def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
         return [Traffic("all_to_all", world_size * self.packed_bytes(shard))]
 
-    def _mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool, mean: Tensor) -> Exchange:
+    def _mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool, mean: Tensor) -> Requests:
         """Put the mean of `rows` (rows, n) into `mean`; they become what was not sent, if that is to `keep`."""
         size, rank, n = step.group.size, step.group.rank, rows.shape[1]
         chunk = math.ceil(n / size)
@@ -242,7 +242,7 @@ class Quantize(Quantizer):
         if keep:
             part = rows[:, rank * chunk : (rank + 1) * chunk]
             part.add_(mine[:, : part.shape[1]], alpha=size)
-        everyone = (yield Gather(packed_mine.flatten())).reshape(size, *packed_mine.shape)
+        everyone = (yield AllGatherRequest(packed_mine.flatten())).reshape(size, *packed_mine.shape)
         step.watch(self._scales(everyone, chunk))
         for index, row in enumerate(everyone):
             self._decode(row, mean[:, index * chunk : (index + 1) * chunk], chunk)
@@ -255,14 +255,16 @@ class Quantize(Quantizer):
         packed = self._new_packed(rows, size, len(rows), chunk)
         for index, row in enumerate(packed):
             self._encode(rows[:, index * chunk : (index + 1) * chunk], row, chunk, noise, rest=keep)
-        received = yield Swap(packed.view(size, -1))
+        received = yield AllToAllRequest(packed.view(size, -1))
         mine = torch.empty_like(rows[:, :chunk])
         for index, row in enumerate(received.reshape(packed.shape)):
             self._decode(row, mine, chunk, add=index > 0)
         return mine.div_(size)
 
     def _noise(self, rows: Tensor, step: StepContext, purpose: object) -> Optional[torch.Generator]:
-        return generator(rows.device, self.seed, step.number, purpose, step.group.rank) if self.stochastic else None
+        return (
+            seeded_generator(rows.device, self.seed, step.number, purpose, step.group.rank) if self.stochastic else None
+        )
 
     def _encode(
         self, rows: Tensor, packed: Tensor, n: int, noise: Optional[torch.Generator], rest: bool = False
@@ -379,14 +381,14 @@ class Sign(Compressor):
     def scatters(self) -> bool:
         return self.feedback.kind != "ef21"  # which remembers the whole mean
 
-    def compress(self, work: Tensor, block: Block, step: StepContext) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows, size = work.flatten(1), step.group.size
         n, shard = rows.shape[1], block.shard or _chunk(rows.shape[1], size)
         scales = rows.abs().mean(1).float()
-        parts = by_rank(rows, size, shard)
+        parts = split_by_rank(rows, size, shard)
         bits = pack_signs(torch.nn.functional.pad(parts, (0, _chunk(shard, 1) - shard)))
         send = torch.cat([bits, as_bytes(scales.unsqueeze(1)).expand(size, -1, -1)], dim=2)
-        received = (yield Swap(send.view(size, -1))).reshape(send.shape)
+        received = (yield AllToAllRequest(send.view(size, -1))).reshape(send.shape)
         mine = _mean_of((_decode(part, rows.dtype) for part in received), size)
         if block.keep_rest:
             sent = unpack_signs(bits, rows.dtype)[..., :shard].transpose(0, 1).flatten(1)[:, :n]
@@ -395,7 +397,7 @@ class Sign(Compressor):
             step.watch(mine)
             block.write_shard(mine, step.group.rank)
             return
-        everyone = yield Gather(self._encode_part(mine, n, block, step).flatten())
+        everyone = yield AllGatherRequest(self._encode_part(mine, n, block, step).flatten())
         everyone = _decode(everyone.reshape(size, len(rows), -1), rows.dtype)
         step.watch(everyone)
         block.write(everyone.transpose(0, 1).flatten(1)[:, :n])
@@ -408,7 +410,7 @@ class Sign(Compressor):
         return [Traffic("all_to_all", world_size * chunk_bytes), Traffic("all_gather", chunk_bytes)]
 
     @staticmethod
-    def _encode_part(part: Tensor, n: int, block: Block, step: StepContext) -> Tensor:
+    def _encode_part(part: Tensor, n: int, block: GradientBlock, step: StepContext) -> Tensor:
         """Encode this rank's part (names, chunk) of the mean, with its residual."""
         chunk = part.shape[1]
         valid = min(max(n - step.group.rank * chunk, 0), chunk)

@@ -15,11 +15,11 @@ from torch import Tensor
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compression.compressor_state import Memory, gather_state, local_state, values_for
-from lightning_parallel.compression.feedback import Block, Fidelity, working_dtype
+from lightning_parallel.compression.feedback import CompressionError, GradientBlock, working_dtype
 from lightning_parallel.compression.wire import (
-    ALONE_BYTES,
-    Exchange,
+    SEPARATE_BYTES,
     Operation,
+    Requests,
     Seconds,
     StepContext,
     Traffic,
@@ -27,7 +27,7 @@ from lightning_parallel.compression.wire import (
     sent_bytes,
 )
 
-__all__ = ["check_reducer", "GroupLike", "Method", "Outcome", "Part", "Reducer", "Step"]
+__all__ = ["check_reducer", "GroupLike", "Method", "Outcome", "ReducedBlock", "Reducer", "ReductionStep"]
 
 
 class Method(abc.ABC):
@@ -42,23 +42,23 @@ class Method(abc.ABC):
 
     @property
     def scatters(self) -> bool:
-        """Whether it can leave out what other ranks need of the mean, and then sends less: `Block.shard`."""
+        """Whether it can leave out what other ranks need of the mean, and then sends less: `GradientBlock.shard`."""
         return False
 
     @property
-    def alone(self) -> bool:
+    def separate(self) -> bool:
         """Whether a gradient must be a block by itself: what is drawn for it would depend on its company otherwise.
 
         The company of a parameter that tensor-parallel ranks hold alike may differ from rank to rank.
         """
         return False
 
-    def turn(self, name: str, number: int, memory: Memory) -> int:
+    def effective_step(self, name: str, number: int, memory: Memory) -> int:
         """By which number parameter `name` goes in step `number`; a block holds parameters with the same."""
         return number
 
     @abc.abstractmethod
-    def exchange(self, block: Block, step: StepContext) -> Exchange:
+    def requests(self, block: GradientBlock, step: StepContext) -> Requests:
         """Replace the block's gradients by their mean; a generator of requests. It watches what it receives."""
 
     @abc.abstractmethod
@@ -74,7 +74,7 @@ class Method(abc.ABC):
         raise NotImplementedError
 
 
-class Part(NamedTuple):
+class ReducedBlock(NamedTuple):
     """What one step has done with gradients of one shape."""
 
     method: Method
@@ -107,13 +107,13 @@ class Outcome(NamedTuple):
     """What one step that counts has done.
 
     Attributes:
-        seconds: Where its time went; None if somebody else has taken plain means, see `Reducer.pass_by`.
-        compared: How it compares with the true mean, if that was taken.
+        seconds: Where its time went; None if somebody else has taken plain means, see `Reducer.count_plain_step`.
+        compression_error: How it compares with the true mean, if that was taken.
     """
 
-    parts: list[Part]
+    blocks: list[ReducedBlock]
     seconds: Optional[Seconds]
-    compared: Optional[Fidelity]
+    compression_error: Optional[CompressionError]
 
 
 GroupLike = Union[Group, dist.ProcessGroup, None]
@@ -130,9 +130,9 @@ class Reducer(abc.ABC):
         scale: What the gradients are multiplied by (the loss scale); memory is kept unscaled. Set it before a step.
         step: Steps committed so far. A skipped step does not count.
         seconds: Where the time of the last step went.
-        parts: What the last step has done.
+        blocks: What the last step has done.
         sample_every: Compare with the true mean in every so many steps (at the price of taking it); 0 for never.
-        compared: The last comparison; None before it.
+        last_error: The last comparison; None before it.
         observers: Called with the outcome of each step that counts, on the thread that ends it.
     """
 
@@ -144,22 +144,22 @@ class Reducer(abc.ABC):
         self.scale = 1.0
         self.step = 0
         self.seconds = Seconds()
-        self.parts: list[Part] = []
+        self.blocks: list[ReducedBlock] = []
         self.sample_every = 0
-        self.compared: Optional[Fidelity] = None
+        self.last_error: Optional[CompressionError] = None
         self.observers: list[Callable[[Outcome], None]] = []
         self.memory = Memory()
         self._group_size = 1
         self._agreed: set[tuple[Any, ...]] = set()
 
     @property
-    def plain(self) -> bool:
-        """Whether whoever has an all-reduce of its own for plain means may use that instead, and call `pass_by`."""
+    def is_plain(self) -> bool:
+        """True if the source of the gradients may average them itself; it then calls `count_plain_step`."""
         return False
 
-    def pass_by(self) -> None:
+    def count_plain_step(self) -> None:
         """Count a step of plain means that somebody else has taken."""
-        self._conclude(Outcome(self.parts, None, None))
+        self._conclude(Outcome(self.blocks, None, None))
 
     def _conclude(self, outcome: Outcome) -> None:
         self.step += 1
@@ -174,7 +174,7 @@ class Reducer(abc.ABC):
     def reset(self) -> None:
         """Forget all: as if no step had been taken."""
         self.memory, self.step, self.scale, self._agreed = Memory(), 0, 1.0, set()
-        self.seconds, self.parts, self.compared = Seconds(), [], None
+        self.seconds, self.blocks, self.last_error = Seconds(), [], None
 
     @abc.abstractmethod
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
@@ -200,12 +200,12 @@ class Reducer(abc.ABC):
             step.reduce_(named_gradients)
             return step.commit()
 
-    def begin(self, group: GroupLike = None) -> Step:
+    def begin(self, group: GroupLike = None) -> ReductionStep:
         """Start a step that is reduced in several buckets: `reduce_` each, in one order on all ranks, then `commit`.
 
         Ranks whose buckets differ are told so only where a bucket is new to all of them.
         """
-        return Step(self, group if isinstance(group, Group) else Group.of(group, axis="data_parallel"))
+        return ReductionStep(self, group if isinstance(group, Group) else Group.of(group, axis="data_parallel"))
 
     def wire_bytes(
         self,
@@ -270,11 +270,6 @@ class Reducer(abc.ABC):
         self.step, self._group_size = int(state["step"]), group.size
 
     @property
-    def fidelity(self) -> dict[str, float]:
-        """`relative_error` and `cosine` of the last comparison with the true mean; empty before it."""
-        return {} if self.compared is None else self.compared.report()
-
-    @property
     def residual_norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual by parameter name."""
         norms = {name: tensor.norm().double() for slot, name, tensor in self.memory.items() if slot == "residual"}
@@ -286,7 +281,7 @@ class Reducer(abc.ABC):
         return math.hypot(*self.residual_norms.values())
 
 
-class Step:
+class ReductionStep:
     """One optimizer step of a reducer, in any number of buckets; leaving it without `commit` rolls back.
 
     Attributes:
@@ -299,12 +294,12 @@ class Step:
         self._suspects: list[Tensor] = []
         self._open = True
         self._seconds = Seconds()
-        self._parts: list[Part] = []
+        self._blocks_done: list[ReducedBlock] = []
         sampled = reducer.sample_every > 0 and reducer.step % reducer.sample_every == 0
-        self._fidelity = Fidelity() if sampled else None
+        self._error = CompressionError() if sampled else None
         self.memory.rollback()
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> ReductionStep:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -333,15 +328,23 @@ class Step:
         if not self._open:
             raise RuntimeError("this step has been committed or rolled back; begin another one")
         self._agree(named_gradients)
-        true = Fidelity.true_means(named_gradients, self.group) if self._fidelity else {}
-        blocks = self._blocks(named_gradients, {} if self._fidelity or shards is None else shards)
-        run([method.exchange(block, self) for method, block in blocks], self.group, self._seconds)
-        self._parts += [
-            Part(method, block.names, block.shape, block.gradients[0].dtype, self.group.size, block.turn, block.shard)
+        true = CompressionError.true_means(named_gradients, self.group) if self._error else {}
+        blocks = self._blocks(named_gradients, {} if self._error or shards is None else shards)
+        run([method.requests(block, self) for method, block in blocks], self.group, self._seconds)
+        self._blocks_done += [
+            ReducedBlock(
+                method,
+                block.names,
+                block.shape,
+                block.gradients[0].dtype,
+                self.group.size,
+                block.effective_step,
+                block.shard,
+            )
             for method, block in blocks
         ]
-        if self._fidelity:
-            self._fidelity.add(named_gradients, true)
+        if self._error:
+            self._error.add(named_gradients, true)
 
     def watch(self, received: Tensor) -> None:
         """Remember a tensor, equal on all ranks, that is non-finite where a gradient on any rank was."""
@@ -368,9 +371,9 @@ class Step:
             return False
         self.memory.commit()
         self.reducer._group_size = self.group.size
-        self.reducer.seconds, self.reducer.parts = self._seconds, self._parts
-        self.reducer.compared = self._fidelity or self.reducer.compared
-        self.reducer._conclude(Outcome(self._parts, self._seconds, self._fidelity))
+        self.reducer.seconds, self.reducer.blocks = self._seconds, self._blocks_done
+        self.reducer.last_error = self._error or self.reducer.last_error
+        self.reducer._conclude(Outcome(self._blocks_done, self._seconds, self._error))
         return True
 
     def rollback(self) -> None:
@@ -378,8 +381,10 @@ class Step:
         self._open = False
         self.memory.rollback()
 
-    def _blocks(self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]) -> list[tuple[Method, Block]]:
-        found: dict[Any, tuple[Method, Block]] = {}
+    def _blocks(
+        self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]
+    ) -> list[tuple[Method, GradientBlock]]:
+        found: dict[Any, tuple[Method, GradientBlock]] = {}
         seen: set[Tensor] = set()  # tensors hash by identity: a tied gradient under two names is reduced once
         for name in sorted(named_gradients):
             gradient = named_gradients[name]
@@ -388,11 +393,21 @@ class Step:
             seen.add(gradient)
             method = self.reducer.method(name, gradient.shape, self.number)
             shard = shards.get(name) if method.scatters else None
-            large = not method.batched and gradient.numel() * gradient.element_size() >= ALONE_BYTES
-            alone = large or method.alone
-            turn = method.turn(name, self.number, self.memory)
-            key = (id(method), turn, gradient.shape, gradient.dtype, gradient.device, shard, name if alone else None)
-            _, block = found.setdefault(key, (method, Block((), [], turn=turn, shard=shard)))
+            large = not method.batched and gradient.numel() * gradient.element_size() >= SEPARATE_BYTES
+            alone = large or method.separate
+            effective_step = method.effective_step(name, self.number, self.memory)
+            key = (
+                id(method),
+                effective_step,
+                gradient.shape,
+                gradient.dtype,
+                gradient.device,
+                shard,
+                name if alone else None,
+            )
+            _, block = found.setdefault(
+                key, (method, GradientBlock((), [], effective_step=effective_step, shard=shard))
+            )
             block.names += (name,)
             block.gradients.append(gradient.detach())
         return list(found.values())

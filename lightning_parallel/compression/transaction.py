@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Optional
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compression.reducer import Reducer, Step
+from lightning_parallel.compression.reducer import Reducer, ReductionStep
 
 __all__ = ["Transaction", "fill"]
 
@@ -23,9 +23,9 @@ class Transaction:
     def __init__(self, compressor: Reducer, scaler: Optional[Any] = None) -> None:
         self.compressor, self.scaler = compressor, scaler
         self.counted = True
-        self._step: Step | None = None
+        self._step: ReductionStep | None = None
 
-    def step(self, group: Group) -> Step:
+    def step(self, group: Group) -> ReductionStep:
         """The open step; a new one begins when there is none."""
         if self._step is None:
             self.compressor.scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())

@@ -24,22 +24,22 @@ from lightning_parallel.compression.compressor_state import Memory
 from lightning_parallel.recorder import span
 
 __all__ = [
-    "ALONE_BYTES",
+    "SEPARATE_BYTES",
     "Codec",
     "Exact",
-    "Exchange",
-    "Gather",
-    "Mean",
+    "Requests",
+    "AllGatherRequest",
+    "MeanRequests",
     "Operation",
     "Request",
-    "Scatter",
+    "ReduceScatterRequest",
     "Seconds",
     "StepContext",
-    "Sum",
-    "Swap",
+    "AllReduceRequest",
+    "AllToAllRequest",
     "Traffic",
     "as_bytes",
-    "by_rank",
+    "split_by_rank",
     "from_bytes",
     "pack_nibbles",
     "pack_signs",
@@ -53,7 +53,7 @@ __all__ = [
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 
 # Joining tensors costs two copies, a collective of its own one round trip. From here on the copies cost more.
-ALONE_BYTES = 1 << 20
+SEPARATE_BYTES = 1 << 20
 
 
 class StepContext(Protocol):
@@ -82,32 +82,32 @@ class StepContext(Protocol):
         """Watch a contiguous sum over the ranks and divide it by their number, in place."""
 
 
-class Sum(NamedTuple):
+class AllReduceRequest(NamedTuple):
     """Sum `tensor` over the ranks. Its storage belongs to the exchange from then on; the answer has its shape."""
 
     tensor: Tensor
 
 
-class Scatter(NamedTuple):
+class ReduceScatterRequest(NamedTuple):
     """Sum `tensor`, (ranks, n), over the ranks and keep the row of this one; the answer is (n,)."""
 
     tensor: Tensor
 
 
-class Gather(NamedTuple):
+class AllGatherRequest(NamedTuple):
     """Give every rank this rank's `tensor`, bytes (n,); the answer is (ranks, n)."""
 
     tensor: Tensor
 
 
-class Swap(NamedTuple):
+class AllToAllRequest(NamedTuple):
     """Give rank j row j of `tensor`, bytes (ranks, n); row j of the answer, (ranks, n), came from rank j."""
 
     tensor: Tensor
 
 
-Request = Union[Sum, Scatter, Gather, Swap]
-Exchange = Generator[Request, Tensor, None]
+Request = Union[AllReduceRequest, ReduceScatterRequest, AllGatherRequest, AllToAllRequest]
+Requests = Generator[Request, Tensor, None]
 
 
 class Traffic(NamedTuple):
@@ -137,14 +137,14 @@ class Seconds:
     decode: float = 0.0
 
 
-def run(exchanges: Sequence[Exchange], group: Group, seconds: Seconds | None = None) -> None:
-    """Run all `exchanges` to their end. Every rank must bring the same ones, in the same order."""
+def run(generators: Sequence[Requests], group: Group, seconds: Seconds | None = None) -> None:
+    """Run all `generators` to their end. Every rank must bring the same ones, in the same order."""
     seconds = Seconds() if seconds is None else seconds
     requests: dict[int, Request] = {}
     start = time.perf_counter()
     with span("encode", category="compression"):
-        for index, exchange in enumerate(exchanges):
-            _advance(exchange, None, index, requests)
+        for index, generator in enumerate(generators):
+            _advance(generator, None, index, requests)
     seconds.encode += time.perf_counter() - start
     while requests:
         start = time.perf_counter()
@@ -153,21 +153,24 @@ def run(exchanges: Sequence[Exchange], group: Group, seconds: Seconds | None = N
         requests = {}
         with span("decode", category="compression"):
             for index, answer in answers.items():
-                _advance(exchanges[index], answer, index, requests)
+                _advance(generators[index], answer, index, requests)
         seconds.wire += answered - start
         seconds.decode += time.perf_counter() - answered
 
 
-def _advance(exchange: Exchange, answer: Tensor | None, index: int, requests: dict[int, Request]) -> None:
+def _advance(generator: Requests, answer: Tensor | None, index: int, requests: dict[int, Request]) -> None:
     with contextlib.suppress(StopIteration):
-        requests[index] = next(exchange) if answer is None else exchange.send(answer)
+        requests[index] = next(generator) if answer is None else generator.send(answer)
 
 
 def _answer(requests: dict[int, Request], group: Group) -> dict[int, Tensor]:
     joint: dict[tuple[type[Request], torch.dtype, int], list[int]] = {}
     for index, request in requests.items():
         tensor = request.tensor
-        large = isinstance(request, (Sum, Scatter)) and tensor.numel() * tensor.element_size() >= ALONE_BYTES
+        large = (
+            isinstance(request, (AllReduceRequest, ReduceScatterRequest))
+            and tensor.numel() * tensor.element_size() >= SEPARATE_BYTES
+        )
         joint.setdefault((type(request), tensor.dtype, index if large else -1), []).append(index)
     answers: dict[int, Tensor] = {}
     for (kind, _, _), indices in joint.items():
@@ -176,39 +179,39 @@ def _answer(requests: dict[int, Request], group: Group) -> dict[int, Tensor]:
     return answers
 
 
-def _sum(tensors: list[Tensor], group: Group) -> list[Tensor]:
+def _all_reduce(tensors: list[Tensor], group: Group) -> list[Tensor]:
     flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
     comm.all_reduce_(flat, group)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
 
 
-def _scatter(tensors: list[Tensor], group: Group) -> list[Tensor]:
+def _reduce_scatter(tensors: list[Tensor], group: Group) -> list[Tensor]:
     rows = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
     mine = comm.reduce_scatter(rows, group).view(-1)
     return list(mine.split([tensor.shape[1] for tensor in tensors]))
 
 
-def _gather(tensors: list[Tensor], group: Group) -> list[Tensor]:
+def _all_gather(tensors: list[Tensor], group: Group) -> list[Tensor]:
     flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     everyone = comm.all_gather(flat, group).view(group.size, -1)
     return list(everyone.split([tensor.numel() for tensor in tensors], dim=1))
 
 
-def _swap(tensors: list[Tensor], group: Group) -> list[Tensor]:
+def _all_to_all(tensors: list[Tensor], group: Group) -> list[Tensor]:
     rows = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
     return list(comm.all_to_all(rows, group).split([tensor.shape[1] for tensor in tensors], dim=1))
 
 
 _COLLECTIVES: dict[type[Request], Callable[[list[Tensor], Group], list[Tensor]]] = {
-    Sum: _sum,
-    Scatter: _scatter,
-    Gather: _gather,
-    Swap: _swap,
+    AllReduceRequest: _all_reduce,
+    ReduceScatterRequest: _reduce_scatter,
+    AllGatherRequest: _all_gather,
+    AllToAllRequest: _all_to_all,
 }
 
 
-Mean = Generator[Request, Tensor, tuple[Tensor, Optional[Tensor]]]
+MeanRequests = Generator[Request, Tensor, tuple[Tensor, Optional[Tensor]]]
 
 
 class Codec(abc.ABC):
@@ -239,7 +242,7 @@ class Codec(abc.ABC):
         """Bytes of one packed row of `n` numbers of `element_bytes`."""
 
     @abc.abstractmethod
-    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> Mean:
+    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
         """The mean of `rows` (rows, n) over the ranks, watched, and what this rank contributed to it (if to `keep`).
 
         The mean of all ranks' contributions is the returned mean, up to rounding in the working dtype and, for casts,
@@ -267,8 +270,8 @@ class Exact(Codec):
     def packed_bytes(self, n: int, element_bytes: int = 4) -> int:
         return element_bytes * n
 
-    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> Mean:
-        total = yield Sum(rows.clone() if keep else rows)
+    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
+        total = yield AllReduceRequest(rows.clone() if keep else rows)
         step.watch(total)
         return total.div_(step.group.size), rows if keep else None
 
@@ -295,7 +298,7 @@ def pad(rows: Tensor, extent: int) -> Tensor:
     return rows if missing == 0 else torch.nn.functional.pad(rows, (0, missing))
 
 
-def by_rank(rows: Tensor, size: int, shard: int) -> Tensor:
+def split_by_rank(rows: Tensor, size: int, shard: int) -> Tensor:
     """What each of `size` ranks needs of rows (rows, n): parts of `shard` elements, (size, rows, shard)."""
     return pad(rows, size * shard).view(len(rows), size, shard).transpose(0, 1)
 

@@ -63,7 +63,7 @@ class GradientReducer:
         prepare_names: Parameters whose gradients `prepare` completes.
 
     Attributes:
-        counted: False if a compressor has found a gradient that is not finite and forgotten the last step, on all ranks
+        applied: False if a compressor has found a gradient that is not finite and forgotten the last step, on all ranks
             alike.
         reduced: What the compressor was given in the last step.
     """
@@ -89,7 +89,7 @@ class GradientReducer:
         self._beside: Beside | None = None
         self._prepare = prepare
         self._prepare_names = prepare_names if prepare is not None else frozenset()
-        self.counted = True
+        self.applied = True
         self.reduced: set[str] = set()
         self._synchronizing = True
         self._hooks: list[Any] = []
@@ -242,13 +242,13 @@ class GradientReducer:
         """Finish the reduction: afterwards every `.grad` is the mean over the group. Nothing inside `no_sync()`."""
         if not self._synchronizing:
             return
-        self.counted = True
+        self.applied = True
         if self._prepare is not None:
             self._completed = {name for name in self._active if name in self._prepare_names}
             self._prepare({name: self._gradient_of(name) for name in self._active if name in self._prepare_names})
         try:
             if self._compression is not None:
-                self.counted = self._compress(self._compression, self._exchange_use())
+                self.applied = self._compress(self._compression, self._exchange_use())
             elif self.group.size > 1:
                 self._launch_rest()
                 self._finish_buckets(self._exchange_use())
@@ -290,9 +290,9 @@ class GradientReducer:
     def _compress(self, compression: MeanReducer, used: set[str]) -> bool:
         self.reduced = used
         if self._launched_anywhere:
-            counted = self._finish_beside(used)
-            if counted is not None:
-                return counted
+            applied = self._finish_beside(used)
+            if applied is not None:
+                return applied
         step = compression.begin(self.group)
         try:
             step.reduce_({name: self._gradient_of(name) for name in self._active if name in used})

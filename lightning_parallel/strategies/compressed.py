@@ -29,9 +29,9 @@ from lightning_parallel.compression import (
     ShardedSteps,
     Sign,
     TopK,
+    bind_to_module,
     check_reducer,
     compression_hook,
-    give_to,
     warn_of_unmatched,
 )
 from lightning_parallel.strategies.skipping import skip
@@ -55,7 +55,7 @@ class SavesCompression(Strategy):
         liveness.start()
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
-            give_to(module, self.compression)
+            bind_to_module(module, self.compression)
 
     @override
     def setup(self, trainer: Trainer) -> None:
