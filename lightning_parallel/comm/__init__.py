@@ -14,6 +14,14 @@ from lightning_parallel.comm.collectives import (
     isend,
     reduce_scatter,
 )
+from lightning_parallel.comm.executor import (
+    Executor,
+    InlineExecutor,
+    StreamExecutor,
+    ThreadExecutor,
+    overlapping_executor,
+)
+from lightning_parallel.comm.gradient_session import GradientSession, MeanReducer, MeanStep, fill_buckets
 from lightning_parallel.comm.groups import Group, MeshGroups
 from lightning_parallel.comm.objects import (
     agree,
@@ -25,31 +33,39 @@ from lightning_parallel.comm.objects import (
     raise_together,
 )
 from lightning_parallel.comm.records import PROFILING, CommRecord, Pending, observe, record, rehearsal
-from lightning_parallel.comm.worker import Worker
 
 __all__ = [
-    "PROFILING",
-    "CommRecord",
+    "GradientSession",
+    "irecv",
+    "record",
     "Group",
+    "InlineExecutor",
+    "rehearsal",
+    "raise_together",
+    "overlapping_executor",
     "MeshGroups",
+    "broadcast_object",
     "Pending",
+    "Executor",
+    "fill_buckets",
+    "CommRecord",
     "Worker",
     "agree",
+    "broadcast_from",
+    "ThreadExecutor",
     "all_gather",
+    "equal_everywhere",
+    "MeanStep",
+    "MeanReducer",
+    "reduce_scatter",
+    "StreamExecutor",
+    "all_reduce_",
+    "observe",
+    "isend",
+    "all_to_all",
+    "broadcast_",
+    "barrier",
+    "PROFILING",
     "all_gather_object",
     "all_reduce",
-    "all_reduce_",
-    "all_to_all",
-    "barrier",
-    "broadcast_",
-    "broadcast_from",
-    "broadcast_object",
-    "equal_everywhere",
-    "irecv",
-    "isend",
-    "observe",
-    "raise_together",
-    "record",
-    "reduce_scatter",
-    "rehearsal",
 ]

@@ -22,12 +22,11 @@ A skipped step leaves non-finite gradients on every rank alike and makes `reduce
 from lightning_parallel.compression.arguments import StepValue
 from lightning_parallel.compression.compressor import Compressor, Dense
 from lightning_parallel.compression.ddp import HookState, compression_hook
-from lightning_parallel.compression.deepspeed_engine import DeepSpeedState, compress_deepspeed
+from lightning_parallel.compression.deepspeed_engine import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.compression.fsdp import (
-    ShardedSteps,
+    ShardedSession,
     compress_fsdp,
     compress_fully_shard,
-    fsdp_hook,
     shard_ranks,
 )
 from lightning_parallel.compression.policy import Auto, Policy, bind_to_module, warn_of_unmatched
@@ -41,7 +40,7 @@ __all__ = [
     "BlockTopK",
     "Cast",
     "Compressor",
-    "DeepSpeedState",
+    "DeepSpeedSession",
     "Dense",
     "HookState",
     "Policy",
@@ -50,7 +49,7 @@ __all__ = [
     "RandomK",
     "Reducer",
     "StepValue",
-    "ShardedSteps",
+    "ShardedSession",
     "Sign",
     "ReductionStep",
     "TopK",
@@ -59,7 +58,6 @@ __all__ = [
     "compress_fsdp",
     "compress_fully_shard",
     "compression_hook",
-    "fsdp_hook",
     "bind_to_module",
     "shard_ranks",
     "warn_of_unmatched",

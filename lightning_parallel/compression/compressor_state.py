@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 
-__all__ = ["Memory", "gather_state", "local_state", "values_for"]
+__all__ = ["Memory", "gather_state", "local_state", "state_on_cpu", "values_for"]
 
 
 class _StackKey(NamedTuple):
@@ -205,6 +205,14 @@ def values_for(state: Mapping[str, Any], group: Group, wanted: Optional[frozense
         listed = ", ".join(f"`{slot}`" for slot in sorted(lost))
         _warn(f"The compression state holds {listed}, which this compressor does not use", group)
     return slots
+
+
+def state_on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one reducer with its tensors on the CPU."""
+    return {
+        key: {name: tensor.cpu() for name, tensor in value.items()} if isinstance(value, Mapping) else value
+        for key, value in state.items()
+    }
 
 
 def _warn(what: str, group: Group) -> None:

@@ -1,19 +1,34 @@
-"""Steps of a compressor where ranks hold different pieces of a model: what FSDP1 and FSDP2 have in common.
+"""Compression inside the backward pass of FSDP1 (`FullyShardedDataParallel`) and FSDP2 (`fully_shard`).
 
-The gradients of a piece are averaged over one group of ranks; other groups hold other pieces. A step counts only if it
-does for all of them, and a checkpoint holds one state for each piece:
+    session = compress_fsdp(FullyShardedDataParallel(module, ...), Quantize(8))
+    session = compress_fully_shard(model, PowerSGD(rank=4), replicas=mesh["replicate"])
+    ...
+    loss.backward()
+    session.finish()      # ends the step: False if it was dropped
 
-    {"layout": "pieces", "step": int, "pieces": [state of `gather_state()`, ...]}
+FSDP hands over the gradients of one unit after another and continues with this rank's part of their mean, so a unit is
+compressed inside its hook: while backward runs on CUDA, where FSDP gives it a stream, and inline on CPU.
 
-where there is more than one.
+    without replicas    the mean is taken whole, parameter by parameter, as low-rank methods and top-k need it;
+                        residuals are as large as the model
+    with replicas       (hybrid sharding, for slow links between replicas) gradients are summed over the shards as they
+                        are, and this rank's part is compressed between the replicas; residuals are as large as a shard
+
+FSDP1's shards begin and end inside of rows: whole rows are compressed under the name of their parameter, the rest of
+rows at both ends as vectors. `fully_shard` over a mesh of two dimensions has no place for a compressor, because its
+hook runs after the sum over the replicas: give it the shards' dimension only.
+
+Groups of ranks with different shards keep different residuals. A checkpoint holds one state for each:
+
+    {"layout": "pieces", "step": int, "pieces": [state of `gather_state()`, ...]}      where there is more than one
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate
 from typing import Any, Optional, Union
 
 import torch
@@ -21,103 +36,84 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group
-from lightning_parallel.compression.reducer import Reducer, ReductionStep
-from lightning_parallel.compression.transaction import Transaction
+from lightning_parallel.comm import GradientSession, Group
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import (
+    WRAPPER_PREFIXES,
+    FullyShardedGroup,
+    FullyShardedParameter,
+    fsdp1_comm_hook,
+    fsdp1_gradient_views,
+    fsdp1_parameter_offsets,
+    fsdp1_replica_group,
+    fully_sharded_groups,
+    install_fsdp1_comm_hook,
+    is_backward_running,
+)
+from lightning_parallel.compression.compressor_state import state_on_cpu
+from lightning_parallel.compression.reducer import Reducer, scale_reader
 
-__all__ = ["ShardedSteps", "compress_fsdp", "compress_fully_shard", "fsdp_hook", "plain_name", "shard_ranks"]
-
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+__all__ = ["ShardedSession", "compress_fsdp", "compress_fully_shard", "plain_name", "shard_ranks"]
 
 
-class ShardedSteps(Transaction):
-    """The steps of `compressor` over `group`.
+class ShardedSession(GradientSession):
+    """The steps of `compressor` where other groups of ranks hold other shards of the model.
 
     A step begins with the first gradients of a backward pass. `finish()` ends it; otherwise the next forward pass of
     the module given to `follow` does, or another gradient of the same parameter.
 
     Args:
-        group: The ranks that hold the same piece of the model, or all of it.
-        everyone: All ranks of the model.
+        group: The ranks that hold the same shards, or the whole model.
+        everyone: All ranks of the model; a step is applied on all of them or on none.
         scaler: A gradient scaler in use: residuals are kept without its scale.
-        alike: Whether all ranks of `group` receive the same means, and so know by themselves whether a step counts.
+        same_means: True if all ranks of `group` receive the same means, so that each can tell if they are finite.
     """
 
     def __init__(
-        self, compressor: Reducer, group: Group, everyone: Group, scaler: Optional[Any] = None, alike: bool = True
+        self,
+        compressor: Reducer,
+        group: Group,
+        everyone: Group,
+        scaler: Optional[Any] = None,
+        same_means: bool = True,
     ) -> None:
-        super().__init__(compressor, scaler)
-        self.group, self.everyone = group, everyone
-        self._alike = alike and group.size == everyone.size
-        self._device = torch.device("cpu")
-        self._reduced: set[str] = set()
-        self._earlier = True
-        self._undo: list[Callable[[], None]] = []
+        verdict_group = None if same_means and group.size == everyone.size else everyone
+        super().__init__(compressor, group, loss_scale=scale_reader(scaler), verdict_group=verdict_group)
+        self.compressor = compressor
+        self.everyone = everyone
+        self.on_close = ExitStack()
 
     def follow(self, module: nn.Module) -> None:
-        """End a step with the next forward pass of `module`, where nobody has called `finish`."""
+        """End a step with the next forward pass of `module`, if nobody has called `finish`."""
 
         def finish(*_: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # not where backward computes activations once more
+            if not is_backward_running():  # where activation checkpointing computes the forward pass again
                 self.finish()
 
-        self.on_close(module.register_forward_pre_hook(finish).remove)
-
-    def on_close(self, undo: Callable[[], None]) -> None:
-        """Have `close` call `undo`."""
-        self._undo.append(undo)
-
-    @torch.no_grad()
-    def reduce(self, named: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
-        """Replace some of the gradients by their mean, in place; see `ReductionStep.reduce_`."""
-        if not self._reduced.isdisjoint(named):  # another backward pass, or a module that was used twice
-            self._earlier &= self._end()
-        self._reduced.update(named)
-        self._device = next((gradient.device for gradient in named.values()), self._device)
-        self.step(self.group).reduce_(named, shards)
+        self.on_close.callback(module.register_forward_pre_hook(finish).remove)
 
     @override
-    def finish(self) -> bool:
-        """End the step of the last backward pass; False if a step since the last call did not count, on all ranks."""
-        self.counted = self._end() and self._earlier
-        self._earlier = True
-        return self.counted
-
-    def _end(self) -> bool:
-        self._reduced.clear()
-        if self._step is not None and not self._alike and not self._agreed(self._step):
-            self.abandon()
-            self.counted = False
-        return super().finish()
-
-    def _agreed(self, step: ReductionStep) -> bool:
-        flag = torch.tensor(int(step.finite), device=self._device)
-        return bool(comm.all_reduce_(flag, self.everyone, "min"))
-
     def close(self) -> None:
-        """Leave the module as it was before."""
-        while self._undo:
-            self._undo.pop()()
-
-    # ------------------------------------------------------------------------------------------------------- state
+        """Remove the hooks from the module."""
+        self.on_close.close()
+        super().close()
 
     def gather_state(self) -> dict[str, Any]:
-        """The state of all ranks, for one checkpoint file, on the first; every rank must call it."""
+        """Return the state of all ranks, for one checkpoint file, on the first; every rank must call it."""
         self.finish()
         state = self.compressor.gather_state(self.group)
         if self.group.size == self.everyone.size:
             return state
-        pieces = comm.all_gather_object(pytree.tree_map_only(Tensor, Tensor.cpu, state), self.everyone)
+        pieces = comm.all_gather_object(state_on_cpu(state), self.everyone)
         if self.everyone.rank > 0:
             return {}
         return {"layout": "pieces", "step": self.compressor.step, "pieces": [piece for piece in pieces if piece]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `gather_state()`. Where the model is cut into other pieces now, what was not sent is lost."""
+        """Continue from `gather_state()`. If the model is sharded differently now, residuals are lost."""
         self.finish()
         firsts = sorted(set(comm.all_gather_object(self.group.ranks[0], self.everyone)))
         pieces = state["pieces"] if state.get("layout") == "pieces" else [state]
@@ -134,36 +130,36 @@ class ShardedSteps(Transaction):
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter in the module as its author wrote it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
+    """Return the name of a parameter in the module as its author wrote it."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
     return name
 
 
-class _Fsdp1Unit:
-    """One FSDP module: the hook's state, as it comes with its gradient."""
+# ------------------------------------------------------------------------------------------------------------- FSDP1
 
-    def __init__(self, steps: ShardedSteps, module: Any, prefix: str) -> None:
-        self.steps, self._module, self._prefix = steps, module, prefix
+
+class _Fsdp1Unit:
+    """One FSDP module: the state of its communication hook."""
+
+    def __init__(self, session: ShardedSession, module: FullyShardedDataParallel, prefix: str) -> None:
+        self.session = session
         self.shards = Group.of(module.process_group, axis="shard")
-        self.replicated = "HYBRID" in module.sharding_strategy.name
+        self.replicates = "HYBRID" in module.sharding_strategy.name
+        self._module = module
+        self._prefix = prefix
 
     def whole(self, gradient: Tensor) -> dict[str, Tensor]:
-        """Views of a flat gradient (padded to equal parts) by parameter name."""
-        handle = self._module._handle
-        flat = handle.flat_param
-        views = handle._get_unflat_views(gradient[: flat._unpadded_unsharded_size.numel()])
-        return {self._name(name): view for name, view in zip(flat._fqns, views)}
+        """Return views of a flat gradient (padded to equal parts) by parameter name."""
+        return {self._name(name): view for name, view in fsdp1_gradient_views(self._module, gradient).items()}
 
     def part(self, shard: Tensor) -> dict[str, Tensor]:
-        """Views of this rank's part of the flat gradient by parameter name."""
-        flat = self._module._handle.flat_param
-        ends = list(accumulate(flat._numels_with_padding))
-        starts = [start for start, padding in zip([0, *ends], flat._is_padding_mask) if not padding]
+        """Return views of this rank's part of the flat gradient by parameter name."""
         here = self.shards.rank * shard.numel()
         found: dict[str, Tensor] = {}
-        for name, shape, start in zip(flat._fqns, flat._shapes, starts):
-            first, last = max(start, here), min(start + shape.numel(), here + shard.numel())
+        for name, shape, start in fsdp1_parameter_offsets(self._module):
+            first = max(start, here)
+            last = min(start + shape.numel(), here + shard.numel())
             if first < last:
                 run = shard[first - here : last - here]
                 found.update(_rows(self._name(name), run, first - start, shape[1:].numel()))
@@ -174,7 +170,12 @@ class _Fsdp1Unit:
 
 
 def _rows(name: str, run: Tensor, offset: int, extent: int) -> Iterator[tuple[str, Tensor]]:
-    """A run of a flattened parameter, from its element `offset` on: the rows of `extent` elements, and the ends."""
+    """Yield the rows of a run of a flattened parameter, and what is left of rows at its ends.
+
+    Args:
+        offset: Element of the parameter at which the run begins.
+        extent: Elements of a row.
+    """
     head = min(-offset % extent, len(run))
     tail = (len(run) - head) % extent
     rows = run[head : len(run) - tail]
@@ -186,26 +187,27 @@ def _rows(name: str, run: Tensor, offset: int, extent: int) -> Iterator[tuple[st
         yield f"{name}:tail", run[len(run) - tail :]
 
 
-def fsdp_hook(unit: _Fsdp1Unit, gradient: Tensor, shard: Optional[Tensor] = None) -> None:
-    """A communication hook of `FullyShardedDataParallel`, with a state made by `compress_fsdp`."""
-    if unit.replicated:
-        assert shard is not None
+def _fsdp1_hook(unit: _Fsdp1Unit, gradient: Tensor, shard: Optional[Tensor] = None) -> None:
+    """Reduce the flat gradient of a unit: a communication hook of FSDP1, which passes `shard` to be filled."""
+    if unit.replicates:
+        if shard is None:
+            raise RuntimeError("expected FSDP to pass the shard to fill, under a strategy that shards; found none")
         shard.copy_(comm.reduce_scatter(gradient.div_(unit.shards.size), unit.shards))
-        unit.steps.reduce(unit.part(shard))
+        unit.session.add(unit.part(shard))
         return
-    unit.steps.reduce(unit.whole(gradient))
+    unit.session.add(unit.whole(gradient))
     if shard is not None:
         shard.copy_(gradient.view(-1, shard.numel())[unit.shards.rank])
 
 
-def compress_fsdp(model: FullyShardedDataParallel, compressor: Reducer, scaler: Optional[Any] = None) -> ShardedSteps:
-    """Compress the gradients of a root FSDP module, before its first forward pass.
+def compress_fsdp(model: FullyShardedDataParallel, compressor: Reducer, scaler: Optional[Any] = None) -> ShardedSession:
+    """Compress the gradients of a root FSDP module; call it before the first forward pass.
 
     Args:
         scaler: A gradient scaler in use: residuals are kept without its scale.
 
     Returns:
-        The steps: call their `finish()` after each backward pass, or leave it to the next forward pass.
+        The session: call its `finish()` after each backward pass, or leave it to the next forward pass.
 
     Raises:
         ValueError: If `model` is not the outermost FSDP module, has a communication hook already, or has units that
@@ -214,9 +216,9 @@ def compress_fsdp(model: FullyShardedDataParallel, compressor: Reducer, scaler: 
     units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, FullyShardedDataParallel)]
     if not model.check_is_root():
         raise ValueError("expected the outermost FSDP module, found one inside of another; give that one")
-    if any(unit._comm_hook is not None for _, unit in units):
+    if any(fsdp1_comm_hook(unit) is not None for _, unit in units):
         raise ValueError("found a communication hook already, and FSDP has room for one")
-    groups = {(unit.process_group, getattr(unit, "_inter_node_pg", None)) for _, unit in units}
+    groups = {(unit.process_group, fsdp1_replica_group(unit)) for _, unit in units}
     if len(groups) > 1:
         raise ValueError(
             f"expected all FSDP units to divide the ranks alike, found {len(groups)} divisions; use one `device_mesh`"
@@ -224,71 +226,78 @@ def compress_fsdp(model: FullyShardedDataParallel, compressor: Reducer, scaler: 
     [(shards, replicas)] = groups
     everyone = Group.of(shards, axis="data_parallel") if replicas is None else Group.of(axis="data_parallel")
     group = everyone if replicas is None else Group.of(replicas, axis="data_parallel")
-    steps = ShardedSteps(compressor, group, everyone, scaler)
+    session = ShardedSession(compressor, group, everyone, scaler)
+    patches = Patches()
+    session.on_close.callback(patches.undo)
     for name, unit in units:
-        # `register_comm_hook` does the same, but refuses to where there are replicas.
-        _set_hook(unit, fsdp_hook, _Fsdp1Unit(steps, unit, f"{name}." if name else ""))
-        steps.on_close(partial(_set_hook, unit, None, None))
-    steps.follow(model)
-    return steps
+        install_fsdp1_comm_hook(unit, _fsdp1_hook, _Fsdp1Unit(session, unit, f"{name}." if name else ""), patches)
+    session.follow(model)
+    return session
 
 
-def _set_hook(module: Any, hook: Any, state: Any) -> None:
-    module._comm_hook, module._comm_hook_state = hook, state
+# ------------------------------------------------------------------------------------------------------------- FSDP2
 
 
 class _Fsdp2Unit:
     """The parameters that one call of `fully_shard` communicates together, and their places in a flat gradient."""
 
-    def __init__(self, steps: ShardedSteps, parameters: Sequence[tuple[str, Any]], shards: Group) -> None:
-        self.steps, self._parameters, self._shards = steps, parameters, shards
+    def __init__(
+        self, session: ShardedSession, parameters: Sequence[tuple[str, FullyShardedParameter]], shards: Group
+    ) -> None:
+        self.session = session
+        self._parameters = parameters
+        self._shards = shards
 
     def average_replicas(self, flat: Tensor) -> None:
-        """Replace this rank's shards by their mean over the replicas: a hook of FSDP2."""
-        pieces = self._laid_out(flat.numel())
-        self.steps.reduce(
-            {name: flat[start : start + p.sharded_size.numel()].view(p.sharded_size) for name, p, start in pieces}
-        )
+        """Replace this rank's shards by their mean over the replicas: the all-reduce hook of FSDP2."""
+        named: dict[str, Tensor] = {}
+        for name, parameter, start in self._places(flat.numel()):
+            size = parameter.shard_size
+            named[name] = flat[start : start + size.numel()].view(size)
+        self.session.add(named)
 
     def average_whole(self, output: Tensor, flat: Tensor) -> None:
-        """Take this rank's shards of the mean of whole gradients."""
+        """Fill `output` with this rank's shards of the mean of the whole gradients in `flat`."""
         rows = flat.view(self._shards.size, -1)
-        pieces = self._laid_out(output.numel())
-        whole = {name: _joined(rows[:, start:], p) for name, p, start in pieces}
-        shards = {name: p.padded_sharded_param_size.numel() for name, p, _ in pieces if p.fsdp_placement.dim == 0}
-        self.steps.reduce(whole, shards)
+        places = self._places(output.numel())
+        whole = {name: _joined(rows[:, start:], parameter) for name, parameter, start in places}
+        # Only shards along the first dimension are runs of the flattened gradient.
+        shards = {name: parameter.padded_shard_size.numel() for name, parameter, _ in places if parameter.dim == 0}
+        self.session.add(whole, shards)
         output.zero_()
-        for name, p, start in pieces:
-            size, dim = p.padded_sharded_param_size, p.fsdp_placement.dim
+        for name, parameter, start in places:
+            size = parameter.padded_shard_size
+            dim = parameter.dim
             first = self._shards.rank * size[dim]
             mine = whole[name][(slice(None),) * dim + (slice(first, first + size[dim]),)]
             output[start : start + size.numel()].view(size).narrow(dim, 0, mine.shape[dim]).copy_(mine)
 
-    def _laid_out(self, numel: int) -> list[tuple[str, Any, int]]:
-        """Name, parameter and first element of all that have a gradient."""
-        pieces, end = [], 0
+    def _places(self, numel: int) -> list[tuple[str, FullyShardedParameter, int]]:
+        """Return name, parameter and first element of all that have a gradient, in a flat one of `numel` elements."""
+        places: list[tuple[str, FullyShardedParameter, int]] = []
+        end = 0
         for name, parameter in self._parameters:
-            if parameter.sharded_param.requires_grad:
-                pieces.append((name, parameter, end))
-                end += parameter.padded_sharded_param_size.numel()
+            if parameter.tensor.requires_grad:
+                places.append((name, parameter, end))
+                end += parameter.padded_shard_size.numel()
         if end != numel:
             raise RuntimeError(
-                f"expected gradients of all of {', '.join(name for name, *_ in pieces)}, {end} elements of this rank's "
+                f"expected gradients of all of {', '.join(name for name, *_ in places)}, {end} elements of this rank's "
                 f"shards, found {numel}: a parameter was not used. Freeze it, or call "
                 "`set_reduce_scatter_unused_params(True)` on the module"
             )
-        return pieces
+        return places
 
 
-def _joined(rows: Tensor, parameter: Any) -> Tensor:
-    """A whole gradient from (ranks, padded shard, ...), without the padding."""
-    size, dim = parameter.padded_sharded_param_size, parameter.fsdp_placement.dim
+def _joined(rows: Tensor, parameter: FullyShardedParameter) -> Tensor:
+    """Return a whole gradient from rows (ranks, padded shard, ...), without the padding."""
+    size = parameter.padded_shard_size
     shards = rows[:, : size.numel()].unflatten(1, size)
-    return torch.cat(list(shards), dim).narrow(dim, 0, parameter._orig_size[dim])
+    return torch.cat(list(shards), parameter.dim).narrow(parameter.dim, 0, parameter.size[parameter.dim])
 
 
 class _CompressedReduceScatter:
-    """Stands in for the reduce-scatter of FSDP2."""
+    """Replaces the reduce-scatter of FSDP2; the methods are those that torch's protocol asks for."""
 
     def __init__(self, unit: _Fsdp2Unit) -> None:
         self._unit = unit
@@ -314,8 +323,8 @@ def compress_fully_shard(
     compressor: Reducer,
     replicas: Union[dist.ProcessGroup, DeviceMesh, None] = None,
     scaler: Optional[Any] = None,
-) -> ShardedSteps:
-    """Compress the gradients of the modules in `model` that `fully_shard` has divided, before the first forward pass.
+) -> ShardedSession:
+    """Compress the gradients of the modules in `model` that `fully_shard` has divided; before the first forward.
 
     With `replicas`, or where parameters are divided by tensor parallelism as well, all ranks must train `model`.
 
@@ -325,8 +334,8 @@ def compress_fully_shard(
         scaler: A gradient scaler in use: residuals are kept without its scale.
 
     Returns:
-        The steps: call their `finish()` after each backward pass, or leave it to the next forward pass. Where one
-        did not count, not every rank has a gradient that tells.
+        The session: call its `finish()` after each backward pass, or leave it to the next forward pass. After a step
+        that was dropped, not every rank has a gradient that is not finite.
 
     Raises:
         ValueError: If nothing in `model` is fully sharded, it is over a mesh of shards and replicas, its modules
@@ -334,60 +343,60 @@ def compress_fully_shard(
         RuntimeError: If this version of torch lacks the hook.
     """
     sharded: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
-    groups = _parameter_groups(model)
+    groups = _groups_by_module(model)
     shards = _check(groups, replicas)
-    group = shards if replicas is None else _group(replicas)
+    group = shards if replicas is None else _group_of(replicas)
     if replicas is not None and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("expected parameters with data, which replicas are to share, found some on the meta device")
-    steps = ShardedSteps(compressor, group, _everyone(groups, shards, replicas), scaler, alike=replicas is not None)
+    everyone = _everyone(groups, shards, replicas)
+    session = ShardedSession(compressor, group, everyone, scaler, same_means=replicas is not None)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     for name, parameters in groups.items():
-        unit = _Fsdp2Unit(steps, [(names[id(p.sharded_param)], p) for p in parameters.fsdp_params], shards)
+        unit = _Fsdp2Unit(session, [(names[id(p.tensor)], p) for p in parameters.parameters], shards)
         _install(sharded[name], parameters, unit, replicas is not None)
     for name, module in sharded.items():
-        if not any(name.startswith(f"{other}." if other else "") for other in sharded if other != name):
-            steps.follow(module)
+        inside = any(name.startswith(f"{other}." if other else "") for other in sharded if other != name)
+        if not inside:
+            session.follow(module)
     if replicas is not None:
         _make_equal(model, group)
-    return steps
+    return session
 
 
-def _install(module: Any, parameters: Any, unit: _Fsdp2Unit, hybrid: bool) -> None:
+def _install(module: Any, parameters: FullyShardedGroup, unit: _Fsdp2Unit, hybrid: bool) -> None:
     if hybrid:
         module.set_all_reduce_hook(unit.average_replicas)
-        unit.steps.on_close(partial(module.set_all_reduce_hook, None))
+        unit.session.on_close.callback(partial(module.set_all_reduce_hook, None))
     else:
-        before = parameters._reduce_scatter_comm
+        before = parameters.reduce_scatter
         module.set_custom_reduce_scatter(_CompressedReduceScatter(unit))
-        unit.steps.on_close(partial(module.set_custom_reduce_scatter, before))
+        unit.session.on_close.callback(partial(module.set_custom_reduce_scatter, before))
 
 
 def shard_ranks(model: nn.Module) -> Optional[tuple[int, ...]]:
-    """The ranks that share the parameters of the first fully sharded module out; None if there is no such module."""
-    groups = _parameter_groups(model)
+    """Return the ranks that share the parameters of the first fully sharded module; None if there is none."""
+    groups = _groups_by_module(model)
     return _shards(next(iter(groups.values()))).ranks if groups else None
 
 
-def _parameter_groups(model: nn.Module) -> dict[str, Any]:
-    """What `fully_shard` communicates together, by the name of the module that it was given."""
-    found: dict[str, Any] = {}
+def _groups_by_module(model: nn.Module) -> dict[str, FullyShardedGroup]:
+    """Return what `fully_shard` communicates together, by the name of the module that it was given."""
+    found: dict[str, FullyShardedGroup] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            found.update((name, group) for group in groups if group is not None and group not in found.values())
+            found.update((name, group) for group in fully_sharded_groups(module) if group not in found.values())
     return found
 
 
-def _shards(parameters: Any) -> Group:
-    return Group.of(parameters.mesh_info.shard_process_group, axis="data_parallel")
+def _shards(parameters: FullyShardedGroup) -> Group:
+    return Group.of(parameters.shard_group, axis="data_parallel")
 
 
-def _check(groups: dict[str, Any], replicas: Any) -> Group:
-    """The one group of ranks that all modules are divided over."""
+def _check(groups: Mapping[str, FullyShardedGroup], replicas: Any) -> Group:
+    """Return the one group of ranks that all modules are divided over."""
     if not groups:
         raise ValueError("expected modules with `fully_shard` applied, found none")
-    hybrid = [name for name, group in groups.items() if hasattr(group.mesh_info, "replicate_process_group")]
+    hybrid = [name for name, group in groups.items() if group.replicates]
     if hybrid:
         raise ValueError(
             f"found `fully_shard` over a mesh of shards and replicas at {hybrid}: FSDP2 sums over the replicas before "
@@ -400,31 +409,31 @@ def _check(groups: dict[str, Any], replicas: Any) -> Group:
     used = [
         name
         for name, group in groups.items()
-        if group._all_reduce_hook is not None
-        or isinstance(getattr(group, "_reduce_scatter_comm", None), _CompressedReduceScatter)
+        if group.has_all_reduce_hook or isinstance(group.reduce_scatter, _CompressedReduceScatter)
     ]
     if used:
-        raise ValueError(f"found a communication hook already, at {used}; close the steps that it belongs to first")
+        raise ValueError(f"found a communication hook already, at {used}; close the session that it belongs to first")
     divisions = {_shards(group).ranks for group in groups.values()}
     if len(divisions) > 1:
         raise ValueError(f"expected all modules to be divided over the same ranks, found {sorted(divisions)}")
     return _shards(next(iter(groups.values())))
 
 
-def _everyone(groups: dict[str, Any], shards: Group, replicas: Any) -> Group:
-    """The ranks that must agree on whether a step counts."""
-    meshes = [p.sharded_param.device_mesh for group in groups.values() for p in group.fsdp_params]
+def _everyone(groups: Mapping[str, FullyShardedGroup], shards: Group, replicas: Any) -> Group:
+    """Return the ranks that must agree on whether a step is applied."""
+    meshes = [parameter.tensor.device_mesh for group in groups.values() for parameter in group.parameters]
     alone = replicas is None and all(mesh.ndim == 1 for mesh in meshes)
     return shards if alone else Group.of(axis="data_parallel")
 
 
-def _group(replicas: Union[dist.ProcessGroup, DeviceMesh]) -> Group:
+def _group_of(replicas: Union[dist.ProcessGroup, DeviceMesh]) -> Group:
     process_group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
     return Group.of(process_group, axis="data_parallel")
 
 
 @torch.no_grad()
 def _make_equal(model: nn.Module, replicas: Group) -> None:
+    """Copy the values of the first replica to the others."""
     for tensor in (*model.parameters(), *model.buffers()):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if local.numel():

@@ -27,7 +27,16 @@ from lightning_parallel.compression.wire import (
     sent_bytes,
 )
 
-__all__ = ["check_reducer", "GroupLike", "Method", "Outcome", "ReducedBlock", "Reducer", "ReductionStep"]
+__all__ = [
+    "check_reducer",
+    "scale_reader",
+    "GroupLike",
+    "Method",
+    "Outcome",
+    "ReducedBlock",
+    "Reducer",
+    "ReductionStep",
+]
 
 
 class Method(abc.ABC):
@@ -444,6 +453,11 @@ def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(kinds.values())
+
+
+def scale_reader(scaler: Optional[Any]) -> Callable[[], float]:
+    """Return a function that reads the loss scale of `scaler`, such as a `torch.amp.GradScaler`; 1 without one."""
+    return lambda: 1.0 if scaler is None else float(scaler.get_scale())
 
 
 def check_reducer(compression: object) -> None:

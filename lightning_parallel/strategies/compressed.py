@@ -26,7 +26,7 @@ from lightning_parallel.compression import (
     Quantize,
     RandomK,
     Reducer,
-    ShardedSteps,
+    ShardedSession,
     Sign,
     TopK,
     bind_to_module,
@@ -105,7 +105,7 @@ class SavesCompression(Strategy):
 class SavesShardedCompression(SavesCompression):
     """As above, where gradients are compressed for ranks that share parameters out."""
 
-    _state: ShardedSteps | None = None
+    _state: ShardedSession | None = None
 
     @override
     def _gather_compression(self) -> dict[str, Any]:
