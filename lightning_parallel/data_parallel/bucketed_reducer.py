@@ -7,13 +7,13 @@ A bucket starts when its last gradient is ready, always in the order of the buck
 same collectives whatever order its gradients come in. Which parameters have a gradient is exchanged with every step:
 one that some replica did not use counts as zero there, one that no replica used keeps no gradient.
 
-A compressor's messages depend on each other, so its buckets are reduced by a worker, on copies: a gradient that
-accumulates once more meanwhile is seen, and the step is done again.
+The messages of a compressor depend on each other, so its buckets go through a `GradientSession` on a thread, as
+copies: if a gradient accumulates again after its bucket was sent, the step is dropped and done again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,25 +21,47 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group, Pending, Worker
-from lightning_parallel.data_parallel.beside import Beside, MeanReducer, MeanStep
+from lightning_parallel.comm import GradientSession, Group, MeanReducer, Pending, ThreadExecutor, fill_buckets
 
 __all__ = ["GradientReducer"]
 
-FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket, so that communication starts early
 
+class _GradientBucket:
+    """Parameters of one dtype and device whose gradients travel together.
 
-class _Bucket:
-    """Parameters of one dtype and device whose gradients travel together."""
+    Attributes:
+        ready: Parameters whose gradient of this backward pass has come.
+        launched: True once the gradients were sent.
+        stale: True if a gradient has changed since then.
+    """
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.num_bytes = 0
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
         self.ready: set[str] = set()
         self.launched = False
         self.stale = False
         self.flat: Tensor | None = None
         self.pending: Pending | None = None
+
+    def launch(self, flat: Tensor, group: Group) -> None:
+        """Begin to sum `flat`, the gradients of the bucket in one vector, over `group`."""
+        self.flat = flat
+        self.pending = comm.all_reduce_(flat, group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return the sum."""
+        if self.pending is None or self.flat is None:
+            raise RuntimeError("this bucket has not been launched")
+        self.pending.wait()
+        return self.flat
+
+    def reset(self) -> None:
+        """Prepare for the next step."""
+        self.ready.clear()
+        self.launched = False
+        self.stale = False
+        self.flat = None
+        self.pending = None
 
 
 class GradientReducer:
@@ -54,18 +76,18 @@ class GradientReducer:
         group: The data-parallel group.
         bucket_bytes: Size at which a bucket is full.
         compression: Computes the mean instead.
-        side_group: A second group of the same ranks, which nobody else uses: there compression runs while backward
+        side_group: An extra group of the same ranks, which nobody else uses: there compression runs while backward
             does. Without it, it runs after backward, with all gradients at once.
         replica_group: Ranks that hold the rest of the model. A gradient that is not finite on any of them makes the
-            compressors of all of them forget the step.
+            compressors of all of them drop the step.
         prepare: Called with the gradients of `prepare_names` before they are reduced, to complete partial ones in
             place (sums over the tensor-parallel group).
         prepare_names: Parameters whose gradients `prepare` completes.
 
     Attributes:
-        counted: False if a compressor has found a gradient that is not finite and forgotten the last step, on all ranks
-            alike.
-        reduced: What the compressor was given in the last step.
+        applied: False if a compressor has found a gradient that is not finite and dropped the last step; the same on
+            all ranks.
+        reduced: The parameters whose gradients the compressor was given in the last step.
     """
 
     def __init__(
@@ -85,11 +107,11 @@ class GradientReducer:
         self._compression = compression
         self._side_group = side_group if compression is not None and group.size > 1 else None
         self._replica_group = replica_group
-        self._worker: Worker | None = None
-        self._beside: Beside | None = None
+        self._overlapped: GradientSession | None = None  # on a thread, while backward runs
+        self._means: list[Callable[[], Mapping[str, Tensor]]] = []  # of the buckets given to it
         self._prepare = prepare
         self._prepare_names = prepare_names if prepare is not None else frozenset()
-        self.counted = True
+        self.applied = True
         self.reduced: set[str] = set()
         self._synchronizing = True
         self._hooks: list[Any] = []
@@ -100,14 +122,14 @@ class GradientReducer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take notice of parameters that were frozen or unfrozen; to be called between steps."""
+        """Adapt to parameters that were frozen or unfrozen; call it between steps."""
         trainable = [parameter.requires_grad for parameter in self._parameters.values()]
         if trainable == self._trainable:
             return
         self.remove()
         self._trainable = trainable
         self._active = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-        self._buckets = self._fill_buckets()
+        self._buckets = self._create_buckets()
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._next = 0
         self._launched_anywhere = False
@@ -119,25 +141,21 @@ class GradientReducer:
     def _overlaps(self) -> bool:
         return self.group.size > 1 and (self._compression is None or self._side_group is not None)
 
-    def _fill_buckets(self) -> list[_Bucket]:
-        """Buckets in reverse order of registration, about the order of backward; partial gradients come last."""
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._active.values())).device
+
+    def _create_buckets(self) -> list[_GradientBucket]:
+        """Fill buckets in reverse order of registration, about the order of backward; partial gradients come last."""
+
+        def kind(name: str) -> Hashable:
+            parameter = self._active[name]
+            return parameter.dtype, parameter.device, name in self._prepare_names
+
         order = list(reversed(self._active))
         order.sort(key=lambda name: name in self._prepare_names)
-        buckets: list[_Bucket] = []
-        open_buckets: dict[tuple[Any, ...], _Bucket] = {}
-        for name in order:
-            parameter = self._active[name]
-            kind = (parameter.dtype, parameter.device, name in self._prepare_names)
-            if kind not in open_buckets:
-                open_buckets[kind] = _Bucket()
-                buckets.append(open_buckets[kind])
-            bucket = open_buckets[kind]
-            bucket.names.append(name)
-            bucket.num_bytes += parameter.numel() * parameter.element_size()
-            full = min(FIRST_BUCKET_BYTES, self._bucket_bytes) if bucket is buckets[0] else self._bucket_bytes
-            if bucket.num_bytes >= full:
-                del open_buckets[kind]
-        return buckets
+        sizes = {name: self._active[name].numel() * self._active[name].element_size() for name in order}
+        return [_GradientBucket(names) for names in fill_buckets(sizes, self._bucket_bytes, kind)]
 
     # ---------------------------------------------------------------------------------------------- during backward
 
@@ -147,18 +165,22 @@ class GradientReducer:
         return self._synchronizing
 
     def mark(self, parameters: Iterable[Tensor]) -> None:
-        """Take notice of gradients that were put in place, rather than accumulated by autograd."""
+        """Register gradients that were put in place, rather than accumulated by autograd."""
         marked = set(map(id, parameters))
         self._accumulated |= {name for name, parameter in self._active.items() if id(parameter) in marked}
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass, whose gradients are final afterwards.
+        """Surround a backward pass: after the block its gradients are final.
 
-        Sums that an earlier pass has completed are put aside meanwhile: they would be summed over the ranks again.
+        Gradients that an earlier pass has completed are set aside during the block: `prepare` would sum them over the
+        ranks a second time.
         """
-        completed = self._completed if self._synchronizing else set()
-        held = {name: grad for name in completed if (grad := self._active[name].grad) is not None}
+        held: dict[str, Tensor] = {}
+        for name in self._completed if self._synchronizing else ():
+            gradient = self._active[name].grad
+            if gradient is not None:
+                held[name] = gradient
         if not self._synchronizing:
             self._completed = set()  # what accumulates now is partial
         for name in held:
@@ -198,28 +220,32 @@ class GradientReducer:
 
         return ready
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: _GradientBucket) -> None:
         bucket.launched = True
-        if self._compression is not None:
-            self._compress_beside({name: self._gradient(name) for name in bucket.names})
-            return
-        bucket.flat = self._flatten(bucket)
-        bucket.pending = comm.all_reduce_(bucket.flat, self.group, async_op=True)
+        if self._compression is None:
+            bucket.launch(self._flatten(bucket), self.group)
+        else:
+            self._compress_early({name: self._gradient(name) for name in bucket.names})
 
-    def _compress_beside(self, gradients: dict[str, Tensor]) -> None:
-        assert self._compression is not None
-        assert self._side_group is not None
-        if self._worker is None:
-            self._worker = Worker(next(iter(self._active.values())).device)
-        if self._beside is None:
-            self._beside = Beside(self._compression.begin(self._side_group), self._worker)
-        self._beside.launch(gradients)
+    def _compress_early(self, gradients: dict[str, Tensor]) -> None:
+        """Compress copies of a bucket while backward goes on."""
+        self._means.append(self._overlapped_session().add(gradients, copy=True))
+
+    def _overlapped_session(self) -> GradientSession:
+        if self._overlapped is None:
+            assert self._compression is not None
+            assert self._side_group is not None
+            executor = ThreadExecutor(self._device)
+            self._overlapped = GradientSession(
+                self._compression, self._side_group, executor, verdict_group=self._replica_group, device=self._device
+            )
+        return self._overlapped
 
     @torch.no_grad()
-    def _flatten(self, bucket: _Bucket) -> Tensor:
-        pieces = [self._gradient(name) for name in bucket.names]
+    def _flatten(self, bucket: _GradientBucket) -> Tensor:
+        gradients = [self._gradient(name) for name in bucket.names]
         with torch.inference_mode(False):
-            return torch.cat([piece.reshape(-1) for piece in pieces])
+            return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
     def _gradient(self, name: str) -> Tensor:
         """The gradient of a parameter; zeros where it has none."""
@@ -242,13 +268,13 @@ class GradientReducer:
         """Finish the reduction: afterwards every `.grad` is the mean over the group. Nothing inside `no_sync()`."""
         if not self._synchronizing:
             return
-        self.counted = True
+        self.applied = True
         if self._prepare is not None:
             self._completed = {name for name in self._active if name in self._prepare_names}
             self._prepare({name: self._gradient_of(name) for name in self._active if name in self._prepare_names})
         try:
             if self._compression is not None:
-                self.counted = self._compress(self._compression, self._exchange_use())
+                self.applied = self._compress(self._compression, self._exchange_use())
             elif self.group.size > 1:
                 self._launch_rest()
                 self._finish_buckets(self._exchange_use())
@@ -257,11 +283,11 @@ class GradientReducer:
 
     def _reset(self) -> None:
         for bucket in self._buckets:
-            bucket.ready.clear()
-            bucket.launched = bucket.stale = False
-            bucket.flat, bucket.pending = None, None
-        self._next, self._beside = 0, None
-        self._accumulated, self._touched = set(), False
+            bucket.reset()
+        self._next = 0
+        self._means = []
+        self._accumulated = set()
+        self._touched = False
 
     def _gradient_of(self, name: str) -> Tensor:
         """The gradient of a parameter in its place; zeros are put there where it has none."""
@@ -270,9 +296,10 @@ class GradientReducer:
         return gradient
 
     def _exchange_use(self) -> set[str]:
-        """Names with a gradient on any replica; what any replica found stale or has launched is so here too.
+        """Return the names with a gradient on any replica, and adopt which buckets any replica found stale or sent.
 
-        A plain mean does nothing to an old gradient; a compressor would take it for another one.
+        A plain mean leaves a gradient of an earlier step as it is, but a compressor would take it for a new one: with
+        compression only gradients that came since the last reduction count.
         """
         only = self._active if self._compression is None else self._accumulated
         flags = [parameter.grad is not None and name in only for name, parameter in self._active.items()]
@@ -280,8 +307,8 @@ class GradientReducer:
         if not flags:
             return set()
         flags.append(self._next > 0)
-        device = next(iter(self._active.values())).device
-        shared = comm.all_reduce_(torch.tensor(flags, dtype=torch.uint8, device=device), self.group, "max").tolist()
+        flags_tensor = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        shared = comm.all_reduce_(flags_tensor, self.group, "max").tolist()
         for bucket, stale in zip(self._buckets, shared[len(self._active) :]):
             bucket.stale = bool(stale)
         self._launched_anywhere = bool(shared[-1])
@@ -289,42 +316,26 @@ class GradientReducer:
 
     def _compress(self, compression: MeanReducer, used: set[str]) -> bool:
         self.reduced = used
-        if self._launched_anywhere:
-            counted = self._finish_beside(used)
-            if counted is not None:
-                return counted
-        step = compression.begin(self.group)
-        try:
-            step.reduce_({name: self._gradient_of(name) for name in self._active if name in used})
-        except BaseException:
-            step.rollback()
-            raise
-        return self._end(step)
+        if self._launched_anywhere and self._finish_early(used):
+            return self._overlapped_session().finish()
+        # In place and in the calling thread: nothing is left to overlap with.
+        session = GradientSession(compression, self.group, verdict_group=self._replica_group, device=self._device)
+        session.add({name: self._gradient_of(name) for name in self._active if name in used})
+        return session.finish()
 
-    def _finish_beside(self, used: set[str]) -> bool | None:
-        """Launch what is left and put the means into place; None if a gradient has changed since it was sent."""
+    def _finish_early(self, used: set[str]) -> bool:
+        """Compress what is left and put the means in place; False if a gradient has changed since it was sent."""
         for bucket in self._buckets[self._next :]:  # where a rank has launched one, its parameters are all in use
-            self._compress_beside({name: self._gradient_of(name) for name in bucket.names if name in used})
-        assert self._beside is not None
-        means = self._beside.wait()
+            self._compress_early({name: self._gradient_of(name) for name in bucket.names if name in used})
+        session = self._overlapped_session()
+        session.wait()
         if any(bucket.stale for bucket in self._buckets):
-            self._beside.step.rollback()
-            return None
-        for name, mean in means.items():
-            self._active[name].grad = mean
-        return self._end(self._beside.step)
-
-    def _end(self, step: MeanStep) -> bool:
-        """Commit the step if every gradient of the whole model was finite on every rank."""
-        finite = step.finite
-        if self._replica_group is not None:
-            device = next(iter(self._active.values())).device
-            finite = bool(comm.all_reduce_(torch.tensor(int(finite), device=device), self._replica_group, "min"))
-        if finite:
-            step.commit()
-        else:
-            step.rollback()
-        return finite
+            session.discard()
+            return False
+        for means in self._means:
+            for name, mean in means().items():
+                self._active[name].grad = mean
+        return True
 
     def _launch_rest(self) -> None:
         for bucket in self._buckets:
@@ -333,18 +344,15 @@ class GradientReducer:
 
     def _finish_buckets(self, used: set[str]) -> None:
         for bucket in self._buckets:
-            assert bucket.pending is not None
-            bucket.pending.wait()
+            total = bucket.wait()
             if bucket.stale:
                 self._launch(bucket)
-                bucket.pending.wait()
-            self._write_back(bucket, used)
+                total = bucket.wait()
+            self._write_back(bucket, total.div_(self.group.size), used)
 
-    def _write_back(self, bucket: _Bucket, used: set[str]) -> None:
-        assert bucket.flat is not None
-        bucket.flat.div_(self.group.size)
+    def _write_back(self, bucket: _GradientBucket, flat: Tensor, used: set[str]) -> None:
         parameters = [self._active[name] for name in bucket.names]
-        means = bucket.flat.split([parameter.numel() for parameter in parameters])
+        means = flat.split([parameter.numel() for parameter in parameters])
         for name, parameter, mean in zip(bucket.names, parameters, means):
             if name not in used:
                 continue
@@ -354,10 +362,10 @@ class GradientReducer:
                 parameter.grad.copy_(mean.view_as(parameter))
 
     def remove(self) -> None:
-        """Take the hooks off the parameters, and end the worker."""
+        """Remove the hooks from the parameters, and end the thread."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        if self._overlapped is not None:
+            self._overlapped.close()
+            self._overlapped = None
