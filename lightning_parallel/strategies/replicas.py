@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group
-from lightning_parallel.fingerprint import fingerprints
+from lightning_parallel.comm import Group, fingerprints
 
 __all__ = ["share_buffers", "share_random_state", "start_equal", "synchronize_batch_norm"]
 

@@ -5,10 +5,10 @@ import inspect
 import pytest
 import torch
 
-from lightning_parallel import comm, tensor
+from lightning_parallel import tensor
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor import autograd as c
-from tests.harness import distributed, run
+from tests.harness import distributed, recorded_communication, run
 
 UNEVEN = {2: [3, 1], 3: [2, 0, 3], 4: [1, 2, 0, 3]}
 
@@ -34,7 +34,7 @@ def check(group, operation, model, shapes, ops):
     before = mine.detach().clone()
     outputs = model(full)
     factors = weights([output.shape for output in outputs])
-    with comm.record() as records:
+    with recorded_communication() as records:
         y = operation(mine)
         torch.testing.assert_close(y, outputs[group.rank])
         (y * factors[group.rank]).sum().backward()
@@ -129,7 +129,7 @@ def test_all_to_all(group):
 @distributed(world_size=2)
 def test_send_and_receive(group):
     x = torch.arange(4.0, requires_grad=True)
-    with comm.record() as records:
+    with recorded_communication() as records:
         if group.rank == 0:
             c.send_to(x * 2, group, to=1).backward()
             assert torch.equal(x.grad, 6 * x.detach() * 2 * 2)

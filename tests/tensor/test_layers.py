@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.autograd import (
     all_gather_to_group,
@@ -22,7 +21,7 @@ from lightning_parallel.tensor.autograd import (
 )
 from lightning_parallel.tensor.layers import Column, ColumnLinear, Replicate, Row, RowLinear, Vocab, VocabEmbedding
 from lightning_parallel.tensor.sharding import Shard, ShardPart, balanced
-from tests.harness import distributed, run
+from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import check, divide, finish_gradients, same_by_name
 
 WORLDS = pytest.mark.parametrize("world", [2, 3, 4])
@@ -223,7 +222,7 @@ def test_what_cannot_be_divided_is_refused():
 
 
 def counted(function):
-    with comm.record() as records:
+    with recorded_communication() as records:
         function()
     return [record.op for record in records]
 
@@ -281,7 +280,7 @@ def test_the_weight_gradient_is_computed_while_the_reduction_runs(group):
     computed = []
     layer.weight.register_hook(lambda _: computed.append(time.perf_counter_ns()))
     y = layer(torch.randn(3, 6, requires_grad=True)).sum()
-    with comm.record() as records:
+    with recorded_communication() as records:
         y.backward()
         collected = time.perf_counter_ns()
     assert records[0].start_ns < computed[0] < collected
@@ -466,13 +465,13 @@ def sequence(group, dim):
         tokens = torch.randint(9, (length, 3) if dim == 0 else (3, length))
         for m in (model, whole):
             m.zero_grad()
-        with comm.record() as records:
+        with recorded_communication() as records:
             y = model(tokens)
         assert [record.op for record in records] == ["reduce_scatter", "all_gather", "reduce_scatter"]
         sizes = balanced(length, group.size)
         expected = whole(tokens)
         torch.testing.assert_close(y, expected.split(sizes, dim)[group.rank])
-        with comm.record() as records:
+        with recorded_communication() as records:
             y.pow(2).sum().backward()
         assert [record.op for record in records] == ["all_gather", "reduce_scatter", "all_gather"]
         expected.pow(2).sum().backward()

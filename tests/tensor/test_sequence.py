@@ -11,7 +11,7 @@ from lightning_parallel import comm
 from lightning_parallel.tensor.layers import Column, Replicate, Row
 from lightning_parallel.tensor.sequence import divide_sequence, sequence_parallel_styles
 from lightning_parallel.tensor.sharding import ShardPart
-from tests.harness import distributed, run
+from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import divide, finish_gradients, same_by_name
 
 
@@ -72,7 +72,7 @@ def equals_one_process(group):
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, whole)]
     for length in (5, 8, 4):
         tokens = torch.randint(9, (2, length))
-        with comm.record() as records:
+        with recorded_communication() as records:
             y = model(tokens)
         assert [record.op for record in records] == [*["all_gather", "reduce_scatter"] * 4, "all_gather"]
         expected = whole(tokens)

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_parallel import comm
 from lightning_parallel.tensor.sharding import Shard, ShardPart, reduce_partial_
-from tests.harness import distributed
+from tests.harness import distributed, recorded_communication
 
 
 @st.composite
@@ -103,7 +102,7 @@ def test_reduce_partial_sums_over_holders(group):
         "plain": torch.full((2,), 5.0),
         "half": torch.full((4,), 1.0, dtype=torch.bfloat16),
     }
-    with comm.record() as records:
+    with recorded_communication() as records:
         reduce_partial_(grads, rules, group)
     assert len(records) == 2, "one all-reduce per dtype"
     assert torch.equal(grads["norm"], torch.full((2, 2), 6.0))
