@@ -1,4 +1,4 @@
-"""The first batch of a run, looked at before the run begins."""
+"""Look at the first batch of a run before the run begins."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_parallel.compat.lightning import loaders_of, prepared_batch, take_first_entry
+from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.runtime import loss_of
 
 __all__ = ["STEPS", "first_batch", "warn_unless_mean"]
@@ -82,7 +82,7 @@ def _loss(run: Callable[[Any], Any], batch: Any, seed: int) -> Tensor:
 
 
 def first_batch(trainer: Trainer) -> Any | None:
-    """The first batch of the run that `trainer` is about to begin, on the device; it will come again.
+    """Return the first batch of the run that `trainer` is about to begin, on the device; it will come again.
 
     None if there is none, or if the data can be read only once.
     """
@@ -94,22 +94,16 @@ def first_batch(trainer: Trainer) -> Any | None:
     }
     assert trainer.state.fn is not None
     loop = loops[trainer.state.fn]
-    with isolate_rng(), _rewound(tree_leaves(loop._data_source.instance)):
-        loop.setup_data()
-        loader, loop._combined_loader = loop._combined_loader, None  # so that the run sets up its data by itself
-        if loader is None or any(hasattr(data, "__next__") for data in loader.flattened):
-            return None
-        entry = next(iter(loader), None)
+    with isolate_rng(), _rewound(pytree.tree_leaves(loaders_of(loop))):
+        entry = take_first_entry(loop)
     if entry is None or entry[0] is None:
         return None
-    batch = trainer.precision_plugin.convert_input(entry[0])
-    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+    return prepared_batch(trainer, entry[0])
 
 
 @contextmanager
 def _rewound(loaders: list[Any]) -> Iterator[None]:
-    """Give random generators that belong to loaders and samplers the state back that they had."""
+    """Restore the random generators that belong to loaders and samplers after the block."""
     owners = [owner for loader in loaders for owner in (loader, getattr(loader, "sampler", None))]
     found = [getattr(owner, "generator", None) for owner in owners]
     generators = [generator for generator in found if isinstance(generator, torch.Generator)]
