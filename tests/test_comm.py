@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups, liveness
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.recorder import Recorder, activate, span
+from lightning_parallel.tracing import Recorder, activate, span
 from tests.harness import RankError, distributed, run
 
 

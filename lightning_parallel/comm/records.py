@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_parallel import recorder
+from lightning_parallel import tracing
 from lightning_parallel.comm import liveness
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.recorder import Flight
+from lightning_parallel.tracing import InFlight
 
 __all__ = ["PROFILING", "CommRecord", "Done", "Pending", "explain", "observe", "record", "recorded", "rehearsal"]
 
@@ -144,7 +144,7 @@ class Pending:
             self._watch_completion(flight)
         return self
 
-    def _watch_completion(self, flight: Flight | _Unseen) -> None:
+    def _watch_completion(self, flight: InFlight | _Unseen) -> None:
         clock = flight.clock
         if clock is not None:
             flight.complete = clock.completion(self._work)
@@ -167,7 +167,7 @@ class Pending:
             after = time.perf_counter_ns()
             if self._flight.complete is None and self._flight.clock is None and after - before > ARRIVAL_NS:
                 self._flight.complete = after
-            self._flight.land()
+            self._flight.finish()
             if _observers:
                 self._report(after, before)
         return self._result() if callable(self._result) else self._result
@@ -203,7 +203,7 @@ class Done(Pending):
 
 
 class _Unseen:
-    """Stands for a `Flight` where nothing is recorded."""
+    """Stands for a `InFlight` where nothing is recorded."""
 
     complete: Any = None
     clock = None
@@ -214,7 +214,7 @@ class _Unseen:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def land(self) -> None:
+    def finish(self) -> None:
         pass
 
 
@@ -228,12 +228,12 @@ def _begin(
     dtype: torch.dtype | None,
     peer: int | None = None,
     tag: int | None = None,
-) -> Flight | _Unseen:
-    active = recorder.active()
+) -> InFlight | _Unseen:
+    active = tracing.active()
     if active is None or group.axis == PROFILING:
         return _UNSEEN
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    return Flight(active, op, group.axis, group.ranks, num_bytes, name, peer, tag, group.name)
+    return InFlight(active, op, group.axis, group.ranks, num_bytes, name, peer, tag, group.name)
 
 
 @contextmanager
@@ -242,7 +242,7 @@ def recorded(op: str, group: Group) -> Iterator[None]:
     flight = _begin(op, group, None, None)
     with flight:
         yield
-    flight.land()
+    flight.finish()
 
 
 def explain(error: RuntimeError, op: str, group: Group) -> NoReturn:

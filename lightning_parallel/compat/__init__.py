@@ -1,4 +1,4 @@
-"""Everything that is not the library's own: private names of dependencies, changes of foreign objects, state on modules.
+"""What is not the library's own: private names of dependencies, changes of foreign objects, state on modules.
 
 `lightning`, `torch` and `deepspeed` in this package give each private name of that dependency once, under a public one,
 with the reason why no public name will do; `tests/test_compat.py` holds them against the installed version. `patched`
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import getattr_static
 from typing import Any
 
 __all__ = ["Patches", "patched"]
@@ -28,9 +29,11 @@ class Patches:
     def replace(self, target: Any, name: str, value: Any) -> Any:
         """Set `target.name` to `value` and return what it was."""
         before = getattr(target, name)
-        own = vars(target).get(name, _MISSING) if hasattr(target, "__dict__") else before
-        self._replaced.append((target, name, own))
+        # A data descriptor of the type, such as `__class__` or a slot, can be set again but not deleted.
+        is_descriptor = hasattr(type(getattr_static(type(target), name, None)), "__set__")
+        own = before if is_descriptor or not hasattr(target, "__dict__") else vars(target).get(name, _MISSING)
         setattr(target, name, value)
+        self._replaced.append((target, name, own))
         return before
 
     def undo(self) -> None:

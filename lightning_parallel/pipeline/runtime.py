@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel import recorder, weight_gradients
+from lightning_parallel import tracing, weight_gradients
 from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule
 from lightning_parallel.pipeline.cut import Cut
@@ -113,7 +113,7 @@ class Run:
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.ready_s = 0.0
-        self.open = recorder.OpenSpan()
+        self.open = tracing.OpenSpan()
 
     def __call__(self) -> StepResult:
         """Run this rank's row.
@@ -134,7 +134,7 @@ class Run:
             for action in self.schedule.rows[self.group.rank]:
                 self.ready_s = time.perf_counter()
                 phase = "forward" if action.kind is Kind.F else "backward"
-                with recorder.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
+                with tracing.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
                     handle[action.kind](action)
                 timeline.record(self.group.rank, action, self.ready_s, time.perf_counter())
         self.links.finish()

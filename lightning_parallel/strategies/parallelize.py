@@ -36,7 +36,7 @@ from lightning_parallel.strategies.stage_table import choice_table, stage_table
 from lightning_parallel.tensor.discovery import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
 from lightning_parallel.tensor.table import sharding_table
-from lightning_parallel.terminal import show
+from lightning_parallel.tracing.text import show
 
 __all__ = ["Pipelining", "cut_stages", "shard_tensors"]
 

@@ -8,9 +8,10 @@ from rich import box
 from rich.table import Table
 
 from lightning_parallel.pipeline.actions import activations_held
-from lightning_parallel.pipeline.choose import Choice, size_text
+from lightning_parallel.pipeline.choose import Choice
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.simulate import Link, simulate
+from lightning_parallel.tracing.text import bytes_text
 
 __all__ = ["choice_table", "stage_table"]
 
@@ -44,8 +45,8 @@ def stage_table(engine: PipelineEngine, link: Link) -> Table:
         held = max(activations_held([action for action in schedule.rows[rank] if action.stage == stage]))
         row = [str(stage), str(rank), _modules(engine, stage), f"{engine.stage_parameters[stage]:,}"]
         if total_s:
-            row += [f"{cost.total_s / total_s:.0%}", f"{held} x {size_text(cost.activation_bytes)}"]
-        table.add_row(*row, size_text(cost.resident_bytes + held * cost.activation_bytes))
+            row += [f"{cost.total_s / total_s:.0%}", f"{held} x {bytes_text(cost.activation_bytes)}"]
+        table.add_row(*row, bytes_text(cost.resident_bytes + held * cost.activation_bytes))
     return table
 
 
@@ -72,7 +73,7 @@ def _caption(engine: PipelineEngine, link: Link) -> str:
     peak = max(timeline.memory_peaks(costs))
     return (
         f"predicted: {timeline.makespan_s * 1e3:,.1f} ms a step, bubble {timeline.bubble_fraction:.0%}, "
-        f"at most {size_text(peak)} on a rank"
+        f"at most {bytes_text(peak)} on a rank"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which samples a rank reads: their places in the data set where the loader tells, their contents otherwise."""
+"""Samples that a rank reads: by their index in the data set where the sampler tells it, by a hash otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,27 +21,30 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.lightning import wrapped_sampler
+from lightning_parallel.compat.torch import tree_leaves
 from lightning_parallel.fingerprint import fingerprint, fingerprints, row_fingerprints
 
-__all__ = ["NOTHING", "EpochEnd", "KnownBy", "Loader", "Reader", "Reading", "sample_hashes"]
+__all__ = ["NO_SAMPLES", "EpochEnd", "KnownBy", "ReadReport", "SampleTracker", "TrackedLoader", "sample_hashes"]
 
 KnownBy = Literal["place", "content", ""]
-"""How samples are told apart; empty where they are not."""
+"""How samples are told apart: by their place in the data set, by their content, or not at all."""
 
-NOTHING = torch.zeros(0, dtype=torch.int64)
+NO_SAMPLES = torch.zeros(0, dtype=torch.int64)
 
 MIN_ORDER = 8
-"""Shorter orders may well be equal by chance."""
+"""Samples below which the orders of two epochs may be equal by chance."""
 
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """What a rank knows of an epoch when it is over.
+    """Facts of one rank about an epoch that has ended.
 
     Attributes:
         is_whole: Whether the loader was read to its end.
         order: Hash of the order of its samples, if that looks shuffled.
-        samples: How many samples the epoch should have; None if nothing promises that each comes once.
+        samples: Number of samples of which each should come once; None if the sampler does not promise that.
         may_drop: How many of them this rank may leave out.
     """
 
@@ -53,30 +55,30 @@ class EpochEnd:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a rank has read since it told last.
+class ReadReport:
+    """The samples that a rank has read since its last report.
 
     Attributes:
-        replica: Whose part of the data this is.
-        steps: Of each batch.
-        samples: Places in the data set, or hashes of contents.
+        replica: The replica whose part of the data it reads.
+        steps: Step of each batch.
+        samples: Indices in the data set, or hashes of contents.
         contents: A hash of each batch; empty where no other rank should read the same.
-        end: At the end of an epoch.
+        end: Set at the end of an epoch.
     """
 
     replica: int
     steps: list[int] = field(default_factory=list)
-    samples: Tensor = NOTHING
+    samples: Tensor = NO_SAMPLES
     contents: list[int] = field(default_factory=list)
     end: EpochEnd | None = None
 
 
 def sample_hashes(batch: Any) -> Tensor | None:
-    """A hash of each sample of a batch, (samples,), from the tensors that have one row per sample.
+    """Hash each sample of a batch: (samples,), from the tensors that have one row per sample.
 
-    None if there is no such tensor. The first one says how many samples there are.
+    None if there is no such tensor. The first one determines the number of samples.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not tensors:
         return None
     rows = [row_fingerprints(tensor) for tensor in tensors if len(tensor) == len(tensors[0])]
@@ -86,68 +88,72 @@ def sample_hashes(batch: Any) -> Tensor | None:
     return hashes
 
 
-class Loader:
-    """A training loader whose order is noted while it is read.
+class TrackedLoader:
+    """A training loader whose sampler is observed while it is read, until `release`.
 
     Args:
         loader: As the Trainer uses it.
 
     Attributes:
-        divides: Whether its sampler gives each replica its own part, so that a place in the data set is one sample.
+        divides: Whether its sampler gives each replica its part, so that equal indices are the same sample.
     """
 
     def __init__(self, loader: object) -> None:
         self._issued: deque[list[Any]] = deque()
         self._sampler: Any = None
         self._kind: Any = None
+        self._patches = Patches()
         self._loader = loader
         self._taken = 0
         self.divides = False
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return
-        if not hasattr(loader, "load_state_dict"):  # one with a state may start in the middle of what is handed out
+        # A loader with a state may resume in the middle of a pass, so that batches no longer match the sampler's.
+        if not hasattr(loader, "load_state_dict"):
             samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
             self.divides = any(hasattr(sampler, "num_replicas") for sampler in samplers)
-            self._watch(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+            self._observe(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
 
-    def _watch(self, sampler: Any) -> None:
+    def _observe(self, sampler: Any) -> None:
         kind = type(sampler)
 
-        def passes(sampler: Any) -> Iterator[Any]:
-            return self.note(kind.__iter__(sampler))
+        def iterate(sampler: Any) -> Iterator[Any]:
+            return self.track(kind.__iter__(sampler))
 
+        # A subclass, since a wrapper would hide attributes such as `set_epoch`, and others look at the type.
+        tracked = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": iterate})
         try:
-            # A subclass, since a wrapper would hide attributes such as `set_epoch`, and others look at the type.
-            sampler.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__iter__": passes})
-        except TypeError:  # such as a list of batches
+            self._patches.replace(sampler, "__class__", tracked)
+        except TypeError:  # not possible for builtin types, such as a list of batches
             return
-        self._sampler, self._kind = sampler, kind
+        self._sampler = sampler
+        self._kind = kind
 
     def release(self) -> None:
-        """Let the sampler be what it was."""
+        """Give the sampler its class back."""
         if self._sampler is not None:
-            self._sampler.__class__ = self._kind
+            self._patches.undo()
             self._sampler = None
 
     @property
     def tells_places(self) -> bool:
-        """Whether the places of samples in the data set are known."""
+        """Whether the indices of samples in the data set are known."""
         return self._sampler is not None
 
-    def note(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """A pass begins: note what is handed out in it."""
+    def track(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Begin a pass, and keep the indices that the sampler yields in it."""
         issued = self._issued = deque[list[Any]]()
         self._taken = 0
 
-        def passed_on() -> Iterator[Any]:
+        def yield_tracked() -> Iterator[Any]:
             for batch in batches:
                 issued.append(list(batch) if isinstance(batch, (list, tuple)) else [batch])
                 yield batch
 
-        return passed_on()
+        return yield_tracked()
 
     def next_places(self) -> Tensor | None:
-        """The places of the samples of the next batch; loaders hand batches out in the order in which they asked."""
+        """Take the indices of the next batch: loaders return batches in the order in which the sampler yields them."""
         places = self._issued.popleft() if self._issued else [None]
         self._taken += 1
         if not all(isinstance(place, Integral) for place in places):
@@ -159,20 +165,20 @@ class Loader:
         """Whether all batches of a pass were taken."""
         return isinstance(self._sampler, Sized) and self._taken == len(self._sampler)
 
-    # --------------------------------------------------------------------------------------------------- what it owes
+    # ------------------------------------------------------------------------------------------- the sampler's promises
 
     @property
-    def draws_again(self) -> bool:
-        """Whether samples are drawn with replacement, so that any may come any number of times."""
+    def has_replacement(self) -> bool:
+        """Whether samples are drawn with replacement, so that each may come any number of times."""
         sampler = getattr(self._loader, "sampler", None)
         if isinstance(sampler, DistributedSamplerWrapper):
-            sampler = sampler.dataset._sampler  # type: ignore[attr-defined]
+            sampler = wrapped_sampler(sampler)
         return isinstance(sampler, (RandomSampler, WeightedRandomSampler)) and sampler.replacement
 
     def coverage(self) -> tuple[int, int] | None:
         """Number of samples of which each should come once per epoch, and how many of them this rank may drop.
 
-        None where the sampler promises no such thing.
+        None if the sampler does not promise that.
         """
         loader = self._loader
         if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, Sized):
@@ -188,29 +194,36 @@ class Loader:
 
 
 def _takes_all(sampler: Any, kind: Any) -> bool:
-    """Whether a sampler that was of `kind` takes each sample once."""
+    """Whether a sampler, whose class was `kind` before it was observed, yields each sample once.
+
+    Compared by method: a subclass may yield something else, but need not.
+    """
     if kind.__iter__ is DistributedSamplerWrapper.__iter__:
-        return _takes_all(sampler.dataset._sampler, type(sampler.dataset._sampler))
+        wrapped = wrapped_sampler(sampler)
+        return _takes_all(wrapped, type(wrapped))
     if kind.__iter__ is RandomSampler.__iter__:
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return kind.__iter__ in (SequentialSampler.__iter__, DistributedSampler.__iter__)
 
 
-class Reader:
-    """What this rank has read since it told last.
+class SampleTracker:
+    """Collects the samples that this rank reads, until they are reported.
 
     Args:
         loader: The training loader, if there is just one.
-        replica: Whose part of the data is read.
+        replica: The replica whose part of the data is read.
         known_by: How all ranks tell samples apart.
-        compares: Whether other ranks should read the same.
+        has_peers: Whether other ranks should read the same batches.
 
     Attributes:
-        loader: As given; may be exchanged between two epochs.
+        loader: As given; may be replaced between two epochs.
     """
 
-    def __init__(self, loader: Loader | None, replica: int, known_by: KnownBy, compares: bool) -> None:
-        self.loader, self._replica, self._known_by, self._compares = loader, replica, known_by, compares
+    def __init__(self, loader: TrackedLoader | None, replica: int, known_by: KnownBy, has_peers: bool) -> None:
+        self.loader = loader
+        self._replica = replica
+        self._known_by = known_by
+        self._has_peers = has_peers
         self._steps: list[int] = []
         self._samples: list[Tensor] = []
         self._contents: list[Tensor] = []
@@ -219,41 +232,45 @@ class Reader:
 
     @property
     def batches(self) -> int:
-        """How many were read."""
+        """Number of batches since the last report."""
         return len(self._steps)
 
     @property
     def pending(self) -> Tensor:
-        """Their samples."""
-        return torch.cat([NOTHING, *(samples.cpu() for samples in self._samples)])
+        """Samples of these batches."""
+        return torch.cat([NO_SAMPLES, *(samples.cpu() for samples in self._samples)])
 
-    def note(self, step: int, batch: Any) -> None:
-        """Take notice of a batch."""
+    def add(self, step: int, batch: Any) -> None:
+        """Add a batch."""
         self._steps.append(step)
         places = None if self.loader is None else self.loader.next_places()
         self._has_gaps |= places is None
         if places is not None:
             self._order.append(places)
-        needs_hashes = self._compares or self._known_by == "content"
+        needs_hashes = self._has_peers or self._known_by == "content"
         hashes = sample_hashes(batch) if needs_hashes else None
         samples = places if self._known_by == "place" else hashes
         if self._known_by and samples is not None:
             self._samples.append(samples)
-        if self._compares:
-            self._contents.append(NOTHING if hashes is None else hashes)
+        if self._has_peers:
+            self._contents.append(NO_SAMPLES if hashes is None else hashes)
 
-    def take(self, epoch_is_over: bool = False) -> Reading:
-        """Hand over what was read."""
-        end = self._end() if epoch_is_over else None
-        reading = Reading(self._replica, self._steps, self.pending, fingerprints(self._contents), end)
-        self._steps, self._samples, self._contents = [], [], []
-        return reading
+    def take_report(self, epoch_has_ended: bool = False) -> ReadReport:
+        """Report the samples read since the last report."""
+        end = self._end_epoch() if epoch_has_ended else None
+        report = ReadReport(self._replica, self._steps, self.pending, fingerprints(self._contents), end)
+        self._steps = []
+        self._samples = []
+        self._contents = []
+        return report
 
-    def _end(self) -> EpochEnd:
-        places = torch.cat([NOTHING, *self._order])
+    def _end_epoch(self) -> EpochEnd:
+        places = torch.cat([NO_SAMPLES, *self._order])
         is_shuffled = len(places) >= MIN_ORDER and int((places.diff() < 0).sum()) > 1
         order = fingerprint(places) if is_shuffled and not self._has_gaps else None
         is_whole = self.loader is not None and self.loader.is_exhausted and not self._has_gaps
-        owed = None if self.loader is None else self.loader.coverage()
-        self._order, self._has_gaps = [], False
-        return EpochEnd(is_whole, order, *((None, 0) if owed is None else owed))
+        coverage = None if self.loader is None else self.loader.coverage()
+        samples, may_drop = (None, 0) if coverage is None else coverage
+        self._order = []
+        self._has_gaps = False
+        return EpochEnd(is_whole, order, samples, may_drop)
