@@ -1,8 +1,9 @@
-"""The contract with the dependencies: every private name that the library uses is there, as it is called."""
+"""The contract with the dependencies: every private name that is used exists, with the expected signature."""
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -13,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import SequentialSampler
 
 from lightning_parallel.compat import Patches, patched
+from lightning_parallel.compat import torch as compat_torch
+from lightning_parallel.compat import transformers as compat_transformers
 from lightning_parallel.compat.lightning import ddp_hook_state, logged_step, should_update_logs, wrapped_sampler
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
@@ -22,12 +25,12 @@ from lightning_parallel.compat.torch import (
     flight_recorder_entries,
     has_unsharded_storage,
     intercepted_all_reduce,
-    is_in_backward,
+    is_backward_running,
     overload_packet,
+    pytree,
     sharded_flat_parameters,
     storage_address,
-    tensor_version,
-    tree_leaves,
+    version_of,
 )
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
@@ -60,6 +63,69 @@ def test_patches_are_undone_last_first():
     assert not vars(target)
 
 
+# -- torch: comm, checkpoint -------------------------------------------------------------------------------------------
+
+
+def test_the_default_store_is_found(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        compat_torch.default_store().set("key", "value")
+        assert compat_torch.default_store().check(["key"])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_parameters_of_a_module_are_its_own_dict():
+    module = torch.nn.Linear(2, 2, bias=False)
+    compat_torch.parameters_of(module)["bias"] = torch.nn.Parameter(torch.ones(2))
+    assert dict(module.named_parameters()).keys() == {"weight", "bias"}
+    assert compat_torch.parameters_of(torch.nn.Linear(2, 2, bias=False))["bias"] is None
+
+
+# -- used by tensor -----
+
+
+def test_private_names_of_torch_that_tensor_uses():
+    layer = nn.Linear(2, 2, bias=False)
+    assert compat_torch.parameters_of(layer) == {"weight": layer.weight, "bias": None}
+    assert not compat_torch.has_compiled_call(layer)
+    layer.compile()
+    assert compat_torch.has_compiled_call(layer)
+    x = torch.ones(2)
+    before = compat_torch.version_of(x)
+    x.add_(1)
+    assert compat_torch.version_of(x) > before
+    assert compat_torch.pytree.tree_leaves({"a": [x, 1]}) == [x, 1]
+    reshaped = compat_torch.unsafe_view(x.requires_grad_() * 1, (2, 1))
+    reshaped.add_(1)
+    assert reshaped.shape == (2, 1)
+    assert not reshaped._is_view()
+
+
+def test_a_backward_pass_has_an_id_while_it_runs():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: seen.append(compat_torch.current_graph_task_id()))
+    for _ in range(2):
+        (2 * x).backward()
+    assert compat_torch.current_graph_task_id() == -1
+    assert len(set(seen)) == 2
+    assert -1 not in seen
+
+
+def test_private_names_of_transformers():
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
+    )
+    model = transformers.LlamaForCausalLM(config)
+    plan = compat_transformers.tensor_parallel_plan_of(model)
+    assert plan["model.layers.*.self_attn.q_proj"] == "colwise"
+    compat_transformers.weight_initializer_of(model)(model.lm_head)
+    assert compat_transformers.tensor_parallel_plan_of(nn.Linear(2, 2)) == {}
+    assert compat_transformers.weight_initializer_of(nn.Linear(2, 2)) is None
+
+
 def test_a_class_and_a_refused_value_are_put_back():
     class Other(_Target):
         pass
@@ -81,9 +147,9 @@ def test_tensors_and_storages_have_identities_and_versions():
     tensor = torch.zeros(3)
     assert storage_address(tensor.untyped_storage()) == storage_address(tensor[1:].untyped_storage())
     assert storage_address(tensor.untyped_storage()) != storage_address(torch.zeros(3).untyped_storage())
-    before = tensor_version(tensor)
+    before = version_of(tensor)
     tensor.add_(1)
-    assert tensor_version(tensor) == before + 1
+    assert version_of(tensor) == before + 1
 
 
 def test_backward_and_operators_are_known():
@@ -91,7 +157,7 @@ def test_backward_and_operators_are_known():
 
     class Ops(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append((overload_packet(func), is_in_backward()))
+            seen.append((overload_packet(func), is_backward_running()))
             return func(*args, **(kwargs or {}))
 
     weight = torch.ones(2, 2, requires_grad=True)
@@ -103,7 +169,7 @@ def test_backward_and_operators_are_known():
     assert CPU_FLASH_ATTENTION is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     assert issubclass(nn.BatchNorm1d, NormalizationBase)
     assert issubclass(nn.InstanceNorm2d, NormalizationBase)
-    assert tree_leaves({"a": [1, 2], "b": 3}) == [1, 2, 3]
+    assert pytree.tree_leaves({"a": [1, 2], "b": 3}) == [1, 2, 3]
 
 
 @distributed(world_size=2)

@@ -37,7 +37,7 @@ class CudaClock:
         torch.cuda.synchronize(device)
         self._anchor = self.mark()
         self._anchor.synchronize()
-        self._anchor_ns = perf_counter_ns()
+        self._anchor_ns = perf_counter_ns()  # the host wakes up some microseconds late, once and for all
 
     def mark(self) -> torch.cuda.Event:
         """Put a mark into the current stream."""
@@ -46,7 +46,7 @@ class CudaClock:
         return event
 
     def is_on_main_stream(self) -> bool:
-        """Whether the current stream is the one in which the clock was made: the one that computes."""
+        """Return whether the current stream is the one in which the clock was made: the one that computes."""
         return torch.cuda.current_stream(self._device) == self._main
 
     def completion(self, work: Any) -> torch.cuda.Event:
@@ -59,13 +59,14 @@ class CudaClock:
         return event
 
     def passed(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has passed `mark`."""
+        """Return whether the device has passed `mark`."""
         return mark.query()
 
     def read(self, mark: torch.cuda.Event) -> int:
-        """When the device passed `mark`, in `perf_counter_ns`."""
+        """Return when the device passed `mark`, in `perf_counter_ns`."""
         elapsed_ms = self._anchor.elapsed_time(mark)
         time_ns = self._anchor_ns + round(elapsed_ms * 1e6)
+        # Distances stay short, so that single precision does: marks are read in the order of their time.
         if elapsed_ms > ANCHOR_MS:
             self._anchor = mark
             self._anchor_ns = time_ns
@@ -77,7 +78,7 @@ class CudaClock:
 
 
 class ClockOffset(NamedTuple):
-    """How the clock of one rank differs from that of rank 0, in nanoseconds.
+    """Difference between the clock of one rank and that of rank 0, in nanoseconds.
 
     Attributes:
         offset_ns: What to add to `perf_counter_ns()` here to get that of rank 0.
@@ -102,6 +103,7 @@ def compare_clocks(group: Group, clock_id: str, now: Callable[[], int] = perf_co
         now: Reads it.
     """
     ids = comm.all_gather_object(clock_id, group)
+    # One rank for each clock: the others on its host read the same one.
     representatives = [ids.index(each) for each in dict.fromkeys(ids) if each != ids[0]]
     mine = (0, 0)
     for representative in representatives:
@@ -124,6 +126,7 @@ def _ask(group: Group, now: Callable[[], int]) -> tuple[int, int]:
         comm.irecv(answer, group, 0).wait()
         end = now()
         trips.append((end - begin, int(answer.item()) - (begin + end) // 2))
+    # The answer was given between `begin` and `end`: half the trip is the largest possible error.
     length, offset = min(trips)
     return offset, (length + 1) // 2
 
@@ -140,6 +143,7 @@ def clock_id() -> str:
     """Identify the clock that `perf_counter_ns` reads: that of one boot of one host, in one time namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/time")
+    # Containers on one host share its clock unless they have a time namespace; elsewhere than on Linux the name serves.
     if not (boot.exists() and namespace.is_symlink()):
         return platform.node()
     return f"{boot.read_text()} {namespace.readlink()}"

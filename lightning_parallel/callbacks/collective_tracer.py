@@ -28,6 +28,7 @@ from lightning_parallel.tracing import InFlight, Recorder
 
 __all__ = ["CollectiveTracer", "blind_spots", "hides_waits", "trace_collectives", "trace_ddp_buckets", "tracer_for"]
 
+# The collectives that Lightning, DDP and FSDP call; messages between two ranks are none of them.
 _FUNCTIONS: dict[str, tuple[str, str | None]] = {
     "all_reduce": ("all_reduce", "tensor"),
     "broadcast": ("broadcast", "tensor"),
@@ -58,6 +59,7 @@ class CollectiveTracer:
         self._axes = dict(axes)
         self._default = default
         self._groups: dict[dist.ProcessGroup | None, tuple[str, tuple[int, ...], str]] = {}
+        # Autograd's threads begin collectives while the thread that trains ends them.
         self._open: list[InFlight] = []
         self._lock = threading.Lock()
         self._thread = threading.local()
@@ -96,7 +98,7 @@ class CollectiveTracer:
 
     def run(self, active: Recorder, flight: InFlight, call: Callable[[], Any]) -> Any:
         """Issue a collective by `call`, and record when it ends; returns its work, None if it has ended."""
-        # In a stream of its own a collective does not block the stream that computes.
+        # A collective in a separate stream does not block the stream that computes.
         may_block = active.clock is None or active.clock.is_on_main_stream()
         with flight if may_block else nullcontext():
             work = call()
@@ -110,6 +112,7 @@ class CollectiveTracer:
     def _leave_open(self, flight: InFlight, work: Any, may_block: bool) -> None:
         """Note when `work` completes; where the caller waits for it is not visible."""
         clock = flight.clock
+        # On CUDA work has no callback when it completes, only a stream that can wait for it.
         if clock is not None:
             flight.complete = clock.completion(work)
         else:
@@ -131,7 +134,8 @@ class CollectiveTracer:
         That is true of DDP, which issues its last collective when the last gradient is there.
         """
         with self._lock:
-            flights, self._open = self._open, []
+            flights = self._open
+            self._open = []
         ends = [flight.complete for flight in flights if flight.complete is not None]
         if ends:
             # Marks of a device have no order before they are read; a stream passes them in the order of their issue.
@@ -142,10 +146,11 @@ class CollectiveTracer:
 
 
 def tracer_for(trainer: Trainer, mesh: Mesh) -> CollectiveTracer:
-    """A tracer that names groups by the axes of the mesh."""
+    """Return a tracer that names groups by the axes of the mesh."""
     axes: dict[tuple[int, ...], str] = {}
     for axis in AXES:
         axes.update({tuple(ranks): axis for ranks in mesh.peers(axis) if len(ranks) > 1})
+    # Under a strategy that knows nothing but replicas the default group is the data-parallel axis.
     replicas_only = not hasattr(trainer.strategy, "groups") and mesh.data_parallel == mesh.world_size
     return CollectiveTracer(axes, DATA if replicas_only else "world")
 
@@ -172,8 +177,10 @@ def _traced(function: Callable[..., Any], tracer: CollectiveTracer, op: str, pay
         if active is None:
             return function(*args, **kwargs)
         with tracer.inside():
+            # `comm` records its calls itself, with more than can be seen here.
             if _is_recorded_by_caller(sys._getframe(1).f_globals.get("__name__", "")):
                 return function(*args, **kwargs)
+            # Cheaper than `Signature.bind`, and a call that is wrong fails in the function itself.
             given = {**dict(zip(names, args)), **kwargs}
             flight = tracer.begin(active, op, given.get("group"), given.get(payload) if payload else None)
             return tracer.run(active, flight, lambda: function(*args, **kwargs))
@@ -182,7 +189,7 @@ def _traced(function: Callable[..., Any], tracer: CollectiveTracer, op: str, pay
 
 
 def _is_recorded_by_caller(module: str) -> bool:
-    """Whether a module records its communication itself, as `comm` does."""
+    """Return whether a module records its communication itself, as `comm` does."""
     return module.startswith("lightning_parallel.")
 
 
@@ -198,6 +205,7 @@ def trace_ddp_buckets(tracer: CollectiveTracer, strategy: Strategy) -> Iterator[
 
     def record(tensors: list[Tensor], group: dist.ProcessGroup, call: Callable[[], Any]) -> None:
         active = tracing.active()
+        # A traced function ends up here, too: its call was recorded when it began.
         if active is None or tracer.is_inside:
             call()
         else:
@@ -211,18 +219,20 @@ def trace_ddp_buckets(tracer: CollectiveTracer, strategy: Strategy) -> Iterator[
 
 
 def hides_waits(strategy: Strategy) -> bool:
-    """Whether ranks wait for each other inside forward and backward where that cannot be told from work."""
+    """Return whether ranks wait for each other inside forward and backward where that cannot be told from work."""
+    # On CPU FSDP waits in functions of `torch.distributed`; on CUDA its streams wait for each other.
     if isinstance(strategy, FSDPStrategy):
         return strategy.root_device.type == "cuda"
     return isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy))
 
 
 def blind_spots(trainer: Trainer) -> Iterator[str]:
-    """The communication of the strategy that is not recorded, in sentences."""
+    """Return the communication of the strategy that is not recorded, in sentences."""
     strategy: Any = trainer.strategy
     if trainer.world_size == 1:
         return
     if isinstance(strategy.model, DistributedDataParallel):
+        # C++ sends them and waits for them: the sending could be intercepted, the waiting not.
         if any(True for _ in strategy.model.buffers()):
             yield "DDP sends buffers before each forward inside torch, where that is not seen: it counts as forward."
         hooks = [hook for hook in ddp_comm_hooks(strategy.model) if not _is_ours(hook)]
@@ -230,7 +240,7 @@ def blind_spots(trainer: Trainer) -> Iterator[str]:
             names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
             yield f"The communication hook {names} is seen only as far as it calls functions of torch.distributed."
     if isinstance(strategy, FSDPStrategy) and hides_waits(strategy):
-        yield "FSDP communicates in streams of its own: how long computing waits for it counts as forward and backward."
+        yield "FSDP communicates in separate streams: how long computing waits for it counts as forward and backward."
     if isinstance(strategy, ModelParallelStrategy):
         yield "DTensor communicates inside torch, where that is not seen: it counts as forward and backward."
     if isinstance(strategy, DeepSpeedStrategy):

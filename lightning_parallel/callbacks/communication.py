@@ -26,7 +26,7 @@ RECENT = 64
 
 
 class CallKind(NamedTuple):
-    """What calls of one kind have in common. `peer` is the rank at the other end of a message."""
+    """Facts that calls of one kind have in common. `peer` is the rank at the other end of a message."""
 
     axis: str
     op: str
@@ -114,10 +114,12 @@ class CommunicationAccumulator(Accumulator):
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if not any(rank["steps"] for rank in shared):
             return {"records": [], "desynchronised": []}
+        # One record for each axis, not for each group: the groups along an axis do the same on other data.
         groups: defaultdict[tuple[Any, ...], list[tuple[dict[str, Any], CallKind]]] = defaultdict(list)
         for rank in shared:
             for kind in rank["kinds"]:
                 groups[kind.axis, kind.op, len(kind.ranks), kind.dtype, kind.bytes].append((rank, kind))
+        # Send and arrival are on different ranks: without a common clock there is no time between them.
         arrivals = _message_times(shared) if self._one_clock else {}
         records = [_record(key, found, len(shared), self._one_clock, arrivals) for key, found in groups.items()]
         records.sort(key=lambda record: (record["axis"], record["op"], -(record.get("payload_bytes") or 0)))
@@ -137,6 +139,7 @@ class CommunicationAccumulator(Accumulator):
         for kind, totals in self._totals.items():
             sums[f"communication/{kind.axis}/exposed"] += totals.blocked_ns
             if kind.bytes is not None:
+                # Of the bytes of Python objects nothing is known.
                 sent = totals.count * kind.bytes * wire_factor(kind.op, len(kind.ranks))
                 sums[f"communication/{kind.axis}/wire_bytes"] += round(sent)
         recent = {key: (value - self._logged[key]) / steps for key, value in sums.items()}
@@ -210,14 +213,15 @@ class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
 
 
 def bus_factor(op: str, size: int) -> float:
-    """Ratio of bus bandwidth to algorithm bandwidth in a group of `size` ranks."""
+    """Return ratio of bus bandwidth to algorithm bandwidth in a group of `size` ranks."""
+    # In a ring each rank sends its share n - 1 times to reduce it, and as often to gather the result.
     if op == "all_reduce":
         return 2 * (size - 1) / size
     return (size - 1) / size if op in ("all_gather", "reduce_scatter", "all_to_all") else 1.0
 
 
 def wire_factor(op: str, size: int) -> float:
-    """Ratio of the bytes that one rank sends, mean over the group, to the payload."""
+    """Return ratio of the bytes that one rank sends, mean over the group, to the payload."""
     if op in ("broadcast", "reduce"):
         return (size - 1) / size
     return 0.0 if op == "recv" else bus_factor(op, size)
@@ -244,16 +248,19 @@ def _record(
     arrivals: Mapping[tuple[int, CallKind], list[int]],
 ) -> dict[str, Any]:
     axis, op, size, dtype, payload = key
+    # Kinds hold exact totals, samples only the latest calls: counts come from the former, times from the latter.
     count = sum(rank["kinds"][kind][0] for rank, kind in found)
     blocked_ns = sum(rank["kinds"][kind][1] for rank, kind in found)
     steps = max(rank["steps"] for rank, _ in found)
     record = {"axis": axis, "op": op, "group_size": size, "dtype": dtype, "count": count / steps / num_ranks}
     if payload is not None:
         record |= {"payload_bytes": payload, "wire_bytes": payload * wire_factor(op, size)}
+    # A message has no last rank to call: its latency is the time from send to arrival.
     if op in ("send", "recv"):
         times = [time for rank, kind in found for time in arrivals.get((rank["rank"], kind), ())]
         skews: list[int] = []
     else:
+        # Ranks keep their latest samples; a call that not all still have says nothing about the last rank.
         calls = [call for call in _matched(found) if len(call) == size]
         latencies = [_latency(call, one_clock) for call in calls]
         times = [latency for latency in latencies if latency is not None]
@@ -283,18 +290,19 @@ def _last_start(call: Sequence[CallSample]) -> int:
 
 
 def _latency(call: Sequence[CallSample], one_clock: bool) -> int | None:
-    """Nanoseconds from the last rank's call to the end; without a common clock, those of the rank that waited least."""
+    """Return nanoseconds from the last call to the end; without a common clock, of the rank that waited least."""
     if one_clock:
         began = _last_start(call)
         ends = [sample.start_ns + sample.duration_ns for sample in call if sample.duration_ns is not None]
         # The source of a broadcast may end before others call.
         return min((end - began for end in ends if end > began), default=None)
     durations = [sample.duration_ns for sample in call if sample.duration_ns is not None]
+    # The rank that called last waited for nobody, so its duration is the shortest and holds no waiting.
     return min(durations) if len(durations) == len(call) else None
 
 
 def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, CallKind], list[int]]:
-    """Nanoseconds from send to arrival, by rank and kind, where the receiver was already waiting at the send."""
+    """Return nanoseconds from send to arrival, by rank and kind, where the receiver was already waiting at the send."""
     sent = {
         (rank["rank"], kind.peer, kind.ranks, kind.group, sample.tag, sample.sequence): (kind, sample.start_ns)
         for rank in shared
@@ -307,6 +315,7 @@ def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, CallKind
         for kind, (_, _, samples) in rank["kinds"].items():
             for sample in samples if kind.op == "recv" else ():
                 match = sent.get((kind.peer, rank["rank"], kind.ranks, kind.group, sample.tag, sample.sequence))
+                # A receiver that came later finds the message there; when it had arrived nobody knows.
                 if match is not None and sample.waiting_ns < match[1]:
                     times[rank["rank"], kind].append(sample.end_ns - match[1])
                     times[kind.peer or 0, match[0]].append(sample.end_ns - match[1])
@@ -323,8 +332,10 @@ def _desynchronised(shared: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]
         for key, calls in rank["calls"].items():
             issued[key][rank["rank"]] = calls
     for (axis, group, _), by_rank in issued.items():
+        # A rank that issued nothing in a group has no counter there.
         verdicts = {rank: (0, 0) if rank not in by_rank else by_rank[rank][:2] for rank in group}
         present = {rank["rank"] for rank in shared}
+        # A rank that did not answer is not accused.
         if not present.issuperset(group) or len(set(verdicts.values())) == 1:
             continue
         (usual, _), *_ = Counter(verdicts.values()).most_common(1)

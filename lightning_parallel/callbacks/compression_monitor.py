@@ -16,7 +16,7 @@ from lightning_parallel import comm
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.compression import Reducer
 from lightning_parallel.compression.arguments import check_integer
-from lightning_parallel.compression.method import Method, Outcome
+from lightning_parallel.compression.reducer import Method, Outcome
 from lightning_parallel.tracing.text import bytes_text, count_text, percent, seconds_text
 
 __all__ = ["CompressionAccumulator", "CompressionMonitor"]
@@ -39,6 +39,7 @@ class CompressionAccumulator(Accumulator):
 
     def __init__(self, reducer: Reducer, warmup_steps: int = 0) -> None:
         self._reducer = reducer
+        # The reducer's thread appends, the training thread takes: a deque is safe for both.
         self._new: deque[Outcome] = deque()
         self._to_warm_up = warmup_steps
         self._requested_at = -inf  # steps that had been counted when a comparison was last requested
@@ -60,9 +61,11 @@ class CompressionAccumulator(Accumulator):
 
     def request_comparison(self, every_n_steps: int) -> None:
         """Have steps compared with the true mean until the next call, if the last comparison is that many steps ago."""
+        # Counted in steps of the reducer, which are fewer than batches where gradients are accumulated.
         is_due = every_n_steps > 0 and not self._to_warm_up
         if is_due and 0 < self._steps - self._requested_at < every_n_steps:
             is_due = False
+        # For all steps of a batch: several optimizers have separate gradients.
         self._reducer.sample_every = int(is_due)
         if is_due:
             self._requested_at = self._steps
@@ -77,9 +80,10 @@ class CompressionAccumulator(Accumulator):
                 self._to_warm_up -= 1
                 continue
             rows.append(self._count(outcome))
-            compared |= outcome.compared is not None
+            compared |= outcome.compression_error is not None
         if rows:
             self._latest.update(_mean(rows))
+        # Norms need a pass over all residuals: together with the comparison, which is rare.
         if compared:
             self._residuals = self._reducer.residual_norms
             self._latest.update(_norm_of(self._residuals, self._residuals))
@@ -94,23 +98,24 @@ class CompressionAccumulator(Accumulator):
         for key, value in seconds.items():
             self._seconds[key] += value
         sent: Numbers = {"dense_bytes": 0, "sent_bytes": 0}
-        for part in outcome.parts:
-            if part.method not in self._labels:
-                self._labels[part.method] = repr(part.method)
-            label = self._labels[part.method]
-            row = {"dense_bytes": part.dense_bytes, "sent_bytes": part.dense_bytes if is_dense else part.sent_bytes}
+        for block in outcome.blocks:
+            if block.method not in self._labels:
+                self._labels[block.method] = repr(block.method)
+            label = self._labels[block.method]
+            row = {"dense_bytes": block.dense_bytes, "sent_bytes": block.dense_bytes if is_dense else block.sent_bytes}
             total = self._bytes.setdefault(label, dict.fromkeys(row, 0.0))
-            self._names.setdefault(label, set()).update(part.names)
+            self._names.setdefault(label, set()).update(block.names)
             for key, value in row.items():
                 total[key] += value
                 sent[key] += value
-        if outcome.compared is None:
+        if outcome.compression_error is None:
             return {**sent, **seconds}
+        # The empty label stands for all parameters together.
         for label, names in [("", None), *self._names.items()]:
-            error = outcome.compared.report(names)
+            error = outcome.compression_error.report(names)
             if error:
                 self._errors.setdefault(label, []).append(error)
-        return {**sent, **seconds, **outcome.compared.report()}
+        return {**sent, **seconds, **outcome.compression_error.report()}
 
     @override
     def share(self) -> dict[str, Any]:
@@ -145,12 +150,14 @@ class CompressionAccumulator(Accumulator):
             for label in labels
         ]
         total = _mean([rank["total"] for rank in ranks])
+        # Ranks wait for the slowest one, so a mean of times would be too small.
         slowest = {key: max(rank["total"][key] for rank in ranks) for key in TIMES if key in total}
         return {"steps": ranks[0]["steps"], **total, **slowest, "compressors": rows}
 
     @override
     def scalars(self) -> Numbers:
-        latest, self._latest = self._latest, {}
+        latest = self._latest
+        self._latest = {}
         return {f"compression/{key}": value for key, value in latest.items()}
 
 
@@ -227,6 +234,7 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
 
     @override
     def _leave(self) -> None:
+        # The reducer belongs to the strategy, and lives on after this `fit`.
         if self.session is not None and self._accumulator is not None:
             self._accumulator.close()
         super()._leave()
@@ -242,7 +250,7 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
         if not rows:
             return None
         table = Table("", title=f"Gradient compression: one rank, mean of {report['steps']} steps")
-        columns = rows if len(rows) > 2 else rows[-1:]
+        columns = rows if len(rows) > 2 else rows[-1:]  # a single compressor is the total
         for row in columns:
             table.add_column(row["compressor"], justify="right")
         for key in (key for key in _WRITERS if any(key in row for row in columns)):

@@ -65,7 +65,7 @@ class ShardingAccumulator(Accumulator):
         return {"data_sharding/findings": float(len(self.findings))}
 
     def state_dict(self, epoch: int, pending: Tensor, unknown: int) -> dict[str, Any]:
-        """The samples of `epoch` that were read so far.
+        """Return the samples of `epoch` that were read so far.
 
         Args:
             epoch: The epoch that is being read.
@@ -78,11 +78,13 @@ class ShardingAccumulator(Accumulator):
             for parts in self._read.values():
                 read += parts
         samples = torch.cat([*read, pending])
+        # Hashes cannot be packed as bits; indices of millions of samples would be a large checkpoint.
         packed = _pack(samples) if self.known_by == "place" else samples.unique()
         return {"epoch": epoch, "known_by": self.known_by, "samples": packed, "unknown": unknown}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue an epoch."""
+        # Indices and hashes do not compare, as after a change of the loader or the number of replicas.
         if state["known_by"] == self.known_by:
             self.epoch = state["epoch"]
             self._unknown = state["unknown"]
@@ -100,6 +102,7 @@ class ShardingAccumulator(Accumulator):
         ranks: dict[int, list[int]] = {}
         for rank, reading in enumerate(readings):
             ranks.setdefault(reading.replica, []).append(rank)
+        # Ranks of one replica read the same samples, so the first of them stands for it from here on.
         self._audit_peers(ranks, readings)
         parts = {replica: readings[members[0]].samples for replica, members in ranks.items()}
         if self.known_by:
@@ -141,6 +144,7 @@ class ShardingAccumulator(Accumulator):
         values, counts = torch.cat(list(distinct.values())).unique(return_counts=True)
         shared = values[counts > 1]
         allowed = len(ranks) - 1  # samplers repeat some so that all replicas get equally many
+        # Equal contents need not be one sample: data sets have duplicates, which show within a replica, too.
         if self.known_by == "content":
             repeated = [_repeated(samples) for samples in parts.values()]
             shared = shared[~torch.isin(shared, torch.cat(repeated))]
@@ -158,12 +162,13 @@ class ShardingAccumulator(Accumulator):
     def _audit_resume(self, step: int, ranks: Mapping[int, list[int]], parts: Mapping[int, Tensor]) -> None:
         samples = torch.cat(list(parts.values()))
         again = int(torch.isin(samples, self._before).sum())
-        if again >= len(ranks):
+        if again >= len(ranks):  # fewer fill up the last batches
             detail = f"{again} of {len(samples)} samples were read once more after the resume, in the same epoch"
             self._add_finding("resume", step, [rank for members in ranks.values() for rank in members], detail)
 
     def _audit_order(self, step: int, ends: Sequence[EpochEnd]) -> None:
         orders = {rank: end.order for rank, end in enumerate(ends)}
+        # Unshuffled orders have no hash, and are the same in each epoch by intention.
         same = [rank for rank, order in orders.items() if order is not None and order == self._orders.get(rank)]
         if same:
             detail = "the same shuffled order as in the epoch before: is `set_epoch` called on the sampler?"
@@ -174,6 +179,7 @@ class ShardingAccumulator(Accumulator):
         parts = {replica: torch.cat(samples) for replica, samples in self._read.items()}
         self._audit_overlap(step, ranks, parts)
         promised = {end.samples for end in ends}
+        # A data set's duplicates have one hash, so that hashes are fewer than samples.
         if self.known_by != "place" or len(promised) != 1 or None in promised:
             return
         self._audit_repetition(step, ranks, parts)
@@ -202,7 +208,7 @@ class ShardingAccumulator(Accumulator):
 
 
 def _repeated(samples: Tensor) -> Tensor:
-    """The samples that come more than once."""
+    """Return the samples that come more than once."""
     values, counts = samples.unique(return_counts=True)
     return values[counts > 1]
 
@@ -298,6 +304,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        # Strategies with tensor or pipeline ranks give several ranks the same part of the data.
         kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         replica = kwargs.get("rank", trainer.global_rank)
         self._replicas = kwargs.get("num_replicas", trainer.world_size)
@@ -305,6 +312,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
         known_by = self._agreed(self._known_by(loader))
         self.accumulator.known_by = known_by
         self._tracker = SampleTracker(loader, replica, known_by, has_peers=self._replicas < trainer.world_size)
+        # Not in `load_state_dict`, which comes before it is known how samples are told apart.
         if self._resumed:
             self.accumulator.load_state_dict(self._resumed)
             self._resumed = {}
@@ -316,7 +324,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
         return "place" if loader.tells_places and is_index_unique else "content"
 
     def _agreed(self, known_by: KnownBy) -> KnownBy:
-        """The most precise way to tell samples apart that all ranks know."""
+        """Return the most precise way to tell samples apart that all ranks know."""
         by_rank = self.open_session.gather(known_by)
         precision: tuple[KnownBy, ...] = ("", "content", "place")
         return "" if by_rank is None else min(by_rank, key=precision.index)
@@ -342,6 +350,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
 
     def _audit(self, trainer: Trainer, reading: ReadReport) -> None:
         """Audit the reports of all ranks on rank 0; every rank must call it."""
+        # One rank audits for all: findings reach the others with the exchange at the end.
         readings = self.open_session.gather(reading)
         if readings is None or self.open_session.rank != 0:
             return

@@ -35,10 +35,10 @@ EXIT_STATUS = 70
 GRACE_S = 5.0
 """Seconds at least for which a rank waits for the states of the others; a twentieth of the deadline if that is more."""
 
-RankState = Mapping[str, Any]
-"""State of a rank as `state_of_rank` writes it."""
+RankState = Mapping[str, Any]  # as `state_of_rank` writes it
 
 _LAST_SPANS = 50
+# Frames of packages and of the standard library are passed over, to show a line of the user's.
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "lightning_parallel"))
 _LIBRARY = sysconfig.get_path("stdlib")
 
@@ -55,7 +55,7 @@ class RankProcess:
     def __init__(self, pid: int) -> None:
         self.host = socket.gethostname()
         self.pid = pid
-        self.birth = _birth(pid)
+        self.birth = _birth(pid)  # process IDs are used again
 
     def kill(self) -> bool:
         """Kill the process, even a stopped one, if it runs on this host; returns whether it did."""
@@ -145,6 +145,7 @@ class Watchdog:
             self._thread.join(timeout=GRACE_S)
 
     def _watch(self) -> None:
+        # This thread goes on while the main thread waits in a collective, which releases Python's lock.
         while not self._stopped.wait(min(1.0, self.deadline / 10)):
             if time.monotonic() - self._since > self.deadline or self.folder.exists():
                 try:
@@ -158,7 +159,7 @@ class Watchdog:
                 return
 
     def _report(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)  # the signal for the others
         with (self.folder / f"rank{self.rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         idle = time.monotonic() - self._since
@@ -169,6 +170,7 @@ class Watchdog:
         lines = explain_hang(states, len(self.processes))
         lines += [f"killed rank {rank}, which did not answer" for rank in silent if self.processes[rank].kill()]
         text = "\n".join([f"[rank {self.rank}] no progress for {idle:.0f} s", *lines, f"details: {self.folder}"])
+        # All ranks come to the same verdict; one of them says it.
         if self.rank == min(states):
             write_text(self.folder / "verdict.txt", text + "\n")
             print(text, file=sys.stderr, flush=True)  # noqa: T201 - loggers may be stuck, and the process ends
@@ -241,6 +243,7 @@ class HangReporter(MeasuringCallback[PauseAccumulator]):
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not in `on_fit_start`: callbacks further down may take any time to set up.
         self._start()
 
     @override
@@ -314,7 +317,7 @@ def state_of_rank(rank: int, where: str, progress: int, idle_s: float, thread: i
 
 
 def _line(thread: int) -> str:
-    """The line that a thread is at, in the user's code if there is any on its stack."""
+    """Return the line that a thread is at, in the user's code if there is any on its stack."""
     frame = sys._current_frames().get(thread)
     frames = list(_walk(frame))
     if not frames:
@@ -348,6 +351,7 @@ def _recorder_state(active: Recorder) -> dict[str, Any]:
 
 def _flight_state(flight: InFlight) -> dict[str, Any]:
     fields = ("op", "axis", "ranks", "group", "peer", "tag", "sequence", "bytes", "dtype")
+    # On CUDA the start is a mark of the device, which cannot be read while the device hangs.
     age_s = (time.perf_counter_ns() - flight.start) / 1e9 if isinstance(flight.start, int) else None
     # Ranks write their states at different moments, so that ages alone do not compare.
     began_at = None if age_s is None else time.time() - age_s
@@ -362,11 +366,12 @@ def _span_state(span: Span) -> dict[str, Any]:
 
 
 def _torch_groups() -> dict[str, dict[str, Any]]:
-    """By process group, the number of collectives that torch's flight recorder has seen, and the last one."""
+    """Return by process group the number of collectives that torch's flight recorder has seen, and the last one."""
     groups: dict[str, dict[str, Any]] = {}
     for entry in flight_recorder_entries():
         name, description = entry["process_group"]
         count = entry["collective_seq_id"]
+        # Messages have counters of their own, by pair of ranks.
         if not entry["is_p2p"] and count >= groups.get(name, {"count": -1})["count"]:
             last = entry["profiling_name"].partition(":")[2]
             groups[name] = {"count": count, "last": last, "name": description}
@@ -378,6 +383,7 @@ def _torch_groups() -> dict[str, dict[str, Any]]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that others see whole or not at all."""
+    # Renaming is atomic, so that a file that exists is whole.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     partial.write_text(text)
     partial.replace(path)
@@ -393,14 +399,7 @@ def read_states(folder: Path, world_size: int, patience_s: float) -> dict[int, R
 
 
 class MissingCall(NamedTuple):
-    """A call that a rank has not made and others wait for.
-
-    Attributes:
-        since: Unix time since which they have been waiting; infinite where that is not known.
-        waiters: The ranks that wait.
-        rank: The rank that has not made the call.
-        text: All of that in words.
-    """
+    """A call that `rank` has not made and `waiters` wait for, since a Unix time (infinite if not known); as text."""
 
     since: float
     waiters: list[int]
@@ -409,12 +408,7 @@ class MissingCall(NamedTuple):
 
 
 def explain_hang(states: Mapping[int, RankState], world_size: int) -> list[str]:
-    """Name the missing ranks, and where each rank is, one sentence per line.
-
-    Args:
-        states: By rank, of those that answered.
-        world_size: How many ranks there are.
-    """
+    """Name the missing ranks, and where each rank is, from the states of those that answered; one sentence per line."""
     silent = [rank for rank in range(world_size) if rank not in states]
     lines = [f"rank {rank} does not answer: it is stopped, gone, or keeps Python's lock" for rank in silent]
     # Calls that a thread visibly waits for first; a wait in C++ is not visible, only that the call has not ended.
@@ -446,7 +440,7 @@ def _missing_calls(states: Mapping[int, RankState], waited_for: bool) -> Iterato
         for flight in state.get("in_flight", ()):
             key = (*flight["ranks"], flight["group"], flight["sequence"], flight["peer"], flight["tag"])
             if flight["waited_for"] == waited_for and key not in seen:
-                seen.add(key)
+                seen.add(key)  # each rank that waits reports the same call
                 yield from _missing_in(flight, state["rank"], states)
 
 
@@ -475,7 +469,7 @@ def _missing_in(flight: RankState, waiter: int, states: Mapping[int, RankState])
 
 
 def _count(state: RankState, flight: RankState, op: str = "", peer: int | None = None, tag: Any = None) -> int:
-    """Number of calls that a rank has made in the group of `flight`; messages are counted separately."""
+    """Return number of calls that a rank has made in the group of `flight`; messages are counted separately."""
     wanted = {"ranks": flight["ranks"], "group": flight["group"], "op": op, "peer": peer, "tag": tag}
     for calls in state.get("calls", ()):
         if all(calls[key] == value for key, value in wanted.items()):

@@ -63,14 +63,14 @@ class Accumulator(ABC):
 
     @abstractmethod
     def share(self) -> Any:
-        """What the other ranks need to know so far: picklable, and small."""
+        """Return what the other ranks need to know so far: picklable, and small."""
 
     @abstractmethod
     def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
-        """The callback's own keys of the report, from what the ranks shared; a signal that no rank has is left out."""
+        """Return the callback's keys of the report, from what the ranks shared, without signals that no rank has."""
 
     def scalars(self) -> dict[str, float]:
-        """Values to log, of this rank, over the steps since the last call."""
+        """Return values to log, of this rank, over the steps since the last call."""
         return {}
 
 
@@ -163,7 +163,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         return type(self).__name__
 
     def report(self) -> dict[str, Any]:
-        """The results of all ranks as of their last exchange; complete from the end of training on.
+        """Return the results of all ranks as of their last exchange; complete from the end of training on.
 
         Keys of every report: `version` of the keys; `steps` counted; `world_size`; `mesh`, `{axis: size}`;
         `incomplete`, why ranks are missing, only if they are. The others are described on each callback.
@@ -203,6 +203,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         folder = Path(dirpath)
         report = self.report()
         folder.mkdir(parents=True, exist_ok=True)
+        # `allow_nan=False`: Python would write NaN, which is not JSON and which browsers refuse.
         (folder / f"{self.name}.json").write_text(json.dumps(report, indent=1, allow_nan=False))
         rows = [_flat(row) for row in self.rows(report)]
         with (folder / f"{self.name}.csv").open("w", newline="") as file:
@@ -215,11 +216,13 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A callback may measure one `fit` after another; results of the last one must not be taken for new ones.
         self._report = None
         self._accumulator = None
         self.session = Session.of(trainer)
         if self.dirpath is not None:
             create_folder(Path(self.dirpath), self.session.group)
+        # Creating it may communicate, so all ranks must get here in the order of their callbacks.
         self._accumulator = self.accumulate(trainer, pl_module)
         self.session.join(self._accumulator, self._exchange_every_n_steps, self.warmup_steps)
 
@@ -235,6 +238,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning's profiler names single actions of validation only. Before training (sanity check) nothing records.
         if self._led is not None and self._led.recorder is not None:
             self._led.recorder.enter("validation")
 
@@ -252,6 +256,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # Before the scalars: they include this step.
         if self._led is not None:
             self._led.end_step()
         if trainer.loggers and should_update_logs(trainer):
@@ -280,8 +285,9 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         self._leave()
 
     def _leave(self) -> None:
+        # After an error there was no `on_train_end`; what was exchanged until then is the report.
         if self.session is not None and self._accumulator is not None and self._report is None:
-            self._report = self._summarize(self.session)  # training ended with an error
+            self._report = self._summarize(self.session)
         if self._led is not None:
             self._led.close()
         self.session = None
@@ -318,11 +324,12 @@ def create_folder(path: Path, group: Group) -> Path:
     def make() -> Path:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=path):
+            with TemporaryFile(dir=path):  # permissions alone would not show a file system that is full or read-only
                 return path
         except OSError as error:
             raise ValueError(f"expected a folder that can be written to for profiles, got {path}: {error}") from error
 
+    # An error of the first rank reaches all: otherwise they would wait for it until the deadline.
     return comm.broadcast_from(make, group)
 
 

@@ -25,10 +25,10 @@ from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallbac
 from lightning_parallel.compat.lightning import ddp_hook_state
 from lightning_parallel.compat.torch import (
     has_unsharded_storage,
+    pytree,
     sharded_flat_parameters,
     storage_address,
-    tensor_version,
-    tree_leaves,
+    version_of,
 )
 from lightning_parallel.tracing.text import bytes_text
 
@@ -85,6 +85,7 @@ def held_bytes(parameters: Sequence[Parameter], buffers: Sequence[Tensor], state
     Each storage counts once, for the first of these that holds it. Gradients are left out where there are none: before
     backward, or because they are kept elsewhere.
     """
+    # One set for all parts, in this order: a tied or flattened tensor counts for the first part that holds it.
     storages = StorageSet()
     sizes = {"parameters": storages.add(parameters), "buffers": storages.add(buffers)}
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -153,25 +154,29 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if trainer.strategy.root_device.type == "cuda":
+            # The peak of training, not that of its setup.
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self._metering.close()  # of a batch that was skipped
+        # Optimizer state exists from the end of the first step on, so that the second step shows the usual memory.
         self._is_due = trainer.global_step < 2 or trainer.global_step % self.every_n_steps == 0
         model = trainer.strategy.model
         if self._is_due and self.activations and model is not None and _tells_activations(trainer.strategy, model):
+            # Autograd saves parameters and inputs, too; they are not activations, and are there anyway.
             held = StorageSet()
             for flat in sharded_flat_parameters(model):
                 held.add(value for value in vars(flat).values() if isinstance(value, Tensor))
             held.add([*pl_module.parameters(), *pl_module.buffers()])
-            held.add(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+            held.add(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
             self._metering.enter_context(self._meter.measure(held))
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        # All gradients are there now; after the step they may be set to None.
         if self._is_due:
             self._count(trainer, pl_module)
 
@@ -182,6 +187,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         if self._is_due:
             self._metering.close()
             self._count(trainer, pl_module)
+            # Zero where activations are not measured: left out, as all that is not known.
             if self._meter.peak:
                 self.accumulator.note({"activations_peak": self._meter.peak}, {"activations": self._meter.current})
             self.accumulator.note(*_process_bytes())
@@ -201,6 +207,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         sizes = held_bytes(list(module.parameters()), list(module.buffers()), [*states.values(), copies])
         compression = _compression_bytes(strategy)
         self.accumulator.note(sizes if compression is None else {**sizes, "compression": compression})
+        # By stage as well: a rank with several stages shows which of them is the large one.
         for stage, names in _stages(strategy).items():
             mine = [parameter for name, parameter in module.named_parameters() if name in names]
             sizes = held_bytes(mine, [], [states.get(parameter) for parameter in mine])
@@ -239,7 +246,7 @@ _HEADERS = {
 
 
 def _stages(strategy: Strategy) -> dict[int, set[str]]:
-    """Names of the parameters of each pipeline stage of this rank; one of several stages counts for the first."""
+    """Return the parameter names of each pipeline stage of this rank; one of several stages counts for the first."""
     engine = getattr(strategy, "engine", None)
     if engine is None:
         return {}
@@ -252,18 +259,19 @@ def _stages(strategy: Strategy) -> dict[int, set[str]]:
 
 
 def _compression_bytes(strategy: Strategy) -> int | None:
-    """Bytes of the state of gradient compression, ours or a communication hook's; None without it."""
+    """Return bytes of the state of gradient compression, ours or a communication hook's; None without it."""
     state = ddp_hook_state(strategy)
     reducer = getattr(strategy, "compression", None)
     if reducer is None:
         reducer = getattr(state, "compressor", None)
+    # Hooks of torch, such as PowerSGD's, keep their tensors in attributes of their state.
     if reducer is not None:
         return reducer.memory.num_bytes
     return None if state is None else StorageSet().add(tensors_in(vars(state)))
 
 
 def _tells_activations(strategy: Strategy, model: torch.nn.Module) -> bool:
-    """Whether saved activations can be told from parameters that are gathered temporarily."""
+    """Return whether saved activations can be told from parameters that are gathered temporarily."""
     if isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3:
         return False
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -273,7 +281,7 @@ def _tells_activations(strategy: Strategy, model: torch.nn.Module) -> bool:
 
 
 def _process_bytes() -> tuple[dict[str, int], dict[str, int]]:
-    """The largest and the present resident memory of this process; empty where the system does not tell."""
+    """Return the largest and the present resident memory of this process; empty where the system does not tell."""
     status = Path("/proc/self/status")
     if not status.exists():
         return {}, {}
@@ -328,7 +336,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor's data; None where there is none, as for tensors on the meta device."""
+    """Return the storage of a tensor's data; None where there is none, as for tensors on the meta device."""
+    # Of a DTensor this rank holds only its shard. Other subclasses may have no storage, or several.
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if type(tensor) not in (Tensor, Parameter) or tensor.layout != torch.strided or tensor.is_meta:
@@ -352,7 +361,7 @@ class ActivationMeter:
         self.peak = 0
         self._held = StorageSet()
         self._kept: dict[int, list[int]] = {}  # by storage: references, bytes
-        # Backward frees tensors on threads of its own, and garbage collection may free some within `keep` itself.
+        # Backward frees tensors on other threads, and garbage collection may free some within `keep` itself.
         self._lock = threading.RLock()
 
     @contextmanager
@@ -367,6 +376,7 @@ class ActivationMeter:
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
         storage = _storage(tensor)
+        # `_unpack` is given whatever is returned here, so tensors that do not count are wrapped, too.
         if storage is None or storage in self._held:
             return _SavedTensor(tensor)
         return _CountedTensor(tensor, self, storage_address(storage), storage.nbytes())
@@ -398,7 +408,7 @@ class _SavedTensor:
     def __init__(self, tensor: Tensor) -> None:
         # Detached, for an output of the operation that saves it would keep its graph alive, and so itself.
         self.tensor = tensor.detach()
-        self.version = tensor_version(tensor)
+        self.version = version_of(tensor)
 
 
 class _CountedTensor(_SavedTensor):
@@ -410,13 +420,14 @@ class _CountedTensor(_SavedTensor):
         self.key = key
         meter.keep(key, num_bytes)
 
+    # Autograd drops what it saved without calling a hook: freeing is the only sign.
     def __del__(self) -> None:
         self.meter.release(self.key)
 
 
 def _unpack(saved: _SavedTensor) -> Tensor:
     # Under hooks autograd leaves this check to them; without it gradients would be silently wrong.
-    version = tensor_version(saved.tensor)
+    version = version_of(saved.tensor)
     if version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"

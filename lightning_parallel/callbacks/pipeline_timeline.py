@@ -52,7 +52,7 @@ class PipelineAccumulator(Accumulator):
         self._schedule = schedule
         self._one_clock = one_clock
         row = schedule.rows[mesh.coordinate(rank).pipeline_parallel] if schedule is not None else ()
-        self._actions = {str(action): action for action in row}
+        self._actions = {str(action): action for action in row}  # spans are named by the text of their action
         self._count: Counter[tuple[int, Kind]] = Counter()
         self._total_ns: Counter[tuple[int, Kind]] = Counter()
         self._steps: deque[StepTimes] = deque(maxlen=STEPS)
@@ -65,6 +65,7 @@ class PipelineAccumulator(Accumulator):
         spans = [span for span in window.spans if span.category == "pipeline"]
         # Spans before those of the step are of a validation that ran through the pipeline.
         training = spans[-len(self._actions) :]
+        # The last batch of an epoch may have fewer microbatches: its bubble is another one.
         if {span.name for span in training} != self._actions.keys():
             return
         earlier = spans[: -len(self._actions)]
@@ -76,6 +77,7 @@ class PipelineAccumulator(Accumulator):
             self._count[stage, kind] += 1
             self._total_ns[stage, kind] += end_ns - start_ns
         busy = sum(end_ns - start_ns for _, start_ns, end_ns in self._last)
+        # Messages that ended before are those of a validation.
         messages = [span for span in window.spans if span.peer is not None and span.end_ns > since_ns]
         receive = sum(span.blocked_ns for span in messages if span.op == "recv")
         send = sum(span.blocked_ns for span in messages if span.op == "send")
@@ -92,6 +94,7 @@ class PipelineAccumulator(Accumulator):
         schedule = self._schedule
         if schedule is None:
             return {"missing": ["The strategy has no pipeline: there is no timeline of one."]}
+        # Only pipelines of which all ranks have answered: a bubble is that of the whole.
         by_rank = {rank["rank"]: rank for rank in shared}
         pipelines = [ranks for ranks in self._mesh.peers(PIPELINE) if all(_ran(by_rank.get(rank)) for rank in ranks)]
         if not pipelines:
@@ -99,6 +102,7 @@ class PipelineAccumulator(Accumulator):
         costs = stage_costs(schedule, [by_rank[rank]["costs"] for ranks in pipelines for rank in ranks])
         planned = simulate(schedule, costs)
         bubble = {
+            # Equal stages: what remains of the bubble is due to the schedule alone.
             "ideal": simulate(schedule, _mean_cost(costs)).bubble_fraction,
             "simulated": planned.bubble_fraction,
         }
@@ -130,7 +134,8 @@ class PipelineAccumulator(Accumulator):
         steps: Sequence[Sequence[StepTimes]],
         by_rank: Mapping[int, Any],
     ) -> list[dict[str, Any]]:
-        """Rows of the report for the ranks of one pipeline, in seconds per step."""
+        """Return rows of the report for the ranks of one pipeline, in seconds per step."""
+        # A step of the pipeline is longer than a rank's part of it: from the first action of any rank to the last.
         begins = [min(times.start_ns for times in step) for step in steps]
         ends = [max(times.end_ns for times in step) for step in steps]
         peaks = _measured(schedule, [by_rank[rank] for rank in ranks]).in_flight_peaks
@@ -225,6 +230,7 @@ def stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kind], f
     for costs in shared:
         for key, value in costs.items():
             seconds[key].append(value)
+    # Replicas run the same stages; the mean over them is what one pipeline does.
     mean = {key: fmean(values) for key, values in seconds.items()}
     result = []
     for stage in range(schedule.num_stages):
@@ -236,8 +242,9 @@ def stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kind], f
 
 
 def _measured(schedule: Schedule, pipeline: Sequence[dict[str, Any]]) -> Timeline:
-    """Timeline of the last step of one pipeline, from its first action."""
+    """Return timeline of the last step of one pipeline, from its first action."""
     timeline = Timeline(schedule)
+    # Each pipeline from its own start: replicas need not begin a step together.
     begin_ns = min(start_ns for rank in pipeline for _, start_ns, _ in rank["last"])
     for position, rank in enumerate(pipeline):
         for name, start_ns, end_ns in rank["last"]:
@@ -272,6 +279,6 @@ def _common_steps(pipeline: Sequence[Mapping[str, Any]]) -> list[list[StepTimes]
 
 
 def _bubble(step: Sequence[StepTimes]) -> float:
-    """Share of the time of a step in which its ranks computed nothing."""
+    """Return share of the time of a step in which its ranks computed nothing."""
     length = max(times.end_ns for times in step) - min(times.start_ns for times in step)
     return 1 - sum(times.busy_ns for times in step) / (len(step) * length)

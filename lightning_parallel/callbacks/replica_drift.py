@@ -25,8 +25,7 @@ from typing_extensions import override
 from lightning_parallel import comm
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.replicated_state import StateEntry, StateKey, collect_state
-from lightning_parallel.comm import Group
-from lightning_parallel.fingerprint import fingerprints
+from lightning_parallel.comm import Group, fingerprints
 
 __all__ = ["Disagreement", "DriftAccumulator", "ReplicaDriftMonitor", "disagreements", "shared_classes"]
 
@@ -42,7 +41,7 @@ _KINDS = ("option", "parameter", "buffer", "optimizer")
 
 
 class Difference(NamedTuple):
-    """How far a value differs from the reference: the largest difference of an element, and a description."""
+    """Difference of a value from the reference: the largest one of an element, and a description."""
 
     largest: float
     text: str
@@ -82,6 +81,7 @@ def shared_classes(keys_by_rank: Sequence[Sequence[StateKey]]) -> dict[Ranks, li
         for key in keys:
             holders.setdefault(key, []).append(rank)
     classes: dict[Ranks, list[StateKey]] = {}
+    # Sorted, so that all ranks have the same order, whatever that of their own keys.
     for key in sorted(holders):
         if len(holders[key]) > 1:
             classes.setdefault(tuple(holders[key]), []).append(key)
@@ -97,6 +97,7 @@ def disagreements(hashes_by_rank: Sequence[Mapping[StateKey, int]]) -> list[Disa
             (common, most), *others = Counter(values.values()).most_common()
             if not others:
                 continue
+            # With two replicas there is never a majority: which one is right cannot be known.
             is_certain = most > others[0][1]
             reference = next(rank for rank in ranks if values[rank] == common) if is_certain else ranks[0]
             different = tuple(rank for rank in ranks if values[rank] != values[reference])
@@ -134,7 +135,7 @@ class DriftAccumulator(Accumulator):
 
     @override
     def share(self) -> None:
-        """Share nothing: a check leaves all ranks with the same findings."""
+        """Return share nothing: a check leaves all ranks with the same findings."""
 
     @override
     def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
@@ -158,6 +159,7 @@ class DriftAccumulator(Accumulator):
         if self._group.size == 1:
             return []
         drifted = self._drifted(state)
+        # A rank does not answer; the session reports that.
         if drifted is None:
             return []
         self.checks += 1
@@ -165,6 +167,7 @@ class DriftAccumulator(Accumulator):
         if self._action == "heal":
             details = self._details(new, state)
         else:
+            # Drift stays until training ends; a healed value that drifts once more is a new finding.
             self._known |= set(new)
             details = self._details(new[:MAX_COMPARED], state)
         unknown = Difference(0.0, "")
@@ -188,6 +191,7 @@ class DriftAccumulator(Accumulator):
             answers = self._gather(self._digests(state))
         if answers is None:
             return None
+        # The usual case ends here, after one exchange of some bytes for each class.
         different = [ranks for ranks in self.classes if len({answers[rank][ranks] for rank in ranks}) > 1]
         if not different:
             return []
@@ -218,6 +222,7 @@ class DriftAccumulator(Accumulator):
             return {}
         involved = [drift for drift in drifted if self._rank in (drift.reference, *drift.different)]
         mine = {drift.key: state[drift.key].value for drift in involved}
+        # Numbers are small enough to be gathered at once; tensors go from the reference to those that differ.
         numbers = {key: value for key, value in mine.items() if not isinstance(value, Tensor)}
         numbers_by_rank = self._gather(numbers)
         if numbers_by_rank is None:
@@ -239,6 +244,7 @@ class DriftAccumulator(Accumulator):
     def _reference(self, drift: Disagreement, value: Tensor) -> Tensor | None:
         """Send or receive the reference's tensor; None on the rank that sends it."""
         if self._rank == drift.reference:
+            # The group is on gloo, whatever the device.
             sent = value.detach().cpu().contiguous()
             for pending in [comm.isend(sent, self._group, rank) for rank in drift.different]:
                 pending.wait()
@@ -262,6 +268,7 @@ def difference(value: Any, reference: Any) -> Difference:
     count = int((mine != reference).sum())
     if count == 0:
         return Difference(0.0, "bits that do not change the value, such as the sign of a zero")
+    # Half precision would round the difference, and integers may overflow.
     wide = torch.complex128 if mine.is_complex() else torch.float64
     largest = float((mine.to(wide) - reference.to(wide)).abs().max())
     text = f"{count} of {mine.numel()} elements, by up to {largest:.3g}"
@@ -346,6 +353,7 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # Not by modulo: several optimizers may step in one batch, and a multiple be passed over.
         if trainer.global_step - self._checked_step >= self.every_n_steps:
             self._check(trainer, pl_module)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_parallel.compat.torch import NormalizationBase
-from lightning_parallel.compression.sharded import plain_name
+from lightning_parallel.compression.fsdp import plain_name
 from lightning_parallel.mesh import Mesh
 
 __all__ = ["StateEntry", "StateKey", "collect_state", "option_entries"]
@@ -66,6 +66,7 @@ def collect_state(trainer: Trainer, module: LightningModule) -> dict[StateKey, S
     """Collect parameters, buffers, optimizer state and options of the optimizers' parameter groups."""
     found: dict[StateKey, StateEntry] = {}
     for key, entry in _entries(trainer, module):
+        # Ranks at the same coordinate of the sharded mesh dimensions hold the same shard.
         if isinstance(entry.value, DTensor):
             key = key._replace(shard=f"{key.shard}{_coordinate(entry.value)}")
             entry = StateEntry(entry.value.to_local())
@@ -90,6 +91,7 @@ def _entries(trainer: Trainer, module: LightningModule) -> Iterator[tuple[StateK
             yield StateKey("buffer", name, _rule_shards(trainer)(name) or ""), StateEntry(buffer)
     if isinstance(strategy, DeepSpeedStrategy):  # its optimizers work on flattened partitions
         return
+    # Optimizers know parameters by identity only.
     names = {id(parameter): name for name, parameter in parameters.items()}
     for index, optimizer in enumerate(strategy.optimizers):
         prefix = f"optimizer {index}: " if index else ""
@@ -127,8 +129,10 @@ def _shards(trainer: Trainer) -> ShardOf:
     if isinstance(strategy, FSDPStrategy) and isinstance(model, FullyShardedDataParallel):
         if model.sharding_strategy == ShardingStrategy.NO_SHARD:
             return lambda name: ""
+        # Under a HYBRID strategy the ranks with the same index in their shard groups hold the same shards.
         shard = f"part {dist.get_rank(model.process_group)} of {dist.get_world_size(model.process_group)}"
         return lambda name: shard
+    # Under ZeRO-3 every rank holds another partition of each parameter: nothing is there twice.
     if isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3:
         return lambda name: None
     return _rule_shards(trainer)
@@ -141,6 +145,7 @@ def _rule_shards(trainer: Trainer) -> ShardOf:
         return lambda name: ""
     rules: Mapping[str, Any] = strategy.rules
     rank = strategy.groups.tensor_parallel.rank
+    # By what the shard covers, not by rank: several ranks hold the same one where heads are shared.
     return lambda name: str(rules[name].ranges[rank]) if name in rules else ""
 
 
@@ -150,7 +155,7 @@ def _stage(trainer: Trainer) -> str:
 
 
 def _unshared_buffers(trainer: Trainer, module: LightningModule) -> set[str]:
-    """Names of the buffers that may differ between replicas from step to step.
+    """Return names of the buffers that may differ between replicas from step to step.
 
     DDP overwrites those of all ranks with those of the first at each forward. Under strategies without a mesh,
     normalization that is not synchronised keeps the statistics of its rank.

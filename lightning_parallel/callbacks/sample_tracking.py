@@ -21,15 +21,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_parallel.comm import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.lightning import wrapped_sampler
-from lightning_parallel.compat.torch import tree_leaves
-from lightning_parallel.fingerprint import fingerprint, fingerprints, row_fingerprints
+from lightning_parallel.compat.torch import pytree
 
 __all__ = ["NO_SAMPLES", "EpochEnd", "KnownBy", "ReadReport", "SampleTracker", "TrackedLoader", "sample_hashes"]
 
 KnownBy = Literal["place", "content", ""]
-"""How samples are told apart: by their place in the data set, by their content, or not at all."""
+"""Way to tell samples apart: by their place in the data set, by their content, or not at all."""
 
 NO_SAMPLES = torch.zeros(0, dtype=torch.int64)
 
@@ -78,11 +78,12 @@ def sample_hashes(batch: Any) -> Tensor | None:
 
     None if there is no such tensor. The first one determines the number of samples.
     """
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     if not tensors:
         return None
     rows = [row_fingerprints(tensor) for tensor in tensors if len(tensor) == len(tensors[0])]
     hashes = torch.zeros_like(rows[0])
+    # An order of tensors is part of the sample: exchanged inputs and labels must not be equal.
     for row in rows:
         hashes = hashes * 31 + row.to(hashes.device)
     return hashes
@@ -142,6 +143,8 @@ class TrackedLoader:
 
     def track(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Begin a pass, and keep the indices that the sampler yields in it."""
+        # Workers prefetch: the sampler is ahead of training, and a pass that was stopped leaves indices behind. Hence a
+        # new queue for each pass, which iterators of earlier passes do not write to.
         issued = self._issued = deque[list[Any]]()
         self._taken = 0
 
@@ -156,6 +159,7 @@ class TrackedLoader:
         """Take the indices of the next batch: loaders return batches in the order in which the sampler yields them."""
         places = self._issued.popleft() if self._issued else [None]
         self._taken += 1
+        # Samplers may yield keys of any kind.
         if not all(isinstance(place, Integral) for place in places):
             return None
         return torch.tensor(places, dtype=torch.int64)
@@ -171,12 +175,13 @@ class TrackedLoader:
     def has_replacement(self) -> bool:
         """Whether samples are drawn with replacement, so that each may come any number of times."""
         sampler = getattr(self._loader, "sampler", None)
+        # Lightning wraps samplers to divide them; how they draw is up to the one inside.
         if isinstance(sampler, DistributedSamplerWrapper):
             sampler = wrapped_sampler(sampler)
         return isinstance(sampler, (RandomSampler, WeightedRandomSampler)) and sampler.replacement
 
     def coverage(self) -> tuple[int, int] | None:
-        """Number of samples of which each should come once per epoch, and how many of them this rank may drop.
+        """Return number of samples of which each should come once per epoch, and how many of them this rank may drop.
 
         None if the sampler does not promise that.
         """
@@ -184,6 +189,7 @@ class TrackedLoader:
         if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, Sized):
             return None
         batches = loader.batch_sampler
+        # The observed sampler has a class made here, which is none of those known.
         kind = self._kind if loader.sampler is self._sampler else type(loader.sampler)
         if (batches is not None and not isinstance(batches, BatchSampler)) or not _takes_all(loader.sampler, kind):
             return None
@@ -194,7 +200,7 @@ class TrackedLoader:
 
 
 def _takes_all(sampler: Any, kind: Any) -> bool:
-    """Whether a sampler, whose class was `kind` before it was observed, yields each sample once.
+    """Return whether a sampler, whose class was `kind` before it was observed, yields each sample once.
 
     Compared by method: a subclass may yield something else, but need not.
     """
@@ -247,11 +253,13 @@ class SampleTracker:
         self._has_gaps |= places is None
         if places is not None:
             self._order.append(places)
+        # Hashes read the whole batch, on its device; they are taken only where they are needed.
         needs_hashes = self._has_peers or self._known_by == "content"
         hashes = sample_hashes(batch) if needs_hashes else None
         samples = places if self._known_by == "place" else hashes
         if self._known_by and samples is not None:
             self._samples.append(samples)
+        # Peers need an entry for each batch, also for one without tensors, to be compared step by step.
         if self._has_peers:
             self._contents.append(NO_SAMPLES if hashes is None else hashes)
 
@@ -266,6 +274,7 @@ class SampleTracker:
 
     def _end_epoch(self) -> EpochEnd:
         places = torch.cat([NO_SAMPLES, *self._order])
+        # An order that is filled up from its beginning goes back once without being shuffled.
         is_shuffled = len(places) >= MIN_ORDER and int((places.diff() < 0).sum()) > 1
         order = fingerprint(places) if is_shuffled and not self._has_gaps else None
         is_whole = self.loader is not None and self.loader.is_exhausted and not self._has_gaps

@@ -24,7 +24,7 @@ from lightning_parallel.callbacks.collective_tracer import (
     trace_ddp_buckets,
     tracer_for,
 )
-from lightning_parallel.comm import PROFILING, Group, Worker
+from lightning_parallel.comm import PROFILING, Group, ThreadExecutor
 from lightning_parallel.compat import Patches
 from lightning_parallel.mesh import DATA, TENSOR, Mesh
 from lightning_parallel.tracing import OTHER, CallCounter, OpenSpan, Recorder, Window
@@ -47,6 +47,7 @@ PHASES = (
 ABSORBING = ("checkpoint", "validation")
 """Phases that keep the time of what runs in them: the forward of a validation step is validation."""
 
+# The names come with their owner, such as `[Strategy]DDPStrategy.training_step`: which strategy it is does not matter.
 _ACTIONS = {
     "train_dataloader_next": "data_wait",
     "batch_to_device": "data_wait",
@@ -55,11 +56,12 @@ _ACTIONS = {
     "optimizer_zero_grad": "optimizer",
     "save_checkpoint": "checkpoint",
 }
+# Callbacks are announced, too, and may have methods of the same names: their time is that of the phase around them.
 _OWNERS = ("[Strategy]", "[LightningModule]", "[_TrainingEpochLoop]")
 
 
 class Member(Protocol):
-    """What takes part in a session: the accumulator of a callback."""
+    """A participant of a session: the accumulator of a callback."""
 
     def add(self, window: Window) -> None:
         """Add a step."""
@@ -68,11 +70,11 @@ class Member(Protocol):
         """Add the time after the last step."""
 
     def share(self) -> Any:
-        """What the other ranks need to know so far: picklable, and small."""
+        """Return what the other ranks need to know so far: picklable, and small."""
 
 
 class Session:
-    """What is recorded in one `fit`, and what the ranks have told each other.
+    """Recording of one `fit`, and exchange of results between the ranks.
 
     The first member that joins leads: it says when a step ends. Ranks exchange what their members share in a group and
     on a thread used for nothing else, so that training never waits. A rank that does not answer within the deadline
@@ -111,7 +113,7 @@ class Session:
         self.calls: dict[tuple[Any, ...], CallCounter] = {}
         self.one_clock = len(set(comm.all_gather_object(clock_id(), self.group))) == 1
         self.missing: list[str] = []
-        self._worker: Worker | None = None
+        self._worker: ThreadExecutor | None = None
         self._pending: Callable[[], Any] | None = None
         self._is_idle = True
         self._tracer: CollectiveTracer | None = None
@@ -120,6 +122,8 @@ class Session:
     def _create_group(self, trainer: Trainer) -> Group:
         if trainer.world_size == 1:
             return Group.alone(PROFILING)
+        # On NCCL an exchange would run on the device, after all the training that is queued there. Nor may it share a
+        # group with training: it is issued from another thread, so that ranks would issue calls in different orders.
         process_group = dist.new_group(timeout=self.DEADLINE, backend="gloo")
         return Group.of(process_group, PROFILING)
 
@@ -127,7 +131,7 @@ class Session:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Session:
-        """The session of the running `fit`, which the first caller begins; every rank must call it."""
+        """Return the session of the running `fit`, which the first caller begins; every rank must call it."""
         if trainer not in _sessions:
             _sessions[trainer] = cls(trainer)
         return _sessions[trainer]
@@ -142,7 +146,7 @@ class Session:
         self.warmup_steps = max(warmup_steps, self.warmup_steps)
 
     def is_led_by(self, member: Member | None) -> bool:
-        """Whether `member` says when a step ends; None leads as long as there is no member."""
+        """Return whether `member` says when a step ends; None leads as long as there is no member."""
         return next(iter(self.members), None) is member
 
     # --------------------------------------------------------------------------------------------------------- steps
@@ -160,6 +164,7 @@ class Session:
 
     def begin(self, trainer: Trainer) -> None:
         """Begin to record; `close` undoes every change of the trainer, of its parts and of torch."""
+        # Before the recorder starts: a CUDA clock waits for the device, which must not count as part of the first step.
         clock = CudaClock(self.device) if self.device.type == "cuda" else None
         self.recorder = Recorder(clock=clock, absorbing=ABSORBING, calls=self.calls)
         self._context.enter_context(tracing.activate(self.recorder))
@@ -178,8 +183,10 @@ class Session:
     def end_step(self) -> None:
         """End a step: hand it to the members, and every n steps exchange what they share."""
         recorder = self.active_recorder
+        # Where a device computes these are earlier steps: it is behind the host.
         for window in recorder.close_step():
             self._hand_out(window)
+        # All ranks count the same steps, so that they exchange at the same ones without agreeing on it.
         if self.group.size > 1 and recorder.step % self.every_n_steps == 0:
             self._exchange()
 
@@ -192,9 +199,11 @@ class Session:
     def end(self) -> None:
         """End the recording, and exchange for the last time. Waits for the other ranks, up to the deadline."""
         *steps, tail = self.active_recorder.close_step(wait=True)
+        # Nothing is recorded from here on: members and the exchange are not part of training.
         self._context.close()
         for window in steps:
             self._hand_out(window)
+        # Without a step that counts there is none to which the time after the last one could be added.
         if self.steps:
             for member in self.members:
                 member.end(tail)
@@ -211,6 +220,7 @@ class Session:
         if self._is_idle and self.group.process_group is not None:
             dist.destroy_process_group(self.group.process_group)
             self.group = Group.alone(PROFILING)
+        # The next `fit` of the Trainer gets a new session.
         for trainer, session in list(_sessions.items()):
             if session is self:
                 del _sessions[trainer]
@@ -218,7 +228,7 @@ class Session:
     # ------------------------------------------------------------------------------------------------------ exchange
 
     def gather(self, value: Any) -> list[Any] | None:
-        """The `value` of every rank, by rank; None if not all answer. Every rank must call it, and waits."""
+        """Return the `value` of every rank, by rank; None if not all answer. Every rank must call it, and waits."""
         self._submit(value, lambda values: None)
         return self._wait()
 
@@ -232,7 +242,7 @@ class Session:
         if self.failure is not None:
             return
         if self._worker is None:
-            self._worker = Worker(torch.device("cpu"))
+            self._worker = ThreadExecutor(torch.device("cpu"))
 
         def call() -> list[Any] | None:
             # After a failure ranks no longer issue the same calls, so that what was submitted since must not run.
@@ -240,7 +250,7 @@ class Session:
                 return None
             try:
                 values = comm.all_gather_object(value, self.group)
-            except RuntimeError as error:
+            except RuntimeError as error:  # the deadline has passed, or a rank is gone: training need not end for it
                 self.failure = str(error)
                 self.latest = []
                 return None
@@ -258,11 +268,12 @@ class Session:
         return None if pending is None else pending()
 
 
+# Weak, as a Trainer may go without a teardown. Callbacks know only the Trainer in common.
 _sessions: WeakKeyDictionary[Trainer, Session] = WeakKeyDictionary()
 
 
 def mesh_of(trainer: Trainer) -> Mesh:
-    """The mesh of the trainer's strategy; strategies that know only replicas have one axis."""
+    """Return the mesh of the trainer's strategy; strategies that know only replicas have one axis."""
     mesh = getattr(trainer.strategy, "mesh", None)
     if isinstance(mesh, Mesh):
         return mesh
@@ -277,7 +288,7 @@ def mesh_of(trainer: Trainer) -> Mesh:
 
 @cache
 def phase_of(action: str) -> str | None:
-    """The phase of an action as Lightning names it: `[Strategy]DDPStrategy.training_step` is `forward`."""
+    """Return the phase of an action as Lightning names it: `[Strategy]DDPStrategy.training_step` is `forward`."""
     if action.startswith(_OWNERS):
         return _ACTIONS.get(action.rpartition(".")[2])
     return _ACTIONS.get(action)
@@ -302,6 +313,7 @@ def lightning_phases(trainer: Trainer) -> Iterator[None]:
 
 def _record_actions(profiler: Profiler, patches: Patches) -> None:
     """Let `profiler` record phases in addition to its own work."""
+    # `start` and `stop` are separate calls, so the spans in between are kept here.
     opened: list[tuple[str, OpenSpan]] = []
     start = profiler.start
     stop = profiler.stop
@@ -316,6 +328,7 @@ def _record_actions(profiler: Profiler, patches: Patches) -> None:
             opened.append((action_name, span))
 
     def stop_phase(action_name: str) -> None:
+        # Most actions have no phase, and opened nothing.
         if opened and opened[-1][0] == action_name:
             opened.pop()[1].__exit__(None, None, None)
         stop(action_name)

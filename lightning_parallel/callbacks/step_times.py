@@ -61,11 +61,13 @@ class BreakdownAccumulator(Accumulator):
     @override
     def add(self, window: Window) -> None:
         self._steps += 1
+        # By step, as only the waits of the same step can be compared between ranks.
         self._waits.add(window.step, window.phases.get(EXPOSED, 0))
         self.end(window)
 
     @override
     def end(self, window: Window) -> None:
+        # A user's span may have a phase that is not among ours; the sum must still be the wall time.
         for phase, duration_ns in window.phases.items():
             self._total[phase if phase in PHASES else OTHER] += duration_ns
         self._total[HIDDEN] += hidden_ns(window.spans)
@@ -76,14 +78,16 @@ class BreakdownAccumulator(Accumulator):
         return {"row": {**self._rank_info, **means}, "waits": dict(self._waits.values)}
 
     def _means(self, total_ns: Mapping[str, int], steps: int) -> dict[str, float]:
-        """Seconds per step; `wall` is the sum of the phases."""
+        """Return seconds per step; `wall` is the sum of the phases."""
         wall = sum(total_ns[phase] for phase in PHASES)
+        # In tables and files the hidden communication stands next to the exposed one.
         phases = {phase: total_ns[phase] for phase in (*PHASES[:4], HIDDEN, *PHASES[4:])}
         return {key: value / steps / 1e9 for key, value in {"wall": wall, **phases}.items()}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         report: dict[str, Any] = {"ranks": [rank["row"] for rank in shared if rank["waits"]]}
+        # With a rank missing, the shortest wait of the others would be no bound.
         if len(report["ranks"]) == len(shared) > 1:
             report["communication_least"] = _least_waits(shared)
         return {**report, "missing": list(self._missing)} if self._missing else report
@@ -144,6 +148,7 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
         title = f"Where a step goes: milliseconds, mean of {report['steps']} steps"
         table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         keys = [key for key in ranks[0] if key not in ("coordinate", "rank")]
+        # A terminal has room for about ten columns: phases that no rank spent time in are left out.
         shown = [key for key in keys if any(rank.get(key, 0.0) > 0 for rank in ranks)]
         for header in ("rank", *shown):
             table.add_column(header.replace("_", " "), justify="right")
@@ -165,11 +170,12 @@ def _least_waits(shared: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def hidden_ns(spans: Iterable[Span]) -> int:
-    """Time for which collectives were in flight, without that for which they blocked the main thread.
+    """Return time for which collectives were in flight, without that for which they blocked the main thread.
 
     A collective that was complete before it was waited for counts only if something reported when. Messages between
     pipeline stages are left out: the schedule hides them, see `PipelineTimeline`.
     """
+    # Collectives may overlap: the union counts each moment once, while blocked times never overlap on one thread.
     flights = [
         span for span in spans if span.in_flight is not None and span.peer is None and span.axis != "pipeline_parallel"
     ]
@@ -178,7 +184,7 @@ def hidden_ns(spans: Iterable[Span]) -> int:
 
 
 def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
-    """Length of the union of intervals."""
+    """Return length of the union of intervals."""
     total = 0
     reached = 0
     for start, end in sorted(intervals):
@@ -207,7 +213,7 @@ WorkTimes = dict[str, float]
 
 @dataclass(frozen=True)
 class RankLateness:
-    """How a rank compares with its peers.
+    """Comparison of a rank with its peers.
 
     Attributes:
         rank: Global rank.
@@ -235,13 +241,16 @@ def compare_peers(
         threshold: Share of the step's time by which a late rank exceeds the median of the others.
     """
     found = []
+    # Of the whole step, with its waits: that is about as long on all peers.
     limits = [threshold * median(step[peer]["wall"] for peer in ranks) for step in steps]
     for rank in ranks:
         excesses = [_excess(step, rank, WORK) for step in steps]
         late = sum(excess > limit for excess, limit in zip(excesses, limits)) / len(steps)
+        # Medians: a few steps that are far slower, such as those of a checkpoint, must not make a straggler.
         typical = median(excesses)
         by_phase = {phase: median(_excess(step, rank, [phase]) for step in steps) for phase in WORK}
         cause = max(by_phase, key=lambda phase: by_phase[phase])
+        # Phases have noise of their own, so that some phase is always the largest; it need not explain anything.
         is_explained = typical > 0 and by_phase[cause] >= CAUSE_SHARE * typical
         own = median(_work(step[rank], WORK) for step in steps)
         found.append(RankLateness(rank, own, typical, late, cause if is_explained else None))
@@ -249,7 +258,8 @@ def compare_peers(
 
 
 def _excess(step: Mapping[int, WorkTimes], rank: int, phases: Sequence[str]) -> float:
-    """Seconds by which `rank` exceeds the median of the others."""
+    """Return seconds by which `rank` exceeds the median of the others."""
+    # Without the rank itself: among two peers it would be half of its own reference.
     others = [_work(times, phases) for other, times in step.items() if other != rank]
     return _work(step[rank], phases) - median(others)
 
@@ -310,6 +320,7 @@ class StragglerAccumulator(Accumulator):
         steps = {rank["rank"]: rank["steps"] for rank in shared}
         found: list[RankLateness] = []
         for ranks in peers.values():
+            # Ranks sample the same steps, but one that did not answer lately has fewer.
             common = sorted(set.intersection(*(set(steps[rank]) for rank in ranks)))
             if len(ranks) > 1 and len(common) >= MIN_STEPS:
                 together = [{rank: steps[rank][number] for rank in ranks} for number in common]

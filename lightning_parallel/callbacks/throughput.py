@@ -22,9 +22,9 @@ from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallbac
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
     TorchDispatchMode,
-    is_in_backward,
+    is_backward_running,
     overload_packet,
-    tree_leaves,
+    pytree,
 )
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.microbatch import num_samples
@@ -91,9 +91,11 @@ class ThroughputAccumulator(Accumulator):
 
     @override
     def add(self, window: Window) -> None:
+        # Validation and checkpoints are as rare as the user wants: the rate is that of training.
         paused_ns = window.phases.get("validation", 0) + window.phases.get("checkpoint", 0)
         seconds = (window.wall_ns - paused_ns) / 1e9
         batch = self._batches.pop(window.step, BatchCounts(None, None))
+        # Of steps that were skipped or are not counted no window comes.
         self._batches = {step: later for step, later in self._batches.items() if step > window.step}
         self._seconds += seconds
         self._samples = _sum(self._samples, batch.samples)
@@ -150,9 +152,10 @@ class ThroughputAccumulator(Accumulator):
         replicas: Sequence[Sequence[Mapping[str, Any]]],
         samples_per_second: float | None,
     ) -> tuple[dict[str, Any], list[str]]:
-        """Keys of the report on operations and utilisation, and the reasons why some are missing."""
+        """Return keys of the report on operations and utilisation, and the reasons why some are missing."""
         if samples_per_second is None or any(rank["flops"] is None for rank in shared):
             return {}, ["The model's operations could not be counted: pass `flops_per_sample` to Throughput."]
+        # Each rank counted its own part of the model, for the samples of its replica.
         samples = sum(replica[0]["flops"][1] for replica in replicas)
         per_sample = sum(rank["flops"][0] for rank in shared) / samples
         rate = per_sample * samples_per_second
@@ -177,10 +180,11 @@ class ThroughputAccumulator(Accumulator):
     @override
     def scalars(self) -> dict[str, float]:
         samples, tokens, seconds = self._logged
-        elapsed = self._seconds - seconds
+        elapsed = self._seconds - seconds  # none on a device that is behind the host
         if elapsed == 0:
             return {}
-        replicas, scalars = self._mesh.data_parallel, {}
+        replicas = self._mesh.data_parallel
+        scalars = {}
         if self._samples is not None:
             scalars["throughput/samples_per_second"] = (self._samples - samples) * replicas / elapsed
         if self._tokens is not None:
@@ -258,15 +262,17 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         step = session.active_recorder.step
         counts = BatchCounts(_counted(self.samples, batch), _counted(self.tokens, batch))
         self.accumulator.count(step, counts)
+        # One step is enough, and counting makes it slow: the first, which warms up anyway.
         if step == 0 and counts.samples:
             if self.flops_per_sample == "auto":
                 self._start_counting()
             elif self.flops_per_sample is not None:
+                # The ranks of a replica add up to the whole model, of which each takes an equal share.
                 share = session.mesh.world_size // session.mesh.data_parallel
                 self.accumulator.flops = self.flops_per_sample * counts.samples / share, counts.samples
 
     def _start_counting(self) -> None:
-        # Under manual optimization Lightning does not announce optimizer steps; torch's hooks are called for all.
+        # Lightning has a hook before an optimizer step, but none at its end: torch's hooks tell when it is over.
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
@@ -287,6 +293,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        # Backward itself is left out anyway; gradient compression multiplies matrices in its hooks.
         self._pause(True)
 
     @override
@@ -314,6 +321,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         for hook in self._hooks:
             hook.remove()
         self._depth = 0
+        # A step that ended with an error counted only a part, and a model may have no such operations at all.
         if samples and counter.total:
             self.accumulator.flops = BACKWARD_FACTOR * counter.total, samples
 
@@ -350,7 +358,8 @@ def num_tokens(batch: Any) -> int:
     Raises:
         ValueError: If there is none.
     """
-    leaves = [batch["input_ids"]] if isinstance(batch, Mapping) and "input_ids" in batch else tree_leaves(batch)
+    # Other tensors of integers, such as masks and labels, may have another shape.
+    leaves = [batch["input_ids"]] if isinstance(batch, Mapping) and "input_ids" in batch else pytree.tree_leaves(batch)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype in (torch.int32, torch.int64):
             return leaf.numel()
@@ -377,6 +386,7 @@ def _series(replicas: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[l
     """Draw curves over the steps, from those of one rank of each replica."""
     series: dict[str, list[list[float]]] = {"samples_per_second": [], "step_seconds": []}
     for points in zip(*(replica[0]["points"] for replica in replicas)):
+        # Replicas end their steps together; a rate is that of the slowest.
         seconds = max(point.seconds for point in points)
         series["samples_per_second"].append([points[0].step, sum(point.samples for point in points) / seconds])
         series["step_seconds"].append([points[0].step, seconds / points[0].steps])
@@ -384,7 +394,8 @@ def _series(replicas: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[l
 
 
 def _dtype(trainer: Trainer, pl_module: LightningModule) -> torch.dtype:
-    """The dtype in which matrices are multiplied."""
+    """Return the dtype in which matrices are multiplied."""
+    # Under autocast the parameters keep their dtype, while products are taken in another.
     if str(trainer.precision) == "bf16-mixed":
         return torch.bfloat16
     if str(trainer.precision) == "16-mixed":
@@ -429,7 +440,7 @@ class ForwardFlops(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         operator = overload_packet(func)
         formula = flop_registry.get(operator) or _FORMULAS.get(operator)
-        if formula is not None and not self.paused and not is_in_backward() and not _is_meta(out):
+        if formula is not None and not self.paused and not is_backward_running() and not _is_meta(out):
             self.total += formula(*args, **(kwargs or {}), out_val=out)
         return out
 
@@ -460,13 +471,14 @@ H100 NVL, takes L40 and L40S for L4, and has no figures of the tensor cores of s
 
 
 def peak_flops_of(device: torch.device, dtype: torch.dtype) -> PeakFlops | None:
-    """Peak rate of `device` in dense matrix products of `dtype`; None if it is not known."""
+    """Return peak rate of `device` in dense matrix products of `dtype`; None if it is not known."""
     if device.type == "cpu":
         return _measured_flops(dtype), "calibrated by a matrix product"
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     kind = str(dtype).removeprefix("torch.")
+    # With this setting products of float32 run on tensor cores, several times as fast.
     if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
         kind = "tf32"
     peaks = next((peaks for part, peaks in _PEAKS if re.search(rf"\b{part}\b", name)), {})
@@ -474,7 +486,7 @@ def peak_flops_of(device: torch.device, dtype: torch.dtype) -> PeakFlops | None:
 
 
 def _measured_flops(dtype: torch.dtype, size: int = 512, seconds: float = 0.05) -> float:
-    """The best rate of a square matrix product within some seconds."""
+    """Return the best rate of a square matrix product within some seconds."""
     matrix = torch.ones(size, size, dtype=dtype)
     matrix @ matrix  # the first one allocates
     fastest = float("inf")

@@ -41,16 +41,16 @@ class DeviceClock(Protocol):
         """Put a mark into the queue."""
 
     def is_on_main_stream(self) -> bool:
-        """Whether marks go to the queue whose time is charged to phases."""
+        """Return whether marks go to the queue whose time is charged to phases."""
 
     def completion(self, work: Any) -> Any:
         """Make a mark that is passed when `work` is complete."""
 
     def passed(self, mark: Any) -> bool:
-        """Whether the device has passed `mark`."""
+        """Return whether the device has passed `mark`."""
 
     def read(self, mark: Any) -> int:
-        """When the device passed `mark`, in `perf_counter_ns`."""
+        """Return when the device passed `mark`, in `perf_counter_ns`."""
 
     def synchronize(self) -> None:
         """Wait for the device to pass all marks."""
@@ -104,6 +104,7 @@ class InFlight:
         self.sequence = recorder.calls_of(axis, ranks, group, op, peer, tag).add(op, num_bytes, dtype)
         self.complete: Any = None
         self.start: Any = recorder.now()
+        # By identity, as several calls of one kind may be in flight; a hang is explained from these.
         recorder.in_flight[id(self)] = self
 
     @property
@@ -190,7 +191,7 @@ class Recorder:
     # ------------------------------------------------------------------------------------------------------- phases
 
     def is_main_thread(self) -> bool:
-        """Whether the caller is the thread that trains; autograd's device threads count, as they run in its stead."""
+        """Return whether the caller is the thread that trains; autograd's threads count, as they run in its stead."""
         if get_ident() == self.main_thread:
             return True
         # Autograd starts its threads in C++: Python has a dummy object for each, of a class with no public name.
@@ -199,6 +200,7 @@ class Recorder:
     def enter(self, phase: str) -> Any:
         """Charge the main thread's time to `phase`, until `leave`; returns `now()`."""
         now = self.now()
+        # Compared here first: the call is the slower part, and almost all phases are entered on the main thread.
         if get_ident() == self.main_thread or self.is_main_thread():
             if self.clock is None:
                 self._ledger.enter(phase, now)
@@ -242,7 +244,7 @@ class Recorder:
         peer: int | None = None,
         tag: int | None = None,
     ) -> CallCounter:
-        """The counter of a group's collectives; messages have one for each peer, direction and tag."""
+        """Return the counter of a group's collectives; messages have one for each peer, direction and tag."""
         key = (axis, ranks, group) if peer is None else (axis, ranks, group, op, peer, tag)
         calls = self.calls.get(key)
         if calls is None:
@@ -250,8 +252,9 @@ class Recorder:
         return calls
 
     def last_steps(self, count: int) -> list[Span]:
-        """The spans of the last `count` steps, oldest first; may be called from any thread."""
+        """Return the spans of the last `count` steps, oldest first; may be called from any thread."""
         first = self.step - count
+        # A copy first: the main thread may append meanwhile.
         return [span for span in list(self.spans) if span.step > first]
 
     def _keep(
@@ -267,6 +270,7 @@ class Recorder:
             blocked_ns: Begin and end of each time for which the calling thread was blocked.
         """
         category, name, step, stage, microbatch, axis, op, size, ranks, peer, dtype, thread, number, tag, group = fields
+        # Nearly always: one call that blocks, or one wait.
         if len(blocked_ns) == 2:
             total_ns = blocked_ns[1] - blocked_ns[0]
         else:
@@ -294,13 +298,15 @@ class Recorder:
             if wait:
                 self.clock.synchronize()
             self._read()
-        windows, self._windows = self._windows, []
+        windows = self._windows
+        self._windows = []
         return windows
 
     def _close(self, step: int, now_ns: int) -> None:
         phases = self._ledger.close(now_ns)
         self._windows.append(Window(step, self._start_ns, now_ns, phases, self._ended))
-        self._ended, self._start_ns = [], now_ns
+        self._ended = []
+        self._start_ns = now_ns
 
     def _put(self, function: Callable[..., Any], arguments: tuple[Any, ...], *times: Any) -> None:
         if self.clock is None:
@@ -315,6 +321,7 @@ class Recorder:
             return
         unread = self._unread
         while unread:
+            # In order: the ledger takes times that do not decrease, and a window needs all spans before its end.
             function, arguments, marks = unread[0]
             if not all(mark is None or clock.passed(mark) for mark in marks):
                 return
@@ -323,11 +330,13 @@ class Recorder:
             unread.popleft()
 
 
+# One for the process: code that names its spans should not have to be given a recorder. Not a context variable, since
+# autograd and communication threads record into it, too.
 _active: Recorder | None = None
 
 
 def active() -> Recorder | None:
-    """The recorder in use, if any."""
+    """Return the recorder in use, if any."""
     return _active
 
 

@@ -1,4 +1,4 @@
-"""What a recorder produces: spans, counts of collectives, the time of a step by phase, and samples of many steps."""
+"""Data that a recorder produces: spans, counts of collectives, the time of a step by phase, samples of many steps."""
 
 from __future__ import annotations
 
@@ -131,6 +131,7 @@ class Ledger:
 
     def enter(self, phase: str, now_ns: int) -> None:
         """Charge the time from now on to `phase`, until `leave`."""
+        # Written out instead of a call of `_charge`: this runs for every span of a phase.
         around = self._phases[-1]
         self._charged[around] += now_ns - self.last_ns
         self.last_ns = now_ns
@@ -167,6 +168,7 @@ class Ledger:
     def close(self, now_ns: int) -> dict[str, int]:
         """End the window and begin the next; returns nanoseconds by phase, which add up to its length."""
         self._charge(now_ns)
+        # Open phases go on in the next window; only what was charged to them is taken.
         charged = dict(self._charged)
         self._charged.clear()
         return charged
@@ -195,6 +197,7 @@ class StepSampler(Generic[T]):
         """Keep the value of `step` if it is a multiple of the current stride, which doubles when there are too many."""
         if step % self._stride == 0:
             self.values[step] = value
+        # Which steps are kept depends on how many there were, so that ranks keep the same ones without agreeing on it.
         while len(self.values) > self._most:
             self._stride *= 2
             self.values = {step: value for step, value in self.values.items() if step % self._stride == 0}

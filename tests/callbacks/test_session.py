@@ -82,6 +82,7 @@ def snapshot(objects):
         f"{name}: {attribute}": described(value)
         for name, target in objects.items()
         for attribute, value in {**vars(target), "__class__": type(target).__qualname__}.items()
+        if attribute != "recorded_durations"  # of Lightning's profiler, which counts the hooks of all callbacks
     }
 
 
