@@ -32,7 +32,7 @@ from rich.table import Table
 from sleeping import LiveBytes, Sleeper
 from torch import Tensor, nn
 
-from lightning_parallel import comm, recorder
+from lightning_parallel import comm, tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import build_schedule
@@ -251,7 +251,7 @@ class _StageClock:
     def spent(self, run: Callable[[], Any]) -> tuple[float, float]:
         """Seconds before and after the layers, mean over the microbatches."""
         self.moments.clear()
-        with recorder.activate(recorder.Recorder()) as active:
+        with tracing.activate(tracing.Recorder()) as active:
             run()
         waited_s = sum(span.blocked_ns for span in active.spans if span.op == "recv") * 1e-9
         begun, entered, left, ended = (sum(self.moments[part::4]) for part in range(4))

@@ -15,11 +15,12 @@ from rich.table import Table
 from lightning_parallel.callbacks.page_compare import changes, render_comparison
 from lightning_parallel.callbacks.report import read_report, rebuild
 from lightning_parallel.pipeline.choose import Choice, Workload, choose_schedule
-from lightning_parallel.pipeline.draw import draw_picture, draw_text, duration_text, legend_text
+from lightning_parallel.pipeline.draw import draw_picture, draw_text, legend_text
 from lightning_parallel.pipeline.picture import write_picture
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
 from lightning_parallel.pipeline.validate import validate
+from lightning_parallel.tracing.text import seconds_text
 
 __all__ = ["main"]
 
@@ -269,7 +270,7 @@ def _choice_table(choice: Choice) -> Table:
 def _rank_table(timeline: Timeline) -> Table:
     """Say per rank how much of the step it computes, and above it what the step takes."""
     table = Table(
-        title=f"step {duration_text(timeline.makespan_s)}, bubble {timeline.bubble_fraction:.2%}",
+        title=f"step {seconds_text(timeline.makespan_s)}, bubble {timeline.bubble_fraction:.2%}",
         title_justify="left",
         box=None,
         header_style="bold",
@@ -279,5 +280,5 @@ def _rank_table(timeline: Timeline) -> Table:
     for rank, (busy_s, peak) in enumerate(zip(timeline.busy_s, timeline.in_flight_peaks)):
         stages = ", ".join(map(str, timeline.schedule.stages_of(rank)))
         waiting_s = timeline.makespan_s - busy_s
-        table.add_row(str(rank), stages, duration_text(busy_s), duration_text(waiting_s), str(peak))
+        table.add_row(str(rank), stages, seconds_text(busy_s), seconds_text(waiting_s), str(peak))
     return table

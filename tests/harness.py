@@ -288,7 +288,7 @@ def recorded_communication() -> Iterator[list[Any]]:
 
     Python objects, whose size is not known, are left out.
     """
-    from lightning_parallel.recorder import Recorder, activate
+    from lightning_parallel.tracing import Recorder, activate
 
     calls: list[Any] = []
     with activate(Recorder()) as recorder:

@@ -9,8 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
 LAYERS = {
     "compat": 0,
     "mesh": 0,
-    "recorder": 0,
-    "terminal": 0,
+    "tracing": 0,
     "weight_gradients": 0,
     "comm": 1,
     "tensor": 2,
@@ -30,7 +29,7 @@ LAYERS = {
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 PURE = {"mesh.py", "pipeline/schedule.py", "pipeline/simulate.py"}
-PURE |= {f"recorder/{name}.py" for name in ("__init__", "ledger", "recorder", "spans")}
+PURE |= {f"tracing/{name}.py" for name in ("__init__", "recorder", "spans", "text")}
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 60
 

@@ -7,10 +7,10 @@ import pytest
 
 from lightning_parallel import cli
 from lightning_parallel.cli import main
-from lightning_parallel.pipeline.draw import duration_text
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.simulate import simulate as played
+from lightning_parallel.tracing.text import seconds_text
 from tests.harness import run_script
 
 
@@ -56,7 +56,7 @@ def test_a_run_is_drawn_as_planned_and_as_it_happened(capsys, tmp_path):
     write_report(tmp_path, {"timeline": step})
     assert main(["timeline", str(tmp_path), "--width", "100", "--output", str(tmp_path / "a.svg")]) == 0
     out = capsys.readouterr().out
-    took = f"step {duration_text(measured.makespan_s)}"
+    took = f"step {seconds_text(measured.makespan_s)}"
     assert out.index("as planned") < out.index("step 9 ms") < out.index("in step 7") < out.index(took)
     assert "as it happened in step 7" in (tmp_path / "a.svg").read_text()
 

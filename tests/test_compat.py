@@ -1,12 +1,39 @@
 """The contract with the dependencies: every private name that is used exists, with the expected signature."""
 
+import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import SequentialSampler
 
 from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat import torch as compat_torch
 from lightning_parallel.compat import transformers as compat_transformers
+from lightning_parallel.compat.lightning import ddp_hook_state, logged_step, should_update_logs, wrapped_sampler
+from lightning_parallel.compat.torch import (
+    CPU_FLASH_ATTENTION,
+    NormalizationBase,
+    TorchDispatchMode,
+    ddp_comm_hooks,
+    flight_recorder_entries,
+    has_unsharded_storage,
+    intercepted_all_reduce,
+    is_backward_running,
+    overload_packet,
+    pytree,
+    sharded_flat_parameters,
+    storage_address,
+    version_of,
+)
+from tests.harness import distributed
+from tests.strategies.models import Net, loader, trainer_for
 
 
 class _Target:
@@ -97,3 +124,105 @@ def test_private_names_of_transformers():
     compat_transformers.weight_initializer_of(model)(model.lm_head)
     assert compat_transformers.tensor_parallel_plan_of(nn.Linear(2, 2)) == {}
     assert compat_transformers.weight_initializer_of(nn.Linear(2, 2)) is None
+
+
+def test_a_class_and_a_refused_value_are_put_back():
+    class Other(_Target):
+        pass
+
+    target = _Target()
+    patches = Patches()
+    patches.replace(target, "__class__", Other)
+    with pytest.raises(TypeError):
+        patches.replace([], "__class__", Other)
+    assert type(target) is Other
+    patches.undo()
+    assert type(target) is _Target
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_and_storages_have_identities_and_versions():
+    tensor = torch.zeros(3)
+    assert storage_address(tensor.untyped_storage()) == storage_address(tensor[1:].untyped_storage())
+    assert storage_address(tensor.untyped_storage()) != storage_address(torch.zeros(3).untyped_storage())
+    before = version_of(tensor)
+    tensor.add_(1)
+    assert version_of(tensor) == before + 1
+
+
+def test_backward_and_operators_are_known():
+    seen = []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((overload_packet(func), is_backward_running()))
+            return func(*args, **(kwargs or {}))
+
+    weight = torch.ones(2, 2, requires_grad=True)
+    with Ops():
+        (weight @ weight).sum().backward()
+    products = [(op, inside) for op, inside in seen if op is torch.ops.aten.mm]
+    assert products[0] == (torch.ops.aten.mm, False)
+    assert (torch.ops.aten.mm, True) in products
+    assert CPU_FLASH_ATTENTION is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    assert issubclass(nn.BatchNorm1d, NormalizationBase)
+    assert issubclass(nn.InstanceNorm2d, NormalizationBase)
+    assert pytree.tree_leaves({"a": [1, 2], "b": 3}) == [1, 2, 3]
+
+
+@distributed(world_size=2)
+def test_all_reduces_of_ddp_are_intercepted_and_none_after(group):
+    seen = []
+
+    def interceptor(tensors, process_group, call):
+        seen.append((tensors[0].numel(), process_group, type(call())))
+
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    assert ddp_comm_hooks(model) == []
+    with intercepted_all_reduce(interceptor):
+        model(torch.ones(1, 3)).sum().backward()
+    assert seen == [(8, dist.group.WORLD, dist.Work)]
+    model(torch.ones(1, 3)).sum().backward()
+    dist.all_reduce(torch.ones(1))
+    assert len(seen) == 1
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    assert ddp_comm_hooks(model) == [default_hooks.allreduce_hook]
+
+
+@distributed(world_size=2)
+def test_flat_parameters_of_fsdp_are_known(group):
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    (flat,) = sharded_flat_parameters(model)
+    assert not has_unsharded_storage(flat)
+    model(torch.ones(1, 4)).sum().backward()
+    assert has_unsharded_storage(flat)
+    assert sharded_flat_parameters(nn.Linear(4, 4)) == []
+
+
+def test_the_flight_recorder_is_where_it_was():
+    assert callable(torch._C._distributed_c10d._dump_fr_trace_json)
+    assert flight_recorder_entries() == []
+
+
+class _LogSteps(Callback):
+    def __init__(self):
+        self.logged = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if should_update_logs(trainer):
+            self.logged.append(logged_step(trainer))
+
+
+def test_steps_that_are_logged():
+    callback = _LogSteps()
+    trainer_for(callbacks=[callback], log_every_n_steps=2, max_epochs=1).fit(Net().double(), loader())
+    assert callback.logged == [1, 3]
+
+
+def test_samplers_and_hook_states_of_lightning():
+    sampler = SequentialSampler(range(4))
+    assert wrapped_sampler(DistributedSamplerWrapper(sampler, num_replicas=2, rank=0)) is sampler
+    assert ddp_hook_state(DDPStrategy(ddp_comm_state="state")) == "state"
+    assert ddp_hook_state(SingleDeviceStrategy()) is None

@@ -13,7 +13,7 @@ from typing import Any
 from lightning_parallel.callbacks.advice import WORTH_SAYING, Advice
 from lightning_parallel.callbacks.diagnosis_pipeline import diagnose_pipeline
 from lightning_parallel.callbacks.page_sections import HELD
-from lightning_parallel.callbacks.units import bytes_text, gap_text, percent, seconds_text
+from lightning_parallel.tracing.text import bytes_text, gap_text, percent, seconds_text
 
 __all__ = ["diagnose"]
 

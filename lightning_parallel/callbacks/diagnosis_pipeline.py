@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_parallel.callbacks.advice import WORTH_SAYING, Advice
-from lightning_parallel.callbacks.units import percent
+from lightning_parallel.tracing.text import percent
 
 __all__ = ["diagnose_pipeline"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_parallel.callbacks import page_findings
 from lightning_parallel.callbacks import page_sections as sections
-from lightning_parallel.callbacks.units import count_text, percent, seconds_text
+from lightning_parallel.tracing.text import count_text, percent, seconds_text
 
 __all__ = ["advice_list", "document", "figures", "headline", "render", "run_facts"]
 

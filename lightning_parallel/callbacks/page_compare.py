@@ -11,7 +11,7 @@ from lightning_parallel.callbacks import charts
 from lightning_parallel.callbacks.charts import Line
 from lightning_parallel.callbacks.page import advice_list, document, figures, headline, run_facts
 from lightning_parallel.callbacks.page_sections import CURVES, HELD, PHASES, STEPS, section, step_bar, thinned
-from lightning_parallel.callbacks.units import bytes_text, count_text, gap_text, percent, seconds_text
+from lightning_parallel.tracing.text import bytes_text, count_text, gap_text, percent, seconds_text
 
 __all__ = ["Change", "changes", "render_comparison"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_parallel.callbacks import charts
 from lightning_parallel.callbacks.page_sections import found_by, section
-from lightning_parallel.callbacks.units import bytes_text, count_text, percent, seconds_text
+from lightning_parallel.tracing.text import bytes_text, count_text, percent, seconds_text
 
 __all__ = ["compression", "findings", "missing"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_parallel.callbacks import charts
 from lightning_parallel.callbacks.charts import Bar, Block, Line, Part
-from lightning_parallel.callbacks.units import bytes_text, count_text, gap_text, percent, rank_label, seconds_text
 from lightning_parallel.pipeline.simulate import Timeline
+from lightning_parallel.tracing.text import bytes_text, count_text, gap_text, percent, rank_label, seconds_text
 
 __all__ = [
     "HELD",

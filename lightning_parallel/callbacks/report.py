@@ -19,23 +19,23 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.base import (
+from lightning_parallel.callbacks.clocks import ClockOffset, clock_id, compare_clocks
+from lightning_parallel.callbacks.diagnosis import diagnose
+from lightning_parallel.callbacks.kineto import add_kineto
+from lightning_parallel.callbacks.measuring import (
     VERSION,
     Accumulator,
     MeasuringCallback,
+    create_folder,
     errors_as_warnings,
     finite,
-    made_folder,
-    place,
+    rank_info,
 )
-from lightning_parallel.callbacks.clock import Clock, clock_id, compare_clocks
-from lightning_parallel.callbacks.diagnosis import diagnose
-from lightning_parallel.callbacks.even_steps import EvenSteps
-from lightning_parallel.callbacks.kineto import add_kineto
 from lightning_parallel.callbacks.page import render
 from lightning_parallel.callbacks.run_facts import run_facts
 from lightning_parallel.callbacks.session import Session
 from lightning_parallel.callbacks.trace import TraceAccumulator, chrome_trace, read_json, read_trace, write_trace
+from lightning_parallel.tracing import StepSampler
 
 __all__ = ["PAGE", "REPORT", "TRACE", "ProfileReport", "read_report", "rebuild"]
 
@@ -64,7 +64,7 @@ class ProfileReport(MeasuringCallback):
     Args:
         dirpath: Where to write; by default `profile` in the trainer's log folder.
         trace_steps: Last steps that the trace holds; 0 for no trace.
-        exchange_every, warmup_steps: See `MeasuringCallback`.
+        every_n_steps, warmup_steps: See `MeasuringCallback`.
         show_diagnosis: Print the diagnosis and the paths at the end of training.
 
     `report()` is what `report.json` holds, on rank 0.
@@ -77,19 +77,19 @@ class ProfileReport(MeasuringCallback):
         self,
         dirpath: Optional[str] = None,
         trace_steps: int = 20,
-        exchange_every: int = 50,
+        every_n_steps: int = 50,
         warmup_steps: int = 1,
         show_diagnosis: bool = True,
     ) -> None:
         if trace_steps < 0:
             raise ValueError(f"expected trace_steps >= 0, got {trace_steps}")
-        super().__init__(exchange_every, warmup_steps, dirpath, show_table=False)
+        super().__init__(every_n_steps, warmup_steps, dirpath, show_table=False)
         self.trace_steps, self.show_diagnosis = trace_steps, show_diagnosis
         self.folder = Path()
         self._run: dict[str, Any] = {}
-        self._loss = EvenSteps[Tensor](LOSSES)
+        self._loss = StepSampler[Tensor](LOSSES)
         self._parts: Sequence[Mapping[str, Any]] = ()
-        self._clock: Clock | None = None
+        self._clock: ClockOffset | None = None
         self._began_s = 0.0
         self._step = 0
 
@@ -97,13 +97,13 @@ class ProfileReport(MeasuringCallback):
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
         assert self.session is not None
         folder = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "profile")
-        self.folder = made_folder(folder, self.session.group)
+        self.folder = create_folder(folder, self.session.group)
         started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
         started = comm.all_gather_object(started, self.session.group)[0]
         self._run = {"started": started}
-        self._loss, self._parts = EvenSteps(LOSSES), ()
+        self._loss, self._parts = StepSampler(LOSSES), ()
         self._clock = compare_clocks(self.session.group, clock_id())
-        return TraceAccumulator(place(self.session), self.trace_steps)
+        return TraceAccumulator(rank_info(self.session), self.trace_steps)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

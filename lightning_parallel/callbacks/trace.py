@@ -19,9 +19,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_parallel.callbacks.base import Accumulator
-from lightning_parallel.callbacks.clock import Clock
-from lightning_parallel.recorder import Span, Window
+from lightning_parallel.callbacks.clocks import ClockOffset
+from lightning_parallel.callbacks.measuring import Accumulator
+from lightning_parallel.tracing import Span, Window
 
 __all__ = ["TraceAccumulator", "chrome_trace", "read_json", "read_trace", "write_trace"]
 
@@ -65,7 +65,7 @@ class TraceAccumulator(Accumulator):
     def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
         return {}
 
-    def part(self, clock: Clock | None, unfinished: Sequence[Span] = ()) -> dict[str, Any]:
+    def part(self, clock: ClockOffset | None, unfinished: Sequence[Span] = ()) -> dict[str, Any]:
         """What this rank contributes to the trace; JSON can hold it.
 
         Args:

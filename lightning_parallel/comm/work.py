@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd.grad_mode import set_multithreading_enabled
 
-from lightning_parallel import recorder
+from lightning_parallel import tracing
 from lightning_parallel.comm import heartbeat
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.recorder import Flight
+from lightning_parallel.tracing import InFlight
 
 __all__ = ["PROFILING", "Done", "Pending", "blocking_call", "dry_run", "raise_explained"]
 
@@ -108,7 +108,7 @@ class Pending:
             self._watch_completion(flight)
         return self
 
-    def _watch_completion(self, flight: Flight | _Unrecorded) -> None:
+    def _watch_completion(self, flight: InFlight | _Unrecorded) -> None:
         """Let the backend note when the communication is over, which may be long before `wait` is called."""
         if flight.clock is not None:
             flight.complete = flight.clock.completion(self._work)
@@ -155,7 +155,7 @@ class Done(Pending):
 
 
 class _Unrecorded:
-    """Stands in for a `Flight` where nothing is recorded, so that callers need not ask."""
+    """Stands in for a `InFlight` where nothing is recorded, so that callers need not ask."""
 
     complete: Any = None
     clock = None
@@ -180,12 +180,12 @@ def _begin(
     dtype: torch.dtype | None,
     peer: int | None = None,
     tag: int | None = None,
-) -> Flight | _Unrecorded:
-    active = recorder.active()
+) -> InFlight | _Unrecorded:
+    active = tracing.active()
     if active is None or group.axis == PROFILING:
         return _UNRECORDED
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    return Flight(active, op, group.axis, group.ranks, num_bytes, name, peer, tag, group.name)
+    return InFlight(active, op, group.axis, group.ranks, num_bytes, name, peer, tag, group.name)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import getattr_static
 from typing import Any
 
 __all__ = ["ParallelState", "Patches", "patched"]
@@ -29,9 +30,11 @@ class Patches:
     def replace(self, target: Any, name: str, value: Any) -> Any:
         """Set `target.name` to `value` and return what it was."""
         before = getattr(target, name)
-        own = vars(target).get(name, _MISSING) if hasattr(target, "__dict__") else before
-        self._replaced.append((target, name, own))
+        # A data descriptor of the type, such as `__class__` or a slot, can be set again but not deleted.
+        is_descriptor = hasattr(type(getattr_static(type(target), name, None)), "__set__")
+        own = before if is_descriptor or not hasattr(target, "__dict__") else vars(target).get(name, _MISSING)
         setattr(target, name, value)
+        self._replaced.append((target, name, own))
         return before
 
     def undo(self) -> None:

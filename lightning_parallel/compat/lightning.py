@@ -8,7 +8,11 @@ from typing import Any, Optional, Union
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.utilities.distributed import (
+    DistributedSamplerWrapper,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 
 # What paths are in the signatures of Lightning's hooks, which LightningCLI reads.
@@ -16,6 +20,7 @@ from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as FunctionLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.trainer import call
@@ -29,9 +34,11 @@ __all__ = [
     "PathLike",
     "ScriptLauncher",
     "batch_value_of",
+    "ddp_hook_state",
     "init_process_group",
     "is_compiled",
     "loaders_of",
+    "logged_step",
     "metric_state_of",
     "move_optimizers",
     "prepared_batch",
@@ -39,11 +46,13 @@ __all__ = [
     "set_batch_value",
     "set_device_mesh",
     "set_update_count",
+    "should_update_logs",
     "states_of",
     "sync_tensor",
     "take_first_entry",
     "unwrap_optimizer",
     "update_count_of",
+    "wrapped_sampler",
 ]
 
 # -- strategies: launching, processes ----------------------------------------------------------------------------------
@@ -88,6 +97,12 @@ def is_compiled(module: LightningModule) -> bool:
 
 # -- strategies: DDP, FSDP ---------------------------------------------------------------------------------------------
 
+
+def ddp_hook_state(strategy: Strategy) -> Any:
+    """The state of the communication hook given to `DDPStrategy`, which is passed to its constructor only; or None."""
+    return getattr(strategy, "_ddp_comm_state", None)
+
+
 # -- loops and connectors ----------------------------------------------------------------------------------------------
 
 
@@ -117,7 +132,23 @@ def prepared_batch(trainer: Trainer, batch: Any) -> Any:
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
 
+def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
+    """The user's sampler, of which Lightning's wrapper keeps only the data set made from it."""
+    return wrapper.dataset._sampler  # type: ignore[attr-defined]
+
+
 # -- loggers, callbacks, profiler --------------------------------------------------------------------------------------
+
+
+def should_update_logs(trainer: Trainer) -> bool:
+    """Whether loggers are due in this step: Lightning decides it from counters of its loops that are private, too."""
+    return trainer._logger_connector.should_update_logs
+
+
+def logged_step(trainer: Trainer) -> int:
+    """The step under which Lightning logs: `global_step` counts each of several optimizers."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
 
 # -- torchmetrics ------------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from lightning_parallel.pipeline.partition import cut_layers, stage_costs
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
+from lightning_parallel.tracing.text import bytes_text
 
-__all__ = ["Candidate", "Choice", "Workload", "choose_schedule", "size_text"]
+__all__ = ["Candidate", "Choice", "Workload", "choose_schedule"]
 
 _FREE = Cost()
 
@@ -88,7 +89,7 @@ class Choice:
         slower = timeline.makespan_s / self.best.timeline.makespan_s - 1
         verdict = "chosen" if candidate is self.best else f"{slower:+.1%}"
         if not candidate.fits and self.memory_limit_bytes is not None:
-            verdict = f"over the limit by {size_text(candidate.peak_bytes - self.memory_limit_bytes)}"
+            verdict = f"over the limit by {bytes_text(candidate.peak_bytes - self.memory_limit_bytes)}"
         return (
             schedule.name,
             str(schedule.virtual_stages),
@@ -97,7 +98,7 @@ class Choice:
             f"{timeline.makespan_s * 1e3:.4g} ms",
             f"{timeline.bubble_fraction:.1%}",
             f"{candidate.held:g}",
-            size_text(candidate.peak_bytes) if candidate.peak_bytes else "",
+            bytes_text(candidate.peak_bytes) if candidate.peak_bytes else "",
             verdict,
         )
 
@@ -140,9 +141,9 @@ def choose_schedule(
     if not candidates[0].fits:
         least = min(candidates, key=lambda candidate: candidate.peak_bytes)
         raise ValueError(
-            f"expected a schedule within {size_text(memory_limit_bytes or 0)} per rank, the smallest is "
+            f"expected a schedule within {bytes_text(memory_limit_bytes or 0)} per rank, the smallest is "
             f"`{least.schedule.name}` with {least.schedule.num_microbatches} microbatches and "
-            f"{size_text(least.peak_bytes)}; use more ranks or more, hence smaller, microbatches"
+            f"{bytes_text(least.peak_bytes)}; use more ranks or more, hence smaller, microbatches"
         )
     return Choice(candidates[0], tuple(candidates), memory_limit_bytes)
 
@@ -184,12 +185,3 @@ def _play_cut(
     timeline = simulate(schedule, costs, workload.link, workload.overhead_s)
     peak_bytes = max(timeline.memory_peaks(costs))
     return Candidate(schedule, counts, timeline, peak_bytes, limit_bytes is None or peak_bytes <= limit_bytes)
-
-
-def size_text(num_bytes: float) -> str:
-    """Write a number of bytes with the unit that suits it."""
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.4g} GiB"

@@ -16,8 +16,9 @@ from rich.text import Text as RichText
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule
 from lightning_parallel.pipeline.picture import Line, Picture, Polygon, Rect, Text
 from lightning_parallel.pipeline.simulate import Timeline
+from lightning_parallel.tracing.text import seconds_text
 
-__all__ = ["draw_picture", "draw_text", "duration_text", "legend_text"]
+__all__ = ["draw_picture", "draw_text", "legend_text"]
 
 _COLOURS = {Kind.F: "#3b70d6", Kind.B: "#1f9d6b", Kind.I: "#1f9d6b", Kind.W: "#d98a1f"}
 _MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
@@ -92,14 +93,6 @@ def draw_picture(timelines: Sequence[tuple[str, Timeline]]) -> Picture:
     return picture
 
 
-def duration_text(seconds: float) -> str:
-    """Write a duration with the unit that suits it."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        if abs(seconds) * factor >= 1:
-            return f"{seconds * factor:.4g} {unit}"
-    return "0 s" if not seconds else f"{seconds * 1e6:.3g} µs"
-
-
 class _Panel:
     """One timeline of a picture."""
 
@@ -126,7 +119,7 @@ class _Panel:
         y = self.top + 40
         facts = (
             f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
-            f"   ·   step {duration_text(timeline.makespan_s)}   ·   bubble {timeline.bubble_fraction:.1%}"
+            f"   ·   step {seconds_text(timeline.makespan_s)}   ·   bubble {timeline.bubble_fraction:.1%}"
         )
         self.picture.add(Text(_MARGIN, y, title, 20, bold=True), Text(_MARGIN, y + 24, facts, 13, _MUTED))
         x = float(self.left + _LANES)
@@ -168,7 +161,7 @@ class _Panel:
     def _action(self, action: Action, start_s: float, end_s: float, y: float) -> None:
         x, width = self._x(start_s), (end_s - start_s) * self.per_second
         colour = _colour(self.shades, action)
-        hint = f"{action}  {_MEANINGS[action.kind]}, {duration_text(end_s - start_s)}"
+        hint = f"{action}  {_MEANINGS[action.kind]}, {seconds_text(end_s - start_s)}"
         gap = 1 if width > 4 else 0
         self.picture.add(Rect(x, y, width - gap, _BAR, colour, 3 if width > 8 else 0, hint))
         label = str(action.microbatch)
@@ -193,7 +186,7 @@ class _Panel:
         for tick in range(math.floor(self.timeline.makespan_s / step_s + 1e-9) + 1):
             x = self.left + tick * step_s * self.per_second
             self.picture.add(Line(x, y, x, y + 5, _MUTED))
-            self.picture.add(Text(x, y + 19, duration_text(tick * step_s) if tick else "0", 11, _MUTED, "middle"))
+            self.picture.add(Text(x, y + 19, seconds_text(tick * step_s), 11, _MUTED, "middle"))
 
 
 def _columns(timeline: Timeline, room: int) -> int:

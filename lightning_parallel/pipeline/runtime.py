@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel import recorder
+from lightning_parallel import tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule
 from lightning_parallel.pipeline.p2p import (
@@ -121,7 +121,7 @@ class ScheduleRun:
         self.states: dict[tuple[int, int], _MicrobatchState] = {}
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
-        self.open = recorder.OpenSpan()
+        self.open = tracing.OpenSpan()
 
     def __call__(self) -> StepResult:
         """Run this rank's row.
@@ -140,7 +140,7 @@ class ScheduleRun:
         with random_state_kept():
             for action in self.schedule.rows[self.group.rank]:
                 phase = "forward" if action.kind is Kind.F else "backward"
-                with recorder.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
+                with tracing.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
                     handle[action.kind](action)
         self.messages.finish()
         outputs = [self.outputs[number] for number in sorted(self.outputs)]

@@ -33,7 +33,7 @@ from lightning_parallel.compat.torch import buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.actions import Kind
 from lightning_parallel.pipeline.analyze import analyze
-from lightning_parallel.pipeline.choose import Choice, Workload, choose_schedule, size_text
+from lightning_parallel.pipeline.choose import Choice, Workload, choose_schedule
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.measure import measure_link, truncated
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch
@@ -47,7 +47,7 @@ from lightning_parallel.strategies.checks import check_pipeline_arguments, check
 from lightning_parallel.strategies.first_batch import warn_unless_mean
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, materialize_shards, sharding_table
-from lightning_parallel.terminal import show
+from lightning_parallel.tracing.text import bytes_text, show
 
 __all__ = [
     "PLAN_FILE",
@@ -450,8 +450,8 @@ def stage_table(plan: PipelinePlan, copies: float) -> Table:
         row = [str(stage), str(schedule.stage_ranks[stage]), _modules(plan, stage), f"{plan.stage_parameters(stage):,}"]
         if total_s:
             row.append(f"{cost.total_s / total_s:.0%}")
-            row.append(f"{plan.in_flight(stage)} x {size_text(cost.activation_bytes)}")
-        table.add_row(*row, size_text(held_bytes + activation_bytes))
+            row.append(f"{plan.in_flight(stage)} x {bytes_text(cost.activation_bytes)}")
+        table.add_row(*row, bytes_text(held_bytes + activation_bytes))
     return table
 
 
@@ -475,7 +475,7 @@ def _caption(plan: PipelinePlan, copies: float) -> str:
     timeline = simulate(plan.schedule, costs, plan.link)
     return (
         f"predicted: {timeline.makespan_s * 1e3:,.1f} ms a step, bubble {timeline.bubble_fraction:.0%}, "
-        f"at most {size_text(max(timeline.memory_peaks(costs)))} on a rank"
+        f"at most {bytes_text(max(timeline.memory_peaks(costs)))} on a rank"
     )
 
 

@@ -8,7 +8,7 @@ from lightning_parallel.callbacks.diagnosis import diagnose
 from lightning_parallel.callbacks.page import render
 from lightning_parallel.callbacks.page_compare import render_comparison
 from lightning_parallel.callbacks.page_sections import HELD, PHASES
-from lightning_parallel.callbacks.units import bytes_text
+from lightning_parallel.tracing.text import bytes_text
 from tests.callbacks.sample import sample_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

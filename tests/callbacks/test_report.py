@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel import TensorParallelStrategy, callbacks, comm
 from lightning_parallel.callbacks import ProfileReport, StepBreakdown
-from lightning_parallel.callbacks.even_steps import EvenSteps
 from lightning_parallel.callbacks.report import read_parts, write_part
 from lightning_parallel.callbacks.trace import read_trace
 from lightning_parallel.cli import main
+from lightning_parallel.tracing import StepSampler
 from tests.callbacks.conftest import TRACED_STEPS, place_rank
 from tests.harness import run
 from tests.strategies.models import Net, loader, trainer_for
@@ -140,7 +140,7 @@ def test_what_is_not_finite_is_null_in_the_files_and_said_on_the_page(tmp_path):
 
 
 def test_a_long_run_keeps_values_at_equal_distances():
-    kept = EvenSteps(most=100)
+    kept = StepSampler(most=100)
     for step in range(10_000):
         kept.add(step, 2 * step)
     assert 50 < len(kept.values) <= 100
@@ -225,7 +225,7 @@ class Failing(Net):
 
 def fail(folder):
     size = place_rank()
-    callbacks = [StepBreakdown(exchange_every=2, show_table=False), ProfileReport(folder, show_diagnosis=False)]
+    callbacks = [StepBreakdown(every_n_steps=2, show_table=False), ProfileReport(folder, show_diagnosis=False)]
     trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), size, callbacks=callbacks)
     with pytest.raises(ValueError, match="the sixth step failed"):
         trainer.fit(Failing().double(), loader())

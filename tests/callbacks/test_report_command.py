@@ -8,8 +8,8 @@ import pytest
 
 from lightning_parallel.callbacks.page_compare import Change, changes
 from lightning_parallel.callbacks.trace import read_trace
-from lightning_parallel.callbacks.units import percent
 from lightning_parallel.cli import main
+from lightning_parallel.tracing.text import percent
 from tests.callbacks.sample import sample_report
 
 

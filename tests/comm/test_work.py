@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel import comm
-from lightning_parallel.recorder import Recorder, activate, span
+from lightning_parallel.tracing import Recorder, activate, span
 from tests.harness import distributed, recorded_communication
 
 

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_parallel.pipeline.draw import draw_picture, draw_text, duration_text, legend_text
+from lightning_parallel.pipeline.draw import draw_picture, draw_text, legend_text
 from lightning_parallel.pipeline.picture import Picture, Rect, Text, write_picture
 from lightning_parallel.pipeline.schedule import build_schedule, forward_only
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
@@ -107,11 +107,3 @@ def test_png_has_the_size_and_colours_of_the_picture(tmp_path):
         assert pixels.size == (80, 40)
         assert pixels.getpixel((30, 4)) == (0x3B, 0x70, 0xD6)
         assert pixels.getpixel((70, 4)) == (255, 255, 255)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (1.5, "1.5 s"), (0.033, "33 ms"), (4.2e-5, "42 µs"), (1e-7, "0.1 µs"), (1234.0, "1234 s")],
-)
-def test_durations(seconds, text):
-    assert duration_text(seconds) == text

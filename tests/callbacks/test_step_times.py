@@ -1,5 +1,6 @@
-"""Slow ranks and what makes them slow: constructed times, then sleeping ranks."""
+"""Phases of a step and slow ranks: against constructed times, and runs whose times are made of sleeps."""
 
+import json
 import os
 import random
 import time
@@ -10,17 +11,210 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_parallel import HybridParallelStrategy
-from lightning_parallel.callbacks.stock import waits_unseen
-from lightning_parallel.callbacks.straggler import KEPT, StragglerAccumulator, StragglerMonitor
-from lightning_parallel.recorder import Window
+from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm, tracing
+from lightning_parallel.callbacks import (
+    StepBreakdown,
+)
+from lightning_parallel.callbacks.collective_tracer import hides_waits
+from lightning_parallel.callbacks.session import PHASES
+from lightning_parallel.callbacks.step_times import (
+    KEPT,
+    BreakdownAccumulator,
+    StragglerAccumulator,
+    StragglerMonitor,
+    hidden_ns,
+    union_ns,
+)
+from lightning_parallel.tracing import Span, Window
 from tests.harness import run
-from tests.strategies.models import Samples, trainer_for
+from tests.strategies.models import Net, Samples, loader, trainer_for
+from tests.strategies.test_pipeline import Deep
 from tests.timing import compares_durations, durations
+
+SLEEPS = {
+    "data_wait": 0.02,
+    "forward": 0.03,
+    "backward": 0.05,
+    "optimizer": 0.01,
+    "validation": 0.04,
+    "checkpoint": 0.03,
+}
+
+
+class SlowSamples(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        time.sleep(SLEEPS["data_wait"] * (index % 4 == 0))
+        return torch.ones(3)
+
+
+class Pause(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(SLEEPS["forward"])
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(SLEEPS["backward"])
+        return gradient
+
+
+class SlowSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        loss = super().step(closure)
+        time.sleep(SLEEPS["optimizer"])
+        return loss
+
+
+class Sleepy(LightningModule):
+    """Every phase of a step takes a given time."""
+
+    def __init__(self, manual=False):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch, index):
+        loss = Pause.apply(self.layer(batch)).sum()
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def validation_step(self, batch, index):
+        with tracing.span("0F0", "forward"):  # as a pipeline does
+            Pause.apply(self.layer(batch))
+        time.sleep(SLEEPS["validation"] - SLEEPS["forward"])
+
+    def on_save_checkpoint(self, checkpoint):
+        time.sleep(SLEEPS["checkpoint"])
+
+    def configure_optimizers(self):
+        return SlowSGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@compares_durations
+def test_every_phase_has_its_sleeps_and_nothing_else(tmp_path, manual):
+    callback = StepBreakdown(show_table=False)
+    data = DataLoader(SlowSamples(), batch_size=4)
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    trainer = trainer_for(
+        callbacks=[callback, checkpoint],
+        max_epochs=2,
+        enable_checkpointing=True,
+        val_check_interval=2,
+        limit_val_batches=1,
+    )
+    trainer.fit(Sleepy(manual), data, DataLoader(torch.ones(4, 3), batch_size=4))
+    report = callback.report()
+    (rank,) = report["ranks"]
+    assert report["steps"] == 7
+    often = dict.fromkeys(SLEEPS, 1.0) | {"validation": 4 / 7, "checkpoint": 4 / 7}
+    with durations():
+        for phase, seconds in SLEEPS.items():
+            assert 0.95 * seconds * often[phase] < rank[phase] < 2 * seconds * often[phase] + 0.02, phase
+    assert rank["pipeline_wait"] == rank["communication_exposed"] == rank["communication_hidden"] == 0
+    check_sums(report)
+
+
+def check_sums(report):
+    for rank in report["ranks"]:
+        assert rank["wall"] == pytest.approx(sum(rank[phase] for phase in PHASES), rel=1e-9)
+        assert all(rank[phase] >= 0 for phase in PHASES)
+
+
+def rank_and_size():
+    group = comm.Group.of()
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
+    return group.rank, group.size
+
+
+def every_rank_reports(strategy, module):
+    _, size = rank_and_size()
+    callback = StepBreakdown(show_table=False, every_n_steps=2)
+    strategies = {"tensor": lambda: TensorParallelStrategy(size), "pipeline": lambda: PipelineParallelStrategy(size)}
+    modules = {"net": lambda: Net(hidden=16).double(), "deep": Deep}
+    trainer_for(strategies[strategy](), size, callbacks=[callback]).fit(modules[module](), loader(), loader())
+    return callback.report()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module", "wait"), [("tensor", "net", "communication_exposed"), ("pipeline", "deep", "pipeline_wait")]
+)
+def test_every_rank_has_the_report_of_all(strategy, module, wait):
+    report, other = run(every_rank_reports, 2, strategy=strategy, module=module)
+    assert report == other
+    assert json.loads(json.dumps(report)) == report
+    assert (report["version"], report["steps"], report["world_size"]) == (1, 7, 2)
+    assert report["mesh"][f"{strategy}_parallel"] == 2
+    assert [rank["coordinate"][f"{strategy}_parallel"] for rank in report["ranks"]] == [0, 1]
+    check_sums(report)
+    assert all(rank[wait] > 0 for rank in report["ranks"])
+    assert all(rank["validation"] > 0 for rank in report["ranks"])
+
+
+# --------------------------------------------------------------------------------------------------- the accumulator
+
+
+def flight(start, end, blocked, complete=None, **facts):
+    in_flight = None if complete is None else complete - start
+    return Span("communication", "all_reduce", start, end, 0, blocked_ns=blocked, in_flight=in_flight, **facts)
+
+
+def test_hidden_communication_is_what_nobody_waited_for():
+    assert hidden_ns([flight(0, 100, 20, complete=90)]) == 70
+    assert hidden_ns([flight(0, 100, 0, complete=60), flight(40, 110, 10, complete=100)]) == 90
+    assert hidden_ns([flight(0, 100, 0)]) == 0  # over before it was waited for: nobody knows when
+    assert hidden_ns([flight(0, 100, 0, complete=90, peer=1), flight(0, 9, 0, 9, axis="pipeline_parallel")]) == 0
+
+
+def test_unions():
+    assert union_ns([]) == 0
+    assert union_ns([(5, 9), (0, 3), (2, 4), (3, 3)]) == 8
+
+
+def test_means_are_per_step_and_unknown_phases_are_other():
+    accumulator = BreakdownAccumulator({"rank": 0}, ["DDP hides something."])
+    assert accumulator.summarize([accumulator.share()]) == {"ranks": [], "missing": ["DDP hides something."]}
+    for step in range(2):
+        accumulator.add(Window(step, 0, 10**9, {"forward": 6 * 10**8, "lunch": 4 * 10**8}, []))
+    accumulator.end(Window(2, 0, 10**9, {"validation": 10**9}, []))
+    (rank,) = accumulator.summarize([accumulator.share()])["ranks"]
+    assert (rank["forward"], rank["other"], rank["validation"], rank["wall"]) == (0.6, 0.4, 0.5, 1.5)
+    assert rank["communication_exposed"] == 0
+    assert accumulator.scalars()["step_breakdown/wall"] == 1.5
+    assert accumulator.scalars() == {}
+
+
+def test_what_all_ranks_of_a_stage_wait_is_told_from_waiting_for_each_other():
+    """Two stages of two ranks; in the first, one rank is 20 later in even steps and the other in odd ones."""
+    places = [{"rank": r, "coordinate": {"pipeline_parallel": r // 2}} for r in range(4)]
+    accumulators = [BreakdownAccumulator(place) for place in places]
+    for step in range(1, 1000):
+        for rank, waits in enumerate((5 + 20 * (step % 2), 25 - 20 * (step % 2), 7, 9)):
+            accumulators[rank].add(Window(step, 0, 100, {"communication_exposed": waits}, []))
+    shared = [accumulator.share() for accumulator in accumulators]
+    report = accumulators[0].summarize(shared)
+    assert report["communication_least"] == pytest.approx([5e-9, 7e-9])
+    assert [rank["communication_exposed"] for rank in report["ranks"]][:2] == pytest.approx([15e-9] * 2, rel=0.01)
+    assert len(shared[0]["waits"]) <= KEPT
+    assert "communication_least" not in accumulators[0].summarize(shared[:1])
+
+
+# ---------------------------------------------------------------------------------------------------------- stragglers
+
 
 MS = 1_000_000
 BASE = {"data_wait": 2, "forward": 10, "backward": 20, "optimizer": 3, "other": 1}
@@ -106,11 +300,11 @@ def test_without_peers_or_with_few_steps_nothing_is_said():
 def test_unseen_phases_are_left_out():
     draw = random.Random(9)
     steps = [noisy(draw), noisy(draw, extra={"forward": 30})]
-    report = report_of(steps, unseen=("forward", "backward"))
+    report = report_of(steps, blind=("forward", "backward"))
     assert report["stragglers"] == []
     assert "In forward and backward ranks wait for each other unseen" in report["missing"][0]
     steps[1] = noisy(draw, extra={"data_wait": 30})
-    (straggler,) = report_of(steps, unseen=("forward", "backward"))["stragglers"]
+    (straggler,) = report_of(steps, blind=("forward", "backward"))["stragglers"]
     assert straggler["cause"] == "data_wait"
 
 
@@ -124,7 +318,7 @@ def test_unseen_phases_are_left_out():
     ],
 )
 def test_where_waits_are_seen(kind, device, unseen):
-    assert waits_unseen(Mock(spec=kind, root_device=torch.device(device))) is unseen
+    assert hides_waits(Mock(spec=kind, root_device=torch.device(device))) is unseen
 
 
 def test_long_runs_are_sampled_alike_on_all_ranks():
@@ -219,7 +413,7 @@ def train(where=None, strategy="ddp", slow_rank=1, extra=0.03, heavy=1.0, thresh
     loader = DataLoader(data, batch_size=size // 2)  # 24 steps
     strategy = DDPStrategy() if strategy == "ddp" else HybridParallelStrategy(**strategy)
     module = Sleeping(sleep, where, extra, heavy)
-    with patch("lightning_parallel.recorder.recorder.perf_counter_ns", clock) if virtual else nullcontext():
+    with patch("lightning_parallel.tracing.recorder.perf_counter_ns", clock) if virtual else nullcontext():
         trainer_for(strategy, size, callbacks=[monitor], max_epochs=1).fit(module, loader)
     return monitor.report()
 

@@ -1,20 +1,26 @@
-"""Numbers as people read them."""
+"""Numbers and tables as people read them: one formatter for each unit, and one way to print a table."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["bytes_text", "count_text", "gap_text", "percent", "rank_label", "seconds_text"]
+from rich.console import Console
+
+__all__ = ["bytes_text", "count_text", "gap_text", "percent", "rank_label", "seconds_text", "show"]
+
+WIDTH_OF_FILES = 120
+"""Columns of a table that is not printed to a terminal."""
 
 
 def percent(share: float) -> str:
-    """`0.0734` as `7.3 %`."""
+    """Format a share: `0.0734` as `7.3 %`."""
     return f"{share * 100:.1f} %" if abs(share) < 0.0995 else f"{share * 100:.0f} %"
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds in the unit that suits them, three digits: `0.01234` as `12.3 ms`."""
+    """Format seconds in a suitable unit, with three digits: `0.01234` as `12.3 ms`."""
     if seconds < 0:
         return f"-{seconds_text(-seconds)}"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -24,7 +30,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Bytes in binary units: `1572864` as `1.5 MiB`."""
+    """Format bytes in binary units: `1572864` as `1.5 MiB`."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count_text(count / size)} {unit}"
@@ -32,12 +38,15 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(value: float) -> str:
-    """Three digits, or all of them before the point: `1234.5` as `1,234`."""
+    """Format a number with three digits, or all of those before the point: `1234.5` as `1,234`."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def gap_text(points: Sequence[Sequence[Any]]) -> str:
-    """Where a curve over the steps has no finite value; empty if it has one at each point.
+    """Say where a curve over the steps has no finite value; empty if it has one at each point.
+
+    Args:
+        points: (step, value), in the order of the steps; None where the value was not finite.
 
     >>> gap_text([(0, 0.5), (1, None), (2, 0.4), (3, None), (4, None)])
     'not finite from step 3 on'
@@ -52,7 +61,16 @@ def gap_text(points: Sequence[Sequence[Any]]) -> str:
 
 
 def rank_label(entry: Mapping[str, Any], mesh: Mapping[str, int]) -> str:
-    """A rank with its place on the axes that have more than one, by their first letters: `rank 3 · d1 t1`."""
+    """Label a rank with its coordinate on the axes of several ranks, by their first letters: `rank 3 · d1 t1`."""
     coordinate = entry.get("coordinate") or {}
     places = [f"{axis[0]}{coordinate[axis]}" for axis, size in mesh.items() if size > 1 and axis in coordinate]
     return f"rank {entry['rank']}" + (f" · {' '.join(places)}" if places else "")
+
+
+def show(renderable: Any) -> None:
+    """Print a table, 120 columns wide where the output is not a terminal."""
+    console = Console(highlight=False)
+    # In a log file `rich` assumes 80 columns, which cuts the tables of a run short.
+    if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
+        console.width = WIDTH_OF_FILES
+    console.print(renderable)

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from lightning_parallel import recorder as recording
-from lightning_parallel.recorder import Recorder
-from lightning_parallel.recorder.cuda import CudaClock
+from lightning_parallel import tracing
+from lightning_parallel.callbacks.clocks import CudaClock
+from lightning_parallel.tracing import Recorder
 
 
 class Event:
@@ -59,9 +59,9 @@ def test_times_stay_exact_over_hours():
 @pytest.mark.usefixtures("stand_ins")
 def test_work_in_a_stream_of_its_own_is_not_here(monkeypatch):
     clock = CudaClock(torch.device("cuda"))
-    assert clock.is_here()
+    assert clock.is_on_main_stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: object())
-    assert not clock.is_here()
+    assert not clock.is_on_main_stream()
 
 
 @pytest.mark.gpu
@@ -71,12 +71,12 @@ def test_phases_are_those_of_the_device_and_the_host_does_not_wait():
     matrix = torch.randn(4096, 4096, device=device)
     matrix @ matrix
     recorder = Recorder(clock=CudaClock(device))
-    with recording.activate(recorder):
+    with tracing.activate(recorder):
         began = time.perf_counter()
-        with recording.span("forward", "forward"):
+        with tracing.span("forward", "forward"):
             for _ in range(50):
                 matrix @ matrix
-        with recording.span("backward", "backward"):
+        with tracing.span("backward", "backward"):
             matrix @ matrix
         issued = time.perf_counter() - began
         (window,) = recorder.close_step(wait=True)

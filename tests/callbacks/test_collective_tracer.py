@@ -1,23 +1,27 @@
-"""Collectives that others call, as far as they pass through functions that can be watched."""
+"""Collectives that others call, as far as they pass through functions that can be traced."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_parallel import comm
-from lightning_parallel import recorder as recording
+from lightning_parallel import comm, tracing
+from lightning_parallel.callbacks.collective_tracer import CollectiveTracer, trace_collectives, trace_ddp_buckets
 from lightning_parallel.comm import Group
-from lightning_parallel.comm.foreign import Foreign, watching
-from lightning_parallel.recorder import Recorder
+from lightning_parallel.tracing import Recorder
 from tests.harness import distributed
-from tests.test_recorder import Device
+from tests.tracing.test_recorder import Device
 
 
 def spans_of(call, axes=None, default="data_parallel", clock=None):
-    recorder, foreign = Recorder(clock=clock), Foreign(axes or {}, default)
-    with recording.activate(recorder), watching(foreign):
+    recorder, tracer = Recorder(clock=clock), CollectiveTracer(axes or {}, default)
+    with tracing.activate(recorder), trace_collectives(tracer):
         call()
-        foreign.settle(recorder)
+        tracer.finish_pending(recorder)
     (window,) = recorder.close_step(wait=True)
     return window
 
@@ -70,7 +74,7 @@ def test_groups_are_named_by_their_ranks():
 
 
 @distributed(world_size=2)
-def test_what_is_waited_for_elsewhere_is_complete_when_it_says_so(group):
+def test_a_collective_waited_for_elsewhere_ends_when_it_is_complete(group):
     def call():
         dist.all_reduce(torch.ones(1 << 20), async_op=True).wait()
         comm.barrier(group)
@@ -82,16 +86,50 @@ def test_what_is_waited_for_elsewhere_is_complete_when_it_says_so(group):
 
 
 @distributed(world_size=2)
-def test_a_stream_of_its_own_holds_nothing_up():
+def test_a_collective_in_another_stream_blocks_nothing():
     for here in (True, False):
         device = Device()
-        device.is_here = lambda here=here: here
+        device.is_on_main_stream = lambda here=here: here
         window = spans_of(lambda: dist.all_reduce(torch.ones(4)), clock=device)
         (span,) = window.spans
         assert (window.phases.get("communication_exposed", 0) > 0) == here == (span.blocked_ns > 0)
         assert span.in_flight > 0
 
 
-def test_one_process_has_nothing_to_watch():
+def test_one_process_has_nothing_to_trace():
     assert Group.of().size == 1
     assert spans_of(lambda: None).spans == []
+
+
+@distributed(world_size=2)
+def test_ddp_buckets_are_seen_and_stay_as_they_are(group):
+    def gradients(traces):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(64, 200), nn.Linear(200, 64))
+        model = DistributedDataParallel(layers, bucket_cap_mb=0.05)
+        strategy = SimpleNamespace(model=model)
+        recorder, tracer = Recorder(), CollectiveTracer({}, "data_parallel")
+        with trace_collectives(tracer), trace_ddp_buckets(tracer, strategy), tracing.activate(recorder):
+            for _ in range(2 if traces else 0):  # buckets are rebuilt after the first step
+                model.zero_grad()
+                model(torch.full((3, 64), 1.0 + group.rank)).sum().backward()
+                tracer.finish_pending(recorder)
+                dist.all_reduce(torch.ones(1))
+                (window,) = recorder.close_step()
+        if not traces:
+            for _ in range(2):
+                model.zero_grad()
+                model(torch.full((3, 64), 1.0 + group.rank)).sum().backward()
+            return [parameter.grad for parameter in model.parameters()]
+        model.register_comm_hook(None, default_hooks.allreduce_hook)  # DDP's only place for a hook is free
+        return [parameter.grad for parameter in model.parameters()], window.spans
+
+    expected = gradients(traces=False)
+    found, (*buckets, last) = gradients(traces=True)
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+    assert len(buckets) == 2
+    assert sum(span.bytes for span in buckets) == sum(4 * gradient.numel() for gradient in expected)
+    assert {span.op for span in buckets} == {"all_reduce"}
+    assert all(span.in_flight is not None for span in buckets)
+    assert last.bytes == 4, "a call from Python is recorded once"

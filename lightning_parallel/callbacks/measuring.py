@@ -1,14 +1,14 @@
-"""What every measuring callback is made of: an accumulator that knows no Lightning, and a thin callback around it.
+"""Base classes of the measuring callbacks: an accumulator free of Lightning, and a thin callback around it.
 
-A callback of one's own takes three methods:
+A new callback takes three methods:
 
     class Steps(Accumulator):
         count = 0
         def add(self, window): self.count += 1                       # each step, on every rank
-        def share(self): return self.count                           # what other ranks get to know
+        def share(self): return self.count                           # sent to the other ranks
         def summarize(self, shared): return {"counts": shared}       # by rank -> keys of the report
 
-    class CountSteps(MeasuringCallback):
+    class CountSteps(MeasuringCallback[Steps]):
         def accumulate(self, trainer, pl_module): return Steps()     # a new one for each `fit`
 """
 
@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Optional
+from typing import Any, Generic, Optional, TypeVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
@@ -33,47 +33,58 @@ from typing_extensions import override
 from lightning_parallel import comm
 from lightning_parallel.callbacks.session import Session
 from lightning_parallel.comm import Group
+from lightning_parallel.compat.lightning import logged_step, should_update_logs
 from lightning_parallel.mesh import AXES
-from lightning_parallel.recorder import Window
-from lightning_parallel.terminal import show
+from lightning_parallel.tracing import Window
+from lightning_parallel.tracing.text import show
 
-__all__ = ["VERSION", "Accumulator", "MeasuringCallback", "errors_as_warnings", "finite", "made_folder", "place"]
+__all__ = [
+    "VERSION",
+    "Accumulator",
+    "MeasuringCallback",
+    "create_folder",
+    "errors_as_warnings",
+    "finite",
+    "rank_info",
+]
 
 VERSION = 1
-"""Of the keys of all reports; changes when the meaning of a key does."""
+"""Version of the keys of all reports; changes when the meaning of a key does."""
 
 
 class Accumulator(ABC):
-    """What one callback measures on one rank. Holds plain numbers only, and communicates nothing."""
+    """Adds up what one callback measures on one rank. Holds plain numbers only, and communicates nothing."""
 
-    @abstractmethod
-    def add(self, window: Window) -> None:
-        """Take notice of a step."""
+    def add(self, window: Window) -> None:  # noqa: B027 callbacks that look at something else than time need no spans
+        """Add a step; does nothing by default."""
 
     def end(self, window: Window) -> None:  # noqa: B027 few have a use for it
-        """Take notice of what came after the last step: its validation, its checkpoint."""
+        """Add the time after the last step, such as its validation and its checkpoint; does nothing by default."""
 
     @abstractmethod
     def share(self) -> Any:
-        """What the other ranks need to know so far: picklable, and small."""
+        """Return what the other ranks need to know so far: picklable, and small."""
 
     @abstractmethod
     def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
-        """The callback's own keys of the report, from what the ranks shared; a signal nobody has is left out."""
+        """Return the callback's keys of the report, from what the ranks shared, without signals that no rank has."""
 
     def scalars(self) -> dict[str, float]:
-        """Values to log, of this rank, over the steps since the last call."""
+        """Return values to log, of this rank, over the steps since the last call."""
         return {}
 
 
-class MeasuringCallback(Callback, ABC):
+A = TypeVar("A", bound=Accumulator)
+
+
+class MeasuringCallback(Callback, ABC, Generic[A]):
     """Measures a `fit` and reports on it.
 
     All measuring callbacks of a Trainer share one recorder and one exchange between ranks, off the training thread.
 
     Args:
-        exchange_every: Steps between two exchanges; the last one is at the end of training. The smallest value of all
-            callbacks counts.
+        every_n_steps: Steps between two exchanges of results among the ranks; the last one is at the end of training.
+            The smallest value of all callbacks counts.
         warmup_steps: First steps that are not counted, because things are set up in them. The largest value counts.
         dirpath: Where rank 0 writes `<name>.json` and `<name>.csv` at the end of training; nowhere when omitted.
         show_table: Print a table at the end of training, on rank 0.
@@ -87,44 +98,72 @@ class MeasuringCallback(Callback, ABC):
 
     def __init__(
         self,
-        exchange_every: int = 50,
+        every_n_steps: int = 50,
         warmup_steps: int = 1,
         dirpath: Optional[str] = None,
         show_table: bool = True,
     ) -> None:
-        if exchange_every < 1 or warmup_steps < 0:
+        if every_n_steps < 1 or warmup_steps < 0:
             raise ValueError(
-                f"expected exchange_every >= 1 and warmup_steps >= 0, got {exchange_every} and {warmup_steps}"
+                f"expected every_n_steps >= 1 and warmup_steps >= 0, got {every_n_steps} and {warmup_steps}"
             )
-        self.exchange_every, self.warmup_steps = exchange_every, warmup_steps
-        self.dirpath, self.show_table = dirpath, show_table
+        # Subclasses that measure every n steps set `every_n_steps` to that; ranks exchange at their own pace then.
+        self.every_n_steps = every_n_steps
+        self._exchange_every_n_steps = every_n_steps
+        self.warmup_steps = warmup_steps
+        self.dirpath = dirpath
+        self.show_table = show_table
         self.session: Session | None = None
-        self._accumulator: Accumulator | None = None
+        self._accumulator: A | None = None
         self._report: dict[str, Any] | None = None
 
     # --------------------------------------------------------------------------------------------------- to override
 
     @abstractmethod
-    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
-        """The accumulator of one `fit`; called on every rank when training begins."""
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> A:
+        """Create the accumulator of one `fit`; called on every rank when it begins."""
 
     def table(self, report: Mapping[str, Any]) -> Table | None:
-        """The report as a table for the terminal; None where there is nothing to show."""
+        """Format the report as a table for the terminal; None where there is nothing to show."""
         return None
 
     def rows(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The report as rows of a CSV file."""
+        """Format the report as rows of a CSV file."""
         return list(report.get("ranks", []))
+
+    # --------------------------------------------------------------------------------------------------- within `fit`
+
+    @property
+    def open_session(self) -> Session:
+        """The session of the running `fit`.
+
+        Raises:
+            RuntimeError: Outside of `fit`.
+        """
+        if self.session is None:
+            raise RuntimeError(f"{self.name} measures within `fit` only")
+        return self.session
+
+    @property
+    def accumulator(self) -> A:
+        """The accumulator of the running `fit`, or of the last one.
+
+        Raises:
+            RuntimeError: Before the first `fit`.
+        """
+        if self._accumulator is None:
+            raise RuntimeError(f"{self.name} has measured nothing yet")
+        return self._accumulator
 
     # -------------------------------------------------------------------------------------------------------- report
 
     @property
     def name(self) -> str:
-        """Of the callback in reports and files: that of its class."""
+        """The callback's name in reports and files: that of its class."""
         return type(self).__name__
 
     def report(self) -> dict[str, Any]:
-        """What was measured, of all ranks as of their last exchange; complete from the end of training on.
+        """Return the results of all ranks as of their last exchange; complete from the end of training on.
 
         Keys of every report: `version` of the keys; `steps` counted; `world_size`; `mesh`, `{axis: size}`;
         `incomplete`, why ranks are missing, only if they are. The others are described on each callback.
@@ -134,9 +173,8 @@ class MeasuringCallback(Callback, ABC):
         """
         if self._report is None:
             if not self.has_report:
-                raise RuntimeError(f"`{self.name}.report()` tells of a `fit`; there was none yet")
-            assert self.session is not None
-            return self._summarize(self.session)
+                raise RuntimeError(f"`{self.name}.report()` reports on a `fit`; there was none yet")
+            return self._summarize(self.open_session)
         return self._report
 
     @property
@@ -145,9 +183,10 @@ class MeasuringCallback(Callback, ABC):
         return self._report is not None or (self.session is not None and self._accumulator is not None)
 
     def _summarize(self, session: Session) -> dict[str, Any]:
-        assert self._accumulator is not None
-        position = session.members.index(self._accumulator)
-        shared = [values[position] for values in session.latest] or [self._accumulator.share()]
+        accumulator = self.accumulator
+        position = session.members.index(accumulator)
+        # Before the first exchange, and after one that failed, this rank reports what it knows.
+        shared = [values[position] for values in session.latest] or [accumulator.share()]
         report = {
             "version": VERSION,
             "steps": session.steps,
@@ -156,17 +195,20 @@ class MeasuringCallback(Callback, ABC):
         }
         if session.failure is not None:
             report["incomplete"] = session.failure
-        found: dict[str, Any] = finite({**report, **self._accumulator.summarize(shared)})
+        found: dict[str, Any] = finite({**report, **accumulator.summarize(shared)})
         return found
 
     def write(self, dirpath: str | Path) -> None:
         """Write the report to `<name>.json` and `<name>.csv`."""
-        folder, report = Path(dirpath), self.report()
+        folder = Path(dirpath)
+        report = self.report()
         folder.mkdir(parents=True, exist_ok=True)
+        # `allow_nan=False`: Python would write NaN, which is not JSON and which browsers refuse.
         (folder / f"{self.name}.json").write_text(json.dumps(report, indent=1, allow_nan=False))
         rows = [_flat(row) for row in self.rows(report)]
         with (folder / f"{self.name}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+            columns = dict.fromkeys(key for row in rows for key in row)  # in the order of their first row
+            writer = csv.DictWriter(file, list(columns))
             writer.writeheader()
             writer.writerows(rows)
 
@@ -174,11 +216,15 @@ class MeasuringCallback(Callback, ABC):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.session, self._report, self._accumulator = Session.of(trainer), None, None
+        # A callback may measure one `fit` after another; results of the last one must not be taken for new ones.
+        self._report = None
+        self._accumulator = None
+        self.session = Session.of(trainer)
         if self.dirpath is not None:
-            made_folder(Path(self.dirpath), self.session.group)
+            create_folder(Path(self.dirpath), self.session.group)
+        # Creating it may communicate, so all ranks must get here in the order of their callbacks.
         self._accumulator = self.accumulate(trainer, pl_module)
-        self.session.join(self._accumulator, self.exchange_every, self.warmup_steps)
+        self.session.join(self._accumulator, self._exchange_every_n_steps, self.warmup_steps)
 
     @property
     def _led(self) -> Session | None:
@@ -192,6 +238,7 @@ class MeasuringCallback(Callback, ABC):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning's profiler names single actions of validation only. Before training (sanity check) nothing records.
         if self._led is not None and self._led.recorder is not None:
             self._led.recorder.enter("validation")
 
@@ -209,20 +256,20 @@ class MeasuringCallback(Callback, ABC):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # Before the scalars: they include this step.
         if self._led is not None:
             self._led.end_step()
-        if trainer.loggers and trainer._logger_connector.should_update_logs:
-            assert self._accumulator is not None
-            scalars = self._accumulator.scalars()
+        if trainer.loggers and should_update_logs(trainer):
+            # Straight to the loggers: what is logged by `log` of the module becomes a metric of the module, too.
+            scalars = self.accumulator.scalars()
             for logger in trainer.loggers if scalars else ():
-                logger.log_metrics(scalars, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(scalars, step=logged_step(trainer))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._led is not None:
             self._led.end()
-        assert self.session is not None
-        self._report = self._summarize(self.session)
+        self._report = self._summarize(self.open_session)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -238,8 +285,9 @@ class MeasuringCallback(Callback, ABC):
         self._leave()
 
     def _leave(self) -> None:
+        # After an error there was no `on_train_end`; what was exchanged until then is the report.
         if self.session is not None and self._accumulator is not None and self._report is None:
-            self._report = self._summarize(self.session)  # training ended with an error
+            self._report = self._summarize(self.session)
         if self._led is not None:
             self._led.close()
         self.session = None
@@ -255,10 +303,10 @@ class MeasuringCallback(Callback, ABC):
 
 @contextmanager
 def errors_as_warnings(what: str) -> Iterator[None]:
-    """For what is done after training, on one rank alone: its failure must not end a run that went well.
+    """Turn errors of the block into warnings: what is done after training must not end a run that went well.
 
     Args:
-        what: Has failed then.
+        what: What failed, as the beginning of the warning.
     """
     try:
         yield
@@ -266,8 +314,8 @@ def errors_as_warnings(what: str) -> Iterator[None]:
         warnings.warn(f"{what}: {error!r}", stacklevel=3)
 
 
-def made_folder(path: Path, group: Group) -> Path:
-    """`path` as the first rank of `group` has it, made there; every rank must call it.
+def create_folder(path: Path, group: Group) -> Path:
+    """Create the folder `path` of the first rank of `group`, and return it on all; every rank must call it.
 
     Raises:
         ValueError: If that rank cannot write to it; RuntimeError on the others.
@@ -276,18 +324,19 @@ def made_folder(path: Path, group: Group) -> Path:
     def make() -> Path:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=path):
+            with TemporaryFile(dir=path):  # permissions alone would not show a file system that is full or read-only
                 return path
         except OSError as error:
             raise ValueError(f"expected a folder that can be written to for profiles, got {path}: {error}") from error
 
+    # An error of the first rank reaches all: otherwise they would wait for it until the deadline.
     return comm.broadcast_from(make, group)
 
 
 def finite(value: Any) -> Any:
-    """Nested dicts and lists as JSON can hold them, which knows no NaN and no infinity.
+    """Convert nested dicts and lists for JSON, which has no NaN and no infinity.
 
-    Of a dict, entries that are not finite are left out, as signals that are absent; in a list None takes their place.
+    In a dict, entries that are not finite are left out, as signals that nobody has; in a list None takes their place.
 
     >>> finite({"cosine": float("nan"), "loss": [(0, 0.5), (1, float("inf"))]})
     {'loss': [[0, 0.5], [1, None]]}
@@ -299,15 +348,17 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
-def place(session: Session) -> dict[str, Any]:
-    """Who this process is, as reports say it: `rank`, and `coordinate` as `{axis: index}`."""
+def rank_info(session: Session) -> dict[str, Any]:
+    """Identify this process in reports: `rank`, and `coordinate` as `{axis: index}`."""
     return {"rank": session.rank, "coordinate": session.mesh.coordinate(session.rank)._asdict()}
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values as columns of their own: `coordinate.data_parallel`."""
+    """Give nested values columns, such as `coordinate.data_parallel`."""
     flat: dict[str, Any] = {}
     for key, value in row.items():
-        inner = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, Mapping) else {key: value}
-        flat.update(inner)
+        if isinstance(value, Mapping):
+            flat.update({f"{key}.{name}": item for name, item in value.items()})
+        else:
+            flat[key] = value
     return flat

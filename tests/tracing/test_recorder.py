@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from lightning_parallel import recorder as recording
-from lightning_parallel.recorder import Flight, Ledger, Recorder, Span
+from lightning_parallel import tracing
+from lightning_parallel.tracing import InFlight, Ledger, Recorder, Span
 
 
 class Device:
@@ -19,7 +19,7 @@ class Device:
     def mark(self):
         return next(self.times)
 
-    def is_here(self):
+    def is_on_main_stream(self):
         return True
 
     def completion(self, work):
@@ -53,8 +53,8 @@ def test_phases_are_exclusive_and_add_up():
 def test_time_can_be_moved_to_a_phase_that_is_known_later_but_never_more_than_there_is():
     ledger = Ledger(0)
     ledger.enter("backward", 10)
-    assert ledger.move("communication_exposed", 5, 35, 50) == 30
-    assert ledger.move("communication_exposed", 5, 35, 50) == 10
+    assert ledger.reassign("communication_exposed", 5, 35, 50) == 30
+    assert ledger.reassign("communication_exposed", 5, 35, 50) == 10
     assert ledger.close(50) == {"other": 10, "backward": 0, "communication_exposed": 40}
 
 
@@ -76,8 +76,8 @@ def test_a_leave_too_many_does_not_lose_time():
 
 def test_windows_hold_the_spans_that_ended_in_them():
     recorder = Recorder()
-    with recording.activate(recorder):
-        with recording.span("1F0", phase="forward", category="pipeline", stage=1, microbatch=0) as opened:
+    with tracing.activate(recorder):
+        with tracing.span("1F0", phase="forward", category="pipeline", stage=1, microbatch=0) as opened:
             time.sleep(0.01)
             opened.restart()
         (first,) = recorder.close_step()
@@ -91,21 +91,21 @@ def test_windows_hold_the_spans_that_ended_in_them():
 
 def test_nothing_is_recorded_without_a_recorder():
     recorder = Recorder()
-    assert recording.active() is None
-    with recording.span("x", phase="forward") as opened:
+    assert tracing.active() is None
+    with tracing.span("x", phase="forward") as opened:
         opened.restart()
-    with recording.activate(recorder):
+    with tracing.activate(recorder):
         pass
-    with recording.span("x"):
+    with tracing.span("x"):
         pass
     assert not recorder.spans
 
 
 def test_the_ring_keeps_the_last_spans():
     recorder = Recorder(capacity=3)
-    with recording.activate(recorder):
+    with tracing.activate(recorder):
         for index in range(5):
-            with recording.span(str(index)):
+            with tracing.span(str(index)):
                 pass
             recorder.close_step()
     assert [span.name for span in recorder.spans] == ["2", "3", "4"]
@@ -114,7 +114,7 @@ def test_the_ring_keeps_the_last_spans():
 
 def test_a_communication_is_in_flight_until_it_lands():
     recorder = Recorder()
-    flight = Flight(recorder, "all_reduce", "data_parallel", (0, 1), 8, "float32", None)
+    flight = InFlight(recorder, "all_reduce", "data_parallel", (0, 1), 8, "float32", None)
     assert list(recorder.in_flight.values()) == [flight]
     time.sleep(0.01)
     flight.complete = recorder.now()
@@ -134,7 +134,7 @@ def test_calls_of_a_group_are_numbered_and_compared_by_digest():
     def issue(*ops):
         recorder = Recorder()
         for op in ops:
-            Flight(recorder, op, "world", (0, 1), 4, "float32", None).finish()
+            InFlight(recorder, op, "world", (0, 1), 4, "float32", None).finish()
         return recorder.calls_of("world", (0, 1)), [span.sequence for span in recorder.spans]
 
     same, numbers = issue("all_reduce", "broadcast")
@@ -146,7 +146,7 @@ def test_calls_of_a_group_are_numbered_and_compared_by_digest():
 def test_messages_to_different_peers_and_of_different_tags_are_numbered_apart():
     recorder = Recorder()
     for op, peer, tag in (("send", 1, 0), ("recv", 1, 0), ("send", 1, 0), ("send", 2, 0), ("send", 1, 7)):
-        Flight(recorder, op, "pipeline_parallel", (0, 1, 2), 4, "float32", peer, tag).finish()
+        InFlight(recorder, op, "pipeline_parallel", (0, 1, 2), 4, "float32", peer, tag).finish()
     assert [(span.sequence, span.tag) for span in recorder.spans] == [(0, 0), (0, 0), (1, 0), (0, 0), (0, 7)]
     assert recorder.calls_of("pipeline_parallel", (0, 1, 2)).count == 0
 
@@ -154,11 +154,11 @@ def test_messages_to_different_peers_and_of_different_tags_are_numbered_apart():
 def test_times_of_a_device_are_read_when_it_has_got_there():
     device = Device()
     recorder = Recorder(clock=device)
-    with recording.activate(recorder):
-        with recording.span("F", phase="forward"):
+    with tracing.activate(recorder):
+        with tracing.span("F", phase="forward"):
             pass
         assert recorder.close_step() == []
-        with recording.span("B", phase="backward"):
+        with tracing.span("B", phase="backward"):
             pass
         device.done = 1_000_000_000_000 + 30
         (first,) = recorder.close_step()
@@ -174,7 +174,7 @@ def test_times_of_a_device_are_read_when_it_has_got_there():
 @pytest.mark.parametrize("held", [0, 2])
 def test_held_times_of_a_device_are_device_times(held):
     recorder = Recorder(clock=Device())
-    flight = Flight(recorder, "all_reduce", "world", (0, 1), 4, "float32", None)
+    flight = InFlight(recorder, "all_reduce", "world", (0, 1), 4, "float32", None)
     for _ in range(held):
         with flight:
             pass
