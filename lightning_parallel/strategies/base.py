@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel import checkpoint as checkpoints
 from lightning_parallel import comm
-from lightning_parallel.comm import Group, MeshGroups, heartbeat
+from lightning_parallel.checkpoint import Checkpoints, ModelNames
+from lightning_parallel.comm import MeshGroups, heartbeat
 from lightning_parallel.compression import check_reducer
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA, TENSOR, Axis, Mesh, Size
@@ -89,6 +89,7 @@ class MeshStrategy(MeshCollectives):
         self._device_mesh: DeviceMesh | None = None
         self._reducer: GradientReducer | None = None
         self._epoch_checked = -1
+        self._whole_groups: dict[Optimizer, list[list[str]]] = {}
 
     # ------------------------------------------------------------------------------------------- for subclasses
 
@@ -329,44 +330,51 @@ class MeshStrategy(MeshCollectives):
         return True
 
     @property
-    def _tensor_group(self) -> Group:
-        return self.groups.tensor_parallel
+    def whole_names(self) -> ModelNames:
+        """Names in the whole module, of which this rank may hold some stages."""
+        return ModelNames.of(self._module)
 
     @property
-    def _keeps_values(self) -> bool:
-        """Whether what is merged over the tensor axis is needed on this rank."""
-        return self.is_global_zero
+    def checkpoints(self) -> Checkpoints:
+        """Gathers what a checkpoint holds from the ranks of a replica, and scatters it again."""
+        return Checkpoints(
+            self._module,
+            self.rules,
+            self.groups.tensor_parallel,
+            self.groups.pipeline_parallel,
+            self.whole_names,
+            self.root_device,
+            is_saved=self.groups.data_parallel.rank == 0,
+        )
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full state dict, with values on rank 0 only; called on every rank."""
-        assert self.lightning_module is not None
-        state = self.lightning_module.state_dict()
-        return checkpoints.merge_state_dict(state, self.rules, self._tensor_group, keep=self._keeps_values)
+        return self.checkpoints.gather_state()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        state = checkpoint["state_dict"]
-        checkpoints.check_shapes(state, self.lightning_module, self.rules, "file")
-        local = checkpoints.cut_state_dict(state, self.rules, self._tensor_group.rank)
-        self.lightning_module.load_state_dict(local, strict=strict)
+        failure: Exception | None = None
+        try:
+            part = self.checkpoints.scatter_state(checkpoint["state_dict"], "file")
+            self._module.load_state_dict(part, strict=strict)
+        except (RuntimeError, ValueError) as error:
+            failure = error
+        comm.raise_together(failure, self.groups.world)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of `optimizer` with full tensors, values on rank 0 only; called on every rank."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return checkpoints.merge_optimizer_state(
-            inner, self.parameter_names, self.rules, self._tensor_group, keep=self._keeps_values
-        )
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.checkpoints.gather_optimizer(inner, self._whole_groups.get(inner, ()))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        local = [
-            checkpoints.cut_optimizer_state(state, optimizer, self.parameter_names, self.rules, self._tensor_group.rank)
+        parts = [
+            self.checkpoints.scatter_optimizer(state, optimizer, self._whole_groups.get(optimizer, ()))
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"])
         ]
-        super().load_optimizer_state_dict({"optimizer_states": local})
+        super().load_optimizer_state_dict({"optimizer_states": parts})
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
@@ -383,5 +391,9 @@ class MeshStrategy(MeshCollectives):
     @property
     def parameter_names(self) -> dict[int, str]:
         """Name of each parameter of the module, by `id`."""
+        return {id(parameter): name for name, parameter in self._module.named_parameters()}
+
+    @property
+    def _module(self) -> LightningModule:
         assert self.lightning_module is not None
-        return {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        return self.lightning_module

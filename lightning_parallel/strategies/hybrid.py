@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal, Optional, Union
 
@@ -12,7 +11,6 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -20,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel import stage_checkpoint as stages
+from lightning_parallel.checkpoint import ModelNames
 from lightning_parallel.compression import Reducer
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
 from lightning_parallel.pipeline.actions import Kind
@@ -32,8 +30,8 @@ from lightning_parallel.strategies import checks
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.example import STEPS, first_batch
 from lightning_parallel.strategies.microbatches import StepEffects, moved, share_metrics, undone
-from lightning_parallel.strategies.optimizers import empty_allowed, require_parameters
 from lightning_parallel.strategies.parallelize import Pipelining, cut_stages
+from lightning_parallel.strategies.stage_optimizers import remove_placeholders, whole_parameters
 from lightning_parallel.strategies.tensor import TensorParallelStrategy
 
 __all__ = ["HybridParallelStrategy", "ScheduleName"]
@@ -132,7 +130,6 @@ class HybridParallelStrategy(TensorParallelStrategy):
         )
         self.engine: PipelineEngine | None = None
         self.last_step: StepResult | None = None
-        self._order: tuple[str, ...] = ()
         self._fresh: dict[torch.nn.Parameter, Tensor | None] = {}
         self._in_step = False
 
@@ -151,8 +148,8 @@ class HybridParallelStrategy(TensorParallelStrategy):
         if self.groups.pipeline_parallel.size == 1:
             return
         trainer = module.trainer
-        if "_pipeline_order" not in module.__dict__:
-            module.__dict__["_pipeline_order"] = tuple(module.state_dict()), tuple(dict(module.named_parameters()))
+        if "_whole_names" not in module.__dict__:
+            module.__dict__["_whole_names"] = ModelNames.of(module)
         channels = None
         if self.root_device.type == "cuda":
             ways = [(kind, up) for kind in (Kind.F, Kind.I) for up in (True, False)]
@@ -199,15 +196,20 @@ class HybridParallelStrategy(TensorParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        with nullcontext() if self.engine is None else empty_allowed():
+        if self.engine is None:
             super().setup_optimizers(trainer)
+            return
+        with whole_parameters(self._module, self.whole_names, self.engine.group, self.root_device) as placeholders:
+            super().setup_optimizers(trainer)
+        self._whole_groups = {
+            optimizer: remove_placeholders(optimizer, placeholders, self._module) for optimizer in self.optimizers
+        }
 
     @override
     def check_optimizers(self) -> None:
         super().check_optimizers()
         if self.engine is not None:
             checks.check_pipeline_optimizers(self.optimizers)
-            require_parameters(self.optimizers, self.engine.group)
 
     # ------------------------------------------------------------------------------------------------- the steps
 
@@ -317,64 +319,9 @@ class HybridParallelStrategy(TensorParallelStrategy):
     # ----------------------------------------------------------------------------------------------- checkpoints
 
     @property
-    def _keeps_values(self) -> bool:
-        coordinate = self.mesh.coordinate(self.global_rank)
-        return coordinate.data_parallel == 0 and coordinate.tensor_parallel == 0
-
-    @property
-    def _orders(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of the state and of the parameters of the whole module, in order."""
-        assert self.lightning_module is not None
-        return self.lightning_module.__dict__["_pipeline_order"]
-
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        state = super().lightning_module_state_dict()
-        if self.engine is None:
-            return state
-        return stages.gather_state(state, self._orders[0], self.engine.group, self.root_device, self._keeps_values)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self.engine is None:
-            return super().load_model_state_dict(checkpoint, strict)
-        assert self.lightning_module is not None
-        mine = self.lightning_module.state_dict()
-        state = stages.local_state(checkpoint["state_dict"], mine, self._orders[0])
-        failure: Exception | None = None
-        try:
-            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
-        except (RuntimeError, ValueError) as error:
-            failure = error
-        comm.raise_together(failure, self.groups.world)
-        return None
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
-        if self.engine is None:
-            return state
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return stages.gather_optimizer_state(
-            state,
-            inner,
-            self.parameter_names,
-            self._orders[1],
-            self.engine.group,
-            self.root_device,
-            self._keeps_values,
-        )
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self.engine is None:
-            return super().load_optimizer_state_dict(checkpoint)
-        names, order, group = self.parameter_names, self._orders[1], self.engine.group
-        local = [
-            stages.local_optimizer_state(state, optimizer, names, order, group)
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"])
-        ]
-        return super().load_optimizer_state_dict({"optimizer_states": local})
+    def whole_names(self) -> ModelNames:
+        return super().whole_names if self.engine is None else self._module.__dict__["_whole_names"]
 
 
 def _samples(microbatch: Any) -> int:
