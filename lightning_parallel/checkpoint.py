@@ -53,6 +53,7 @@ def rules_by_name(module: nn.Module, rules: Mapping[str, Shard]) -> dict[str, Sh
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
+    # A plan names a shared tensor once, and the state dict has it under each name.
     by_identity = {id(tensor): rules[name] for name, tensor in tensors.items() if name in rules}
     return {name: by_identity[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_identity}
 
@@ -125,6 +126,7 @@ class Checkpoints:
             ValueError: If shapes do not fit the model.
         """
         state = self.module.state_dict()
+        # Before anything is split or loaded, so that one message lists all that does not fit.
         self._check_shapes(full, state, source)
         on_other_stages = set(self.names.state) - state.keys() if self.pipeline_group.size > 1 else set()
         part = {}
@@ -214,6 +216,7 @@ class Checkpoints:
 
     def _split_like(self, parameter: Tensor, name: str, value: Any) -> Any:
         rule = self.rules.get(name)
+        # Scalars, such as the step count of Adam, are the same on all ranks.
         if rule is None or not isinstance(value, Tensor) or value.dim() == 0:
             return value
         is_elementwise = tuple(value.shape) == tuple(rule.full_shape(parameter.shape))
@@ -280,6 +283,7 @@ class Checkpoints:
         held = {key: _place(stage, value, shards.get(key)) for key, value in values.items()}
         if self.pipeline_group.size == 1:
             return held
+        # Several stages hold a tied parameter; its place is the first of them, and the others send nothing.
         found: dict[K, _Place] = {}
         for places in comm.all_gather_object(held, self.pipeline_group):
             found = {**found, **{key: place for key, place in places.items() if key not in found}}
@@ -300,6 +304,7 @@ class Checkpoints:
         if place.stage == 0:
             return full.cpu()
         if stage == 0:
+            # One at a time through the device, so that it never holds more of the model than one tensor.
             received = torch.empty(place.shape, dtype=place.dtype, device=self.device)
             return comm.irecv(received, self.pipeline_group, place.stage, tag).wait().cpu()
         comm.isend(full.to(self.device).contiguous(), self.pipeline_group, 0, tag).wait()

@@ -45,6 +45,7 @@ def whole_parameters(
         for name, parameter in module.named_parameters()
     }
     described = {name: facts for stage in comm.all_gather_object(held, group) for name, facts in stage.items()}
+    # Not on `meta`: fused optimizers refuse devices that they have no kernels for.
     placeholders = {
         name: nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(shape), requires_grad)
         for name, (shape, dtype, requires_grad) in described.items()
