@@ -26,16 +26,29 @@ from lightning_parallel.comm.collectives import (
     isend,
     reduce_scatter,
 )
+from lightning_parallel.comm.executor import (
+    Executor,
+    InlineExecutor,
+    StreamExecutor,
+    ThreadExecutor,
+    overlapping_executor,
+)
+from lightning_parallel.comm.gradient_session import GradientSession, MeanReducer, MeanStep, fill_buckets
 from lightning_parallel.comm.groups import Group, MeshGroups
 from lightning_parallel.comm.work import PROFILING, Pending, dry_run
-from lightning_parallel.comm.worker import Worker
 
 __all__ = [
+    "GradientSession",
     "PROFILING",
+    "Executor",
     "Group",
+    "InlineExecutor",
+    "MeanReducer",
+    "MeanStep",
     "MeshGroups",
     "Pending",
-    "Worker",
+    "StreamExecutor",
+    "ThreadExecutor",
     "agree",
     "all_gather",
     "all_gather_object",
@@ -48,10 +61,12 @@ __all__ = [
     "broadcast_object",
     "dry_run",
     "equal_everywhere",
+    "fill_buckets",
     "fingerprint",
     "fingerprints",
     "irecv",
     "isend",
+    "overlapping_executor",
     "raise_together",
     "reduce_scatter",
     "row_fingerprints",

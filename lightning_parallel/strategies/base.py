@@ -293,7 +293,7 @@ class MeshStrategy(MeshCollectives):
         with nullcontext() if self._reducer is None else self._reducer.backward():
             self.differentiate(closure_loss, optimizer, *args, **kwargs)
         self.join_gradients()
-        compression_axis.skip_uncounted(self)
+        compression_axis.drop_nonfinite_gradients(self)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -308,7 +308,7 @@ class MeshStrategy(MeshCollectives):
     ) -> Any:
         if self._reducer is not None and self._reducer.in_flight:
             self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
-            compression_axis.skip_uncounted(self)
+            compression_axis.drop_nonfinite_gradients(self)
         with mesh_wide_norms(self):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None

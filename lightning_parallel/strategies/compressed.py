@@ -26,12 +26,12 @@ from lightning_parallel.compression import (
     Quantize,
     RandomK,
     Reducer,
-    ShardedSteps,
+    ShardedSession,
     Sign,
     TopK,
+    bind_to_module,
     check_reducer,
     compression_hook,
-    give_to,
     warn_of_unmatched,
 )
 from lightning_parallel.strategies.skipping import skip
@@ -55,7 +55,7 @@ class SavesCompression(Strategy):
         heartbeat.start()
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
-            give_to(module, self.compression)
+            bind_to_module(module, self.compression)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -105,7 +105,7 @@ class SavesCompression(Strategy):
 class SavesShardedCompression(SavesCompression):
     """As above, where gradients are compressed for ranks that share parameters out."""
 
-    _state: ShardedSteps | None = None
+    _state: ShardedSession | None = None
 
     @override
     def _gather_compression(self) -> dict[str, Any]:

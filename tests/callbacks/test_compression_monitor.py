@@ -143,7 +143,7 @@ def test_plain_means_that_others_take_are_not_timed_and_save_nothing(group):
     reducer = Dense()
     account = CompressionAccumulator(reducer)
     reducer.reduce_({"p": torch.ones(8, 8, dtype=torch.bfloat16)}, group)
-    reducer.pass_by()
+    reducer.count_plain_step()
     account.look()
     report = account.summarize([account.share()])
     assert report["steps"] == 2

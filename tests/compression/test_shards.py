@@ -7,7 +7,7 @@ import torch
 
 from lightning_parallel import comm
 from lightning_parallel.compression import Dense, Quantize
-from lightning_parallel.compression.exchange import Traffic, sent_bytes
+from lightning_parallel.compression.wire import Traffic, sent_bytes
 from tests.compression.test_conformance import (
     COMPRESSORS,
     SHAPES,
@@ -100,12 +100,12 @@ def _count_bytes(name, group, dtype=torch.float32):
         step.commit()
     counted = sent_bytes([Traffic(record.op, record.bytes) for record in records], group.size)
     traffic = [
-        Traffic(operation, payload * len(part.names))
-        for part in reducer.parts
+        Traffic(operation, payload * len(block.names))
+        for block in reducer.blocks
         for operation, payload in (
-            part.method.traffic(part.shape, element_bytes, group.size, 1)
-            if part.shard is None
-            else part.method.scatter_traffic(part.shard, element_bytes, group.size)
+            block.method.traffic(block.shape, element_bytes, group.size, 1)
+            if block.shard is None
+            else block.method.scatter_traffic(block.shard, element_bytes, group.size)
         )
     ]
     return sent_bytes(traffic, group.size), counted
@@ -117,8 +117,8 @@ def test_eight_bits_are_a_quarter_of_a_reduce_scatter(group):
     with reducer.begin(group) as step:
         step.reduce_({"w": weight}, {"w": 16 * 64})
         step.commit()
-    [part] = reducer.parts
-    assert 3.9 < part.dense_bytes / part.sent_bytes < 4
+    [block] = reducer.blocks
+    assert 3.9 < block.dense_bytes / block.sent_bytes < 4
 
 
 @pytest.mark.parametrize("name", SCATTERING)
