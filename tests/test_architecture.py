@@ -19,7 +19,6 @@ LAYERS = {
     "optim": 2,
     "gradients": 3,
     "checkpoint": 3,
-    "stage_checkpoint": 3,
     "planner": 3,
     "strategies": 4,
     "callbacks": 4,

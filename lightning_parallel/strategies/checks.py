@@ -6,8 +6,7 @@ import copy
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, fingerprint
-from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import is_compiled
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.schedule import SCHEDULES
@@ -34,10 +32,8 @@ __all__ = [
     "check_pipeline_optimizers",
     "check_plan_argument",
     "check_same_batch",
-    "empty_optimizers_allowed",
     "optimizer_copies",
     "positional_arguments",
-    "require_parameters",
 ]
 
 AVERAGING = tuple(
@@ -199,32 +195,6 @@ def positional_arguments(method: Callable[..., Any]) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------ optimizers
-
-
-@contextmanager
-def empty_optimizers_allowed() -> Iterator[None]:
-    """Inside the block optimizers may be built without parameters, as on a stage whose layers are frozen."""
-    build = Optimizer.__init__
-
-    def built(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
-        if not isinstance(params, Tensor):
-            params = list(params) or [{"params": []}]
-        build(self, params, defaults)
-
-    with patched(Optimizer, "__init__", built):
-        yield
-
-
-def require_parameters(optimizers: Sequence[Optimizer], group: Group) -> None:
-    """Require that each optimizer has parameters on some rank of `group`.
-
-    Raises:
-        ValueError: On every rank, if one has none, as torch would in one process.
-    """
-    mine = [sum(len(part["params"]) for part in optimizer.param_groups) for optimizer in optimizers]
-    for index, counts in enumerate(zip(*comm.all_gather_object(mine, group))):
-        if not any(counts):
-            raise ValueError(f"`{type(optimizers[index]).__name__}` got an empty parameter list on every stage")
 
 
 def optimizer_copies(optimizers: Sequence[Optimizer]) -> float:

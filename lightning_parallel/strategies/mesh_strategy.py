@@ -17,6 +17,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -24,15 +25,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel import checkpoint as checkpoints
 from lightning_parallel import comm
-from lightning_parallel import stage_checkpoint as stages
+from lightning_parallel.checkpoint import Checkpoints, ModelNames, rules_by_name
 from lightning_parallel.comm import heartbeat
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
     PathLike,
     move_optimizers,
-    unwrap_optimizer,
 )
 from lightning_parallel.compression import check_reducer
 from lightning_parallel.data_parallel import GradientReducer
@@ -52,6 +51,7 @@ from lightning_parallel.strategies.setup import (
     shard_tensors,
     show_stages,
 )
+from lightning_parallel.strategies.stage_optimizers import remove_placeholders, whole_parameters
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 from lightning_parallel.tensor.verify import StepAudit
@@ -117,6 +117,7 @@ class MeshStrategy(MeshProcesses):
         self._steps: PipelineSteps | None = None
         self._norm: ReplicaNorm | None = None
         self._patches = Patches()
+        self._whole_groups: dict[Optimizer, list[list[str]]] = {}
         self._checked_epoch = -1
         self._is_first_batch = True
         self._shows_stages = False
@@ -163,7 +164,7 @@ class MeshStrategy(MeshProcesses):
     def parallelize(self, module: LightningModule) -> None:
         """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""
         self._sharding = shard_tensors(module, self.tensor_options, self.groups)
-        self._rules = {} if self._sharding is None else checkpoints.rules_by_name(module, self._sharding.shards)
+        self._rules = {} if self._sharding is None else rules_by_name(module, self._sharding.shards)
         if self.pipeline_options is None or self.groups.pipeline_parallel.size == 1:
             materialize_owned(module, self.root_device, self.groups, self._sharding)
             return
@@ -191,11 +192,21 @@ class MeshStrategy(MeshProcesses):
         self._reset_optimizers_and_schedulers()
         failure: Exception | None = None
         try:
-            with nullcontext() if self.engine is None else checks.empty_optimizers_allowed():
-                super().setup_optimizers(trainer)
+            self._build_optimizers(trainer)
         except Exception as error:
             failure = error
         comm.raise_together(failure, self.groups.world)
+
+    def _build_optimizers(self, trainer: Trainer) -> None:
+        if self.engine is None:
+            super().setup_optimizers(trainer)
+            return
+        names = ParallelState.of(self.module).names
+        with whole_parameters(self.module, names, self.engine.group, self.root_device) as placeholders:
+            super().setup_optimizers(trainer)
+        self._whole_groups = {
+            optimizer: remove_placeholders(optimizer, placeholders, self.module) for optimizer in self.optimizers
+        }
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
@@ -204,7 +215,6 @@ class MeshStrategy(MeshProcesses):
             checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)
         if self.engine is not None:
             checks.check_pipeline_optimizers(self.optimizers)
-            checks.require_parameters(self.optimizers, self.engine.group)
 
     @property
     def sharding(self) -> Optional[Sharding]:
@@ -347,34 +357,29 @@ class MeshStrategy(MeshProcesses):
         return True
 
     @property
-    def _keeps_values(self) -> bool:
-        """Whether what is merged over the tensor axis is needed on this rank."""
-        if self.engine is None:
-            return self.is_global_zero
-        coordinate = self.mesh.coordinate(self.global_rank)
-        return coordinate.data_parallel == 0 and coordinate.tensor_parallel == 0
+    def checkpoints(self) -> Checkpoints:
+        """Gathers what a checkpoint holds from the ranks of a replica, and scatters it again."""
+        return Checkpoints(
+            self.module,
+            self._rules,
+            self.groups.tensor_parallel,
+            self.groups.pipeline_parallel,
+            ParallelState.of(self.module).names or ModelNames.of(self.module),
+            self.root_device,
+            is_saved=self.groups.data_parallel.rank == 0,
+        )
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state dict, with values on rank 0 only; called on every rank."""
-        state = checkpoints.merge_state_dict(
-            self.module.state_dict(), self._rules, self.groups.tensor_parallel, keep=self._keeps_values
-        )
-        if self.engine is None:
-            return state
-        names = ParallelState.of(self.module).state_names
-        return stages.gather_state(state, names, self.engine.group, self.root_device, self._keeps_values)
+        return self.checkpoints.gather_state()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        state = checkpoint["state_dict"]
         failure: Exception | None = None
         try:
-            if self.engine is not None:
-                state = stages.local_state(state, self.module.state_dict(), ParallelState.of(self.module).state_names)
-            checkpoints.check_shapes(state, self.module, self._rules, "file")
-            local = checkpoints.cut_state_dict(state, self._rules, self.groups.tensor_parallel.rank)
-            self.module.load_state_dict(local, strict=strict)
+            part = self.checkpoints.scatter_state(checkpoint["state_dict"], "file")
+            self.module.load_state_dict(part, strict=strict)
         except (RuntimeError, ValueError) as error:
             failure = error
         comm.raise_together(failure, self.groups.world)
@@ -382,33 +387,16 @@ class MeshStrategy(MeshProcesses):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` with full tensors, values on rank 0 only; called on every rank."""
-        inner = unwrap_optimizer(optimizer)
-        state = checkpoints.merge_optimizer_state(
-            inner, self.parameter_names, self._rules, self.groups.tensor_parallel, keep=self._keeps_values
-        )
-        if self.engine is None:
-            return state
-        order = ParallelState.of(self.module).parameter_names
-        return stages.gather_optimizer_state(
-            state, inner, self.parameter_names, order, self.engine.group, self.root_device, self._keeps_values
-        )
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.checkpoints.gather_optimizer(inner, self._whole_groups.get(inner, ()))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        names = self.parameter_names
-        states = list(checkpoint["optimizer_states"])
-        if self.engine is not None:
-            order = ParallelState.of(self.module).parameter_names
-            states = [
-                stages.local_optimizer_state(state, optimizer, names, order, self.engine.group)
-                for optimizer, state in zip(self.optimizers, states)
-            ]
-        rank = self.groups.tensor_parallel.rank
-        local = [
-            checkpoints.cut_optimizer_state(state, optimizer, names, self._rules, rank)
-            for optimizer, state in zip(self.optimizers, states)
+        parts = [
+            self.checkpoints.scatter_optimizer(state, optimizer, self._whole_groups.get(optimizer, ()))
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"])
         ]
-        super().load_optimizer_state_dict({"optimizer_states": local})
+        super().load_optimizer_state_dict({"optimizer_states": parts})
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:

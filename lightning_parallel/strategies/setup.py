@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel import comm
+from lightning_parallel.checkpoint import ModelNames
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.initialization import materialize
@@ -197,8 +198,7 @@ def cut_stages(
                 f" be run on {group.ranks}; build it anew and load a checkpoint"
             )
         return state.engine
-    state.state_names = tuple(module.state_dict())
-    state.parameter_names = tuple(name for name, _ in module.named_parameters())
+    state.names = ModelNames.of(module)
     processes.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
     plan: PipelinePlan | None = None

@@ -88,7 +88,7 @@ def test_a_stage_without_anything_to_train(group, kept):
 
 @distributed(world_size=2)
 def test_optimizers_with_nothing_to_train_anywhere_are_refused():
-    with pytest.raises(ValueError, match="empty parameter list on every stage"):
+    with pytest.raises(ValueError, match="empty parameter list"):
         fit(Frozen([]), PipelineParallelStrategy(pipeline_parallel_size=2), 2)
 
 
