@@ -24,7 +24,10 @@ from lightning_parallel.callbacks.storage import ActivationMeter, Storages, tens
 from lightning_parallel.callbacks.units import bytes_text
 from lightning_parallel.recorder import Window
 
-__all__ = ["MemoryAccumulator", "MemoryProfiler", "held_bytes"]
+__all__ = ["HELD", "MemoryAccumulator", "MemoryProfiler", "held_bytes"]
+
+HELD = ("parameters", "buffers", "gradients", "optimizer", "compression", "activations_peak")
+"""Keys of a rank in the report that add up to what training holds at its peak."""
 
 
 class MemoryAccumulator(Accumulator):
