@@ -1,6 +1,7 @@
 """The command line `lightning-parallel`: `report`, `timeline`, `simulate`.
 
-Schedules are drawn without torch and Lightning; only commands that read a profiled run import them.
+Drawing a schedule needs neither torch nor Lightning: commands that read a profiled run import them for themselves. (So
+does `lightning_parallel/__init__.py`, eagerly: importing the package registers the names of strategies.)
 """
 
 from __future__ import annotations
@@ -38,15 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="lightning-parallel", description="Tools around lightning_parallel.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, summary, add_options in (
-        ("report", "make the page of a profiled run again, or compare two runs", _report_options),
-        ("timeline", "draw the pipeline of a profiled run: as planned, and as it happened", _timeline_options),
-        ("simulate", "simulate a pipeline schedule and draw it", _simulate_options),
-    ):
-        add_options(commands.add_parser(name, help=summary))
+    _report_options(commands.add_parser("report", help="make the page of a profiled run again, or compare two runs"))
+    summary = "draw the pipeline of a profiled run: as planned, and as it happened"
+    _timeline_options(commands.add_parser("timeline", help=summary))
+    _simulate_options(commands.add_parser("simulate", help="simulate a pipeline schedule and draw it"))
     options = parser.parse_args(arguments)
     try:
         options.run(options)
+    # Mistakes in arguments or files; the message says what was expected, a traceback would only hide it.
     except (ValueError, RuntimeError, OSError) as error:
         print(f"lightning-parallel {options.command}: {error}", file=sys.stderr)
         return 2
@@ -65,6 +65,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
+    # Imported here and below: callbacks load torch and Lightning, which a drawing does not need.
     from lightning_parallel.callbacks.report.report_files import rebuild
 
     if len(options.runs) > 2:
@@ -91,10 +92,8 @@ def _compare(options: argparse.Namespace) -> None:
     names = (os.path.relpath(paths[0], shared), os.path.relpath(paths[1], shared))
     output = options.output or folder / "comparison.html"
     output.write_text(render_comparison(first, second, names), encoding="utf-8")
-    for change in changes(first, second):
-        if change.kind:
-            print(f"{change.name}: {change.verdict}")
-    print(output)
+    found = [f"{change.name}: {change.verdict}" for change in changes(first, second) if change.kind]
+    print(*found, output, sep="\n")
 
 
 def _timeline_options(parser: argparse.ArgumentParser) -> None:

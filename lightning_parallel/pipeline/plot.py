@@ -106,7 +106,7 @@ def draw_text(timeline: Timeline, width: int) -> list[Text]:
     columns = _columns(timeline, max(width - label_width, 1))
     scale = columns / (timeline.makespan_s or 1.0)
     longest = len(f"F{timeline.schedule.num_microbatches - 1}")
-    # Letters for all actions or for none: with letters on the long ones only, short kinds would look different in kind.
+    # Letters for all actions or for none, so that the same kind looks the same whatever its length.
     letters = all(round((end - start) * scale) >= longest for row in timeline.spans for start, end in row.values())
     shades = _shades(timeline.schedule)
     origin_s = timeline.start_s
@@ -235,7 +235,7 @@ def draw_svg(
     for (title, timeline), part_height in zip(timelines, heights):
         _SvgTimeline(svg, timeline, margin, width - margin, top, span_s).draw(title, row_name)
         top += part_height
-    indent(svg, space="")
+    indent(svg, space="")  # one shape per line, for readable differences between versions of a file
     return tostring(svg, encoding="unicode") + "\n"
 
 
@@ -258,6 +258,7 @@ class _SvgTimeline:
     def draw(self, title: str, row_name: str) -> None:
         """Add the shapes to the drawing, later ones on top."""
         timeline = self.timeline
+        # Measured actions never follow each other without any gap: a thousandth of the step counts as none.
         critical = set(timeline.critical_path(tolerance_s=1e-3 * timeline.makespan_s))
         busy_s = timeline.busy_s
         peaks = timeline.in_flight_peaks
@@ -287,6 +288,7 @@ class _SvgTimeline:
         _text(self.group, self.left, y, title, 20, bold=True).set("class", "title")
         _text(self.group, self.left, y + 24, facts, 13, _MUTED)
         x = self.end
+        # From the right end, with an estimate of the width of the words, which depends on the viewer's fonts.
         for label, colour, attributes in reversed(list(self._legend())):
             x -= 6 * len(label) + 38
             _rect(SubElement(self.group, "g", attributes), (x, y - 11, 13, 13), colour, radius=3)
@@ -327,6 +329,7 @@ class _SvgTimeline:
         )
         x = self._x(start_s)
         width = (end_s - start_s) * self.per_second
+        # A pixel between neighbours, but not where it would be most of the block.
         gap = 1 if width > 4 else 0
         _rect(group, (x, y, width - gap, _ACTION), colour, radius=3 if width > 8 else 0)
         label = str(action.microbatch)
@@ -339,6 +342,7 @@ class _SvgTimeline:
         points = [(self._x(self.origin_s), base)]
         for second, held in self.timeline.in_flight(rank):
             x = self._x(second)
+            # Two corners for each step: the level stays until the action ends, then jumps.
             points.append((x, level))
             level = base - _ACTIVATIONS * held / peak
             points.append((x, level))

@@ -1,4 +1,4 @@
-"""What is said about a run: the right thing, in order of gain, and nothing without a figure."""
+"""The diagnosis says the right thing about a run, in order of gain, and nothing without a figure."""
 
 import copy
 import re

@@ -82,6 +82,7 @@ def line_chart(curves: Sequence[Curve], title: str, unit: str) -> LineChart | No
     steps = [x for points in thinned for x, _ in points]
     first, last = min(steps), max(steps)
     low, high = min(values), max(values)
+    # A constant curve needs a margin too, or it would divide by zero below.
     margin = (high - low or abs(high) or 1.0) * 0.08
     # The axis of values that cannot be negative must not suggest that they can.
     low = max(low - margin, 0.0) if low >= 0 else low - margin

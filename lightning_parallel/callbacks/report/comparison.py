@@ -40,11 +40,13 @@ class Change(NamedTuple):
         if self.first is None or self.second is None:
             return ""
         difference = self.second - self.first
+        # Differences below half a percent are noise, or vanish when the figures are rounded for display.
         unseen = self.write is percent and percent(abs(difference)) == percent(0.0)
         if unseen or abs(difference) <= 0.005 * max(abs(self.first), abs(self.second)):
             return "the same"
         words = "more" if difference > 0 else "less"
-        if self.write is percent:  # of shares the difference says more than the ratio
+        # From 2 % to 1 % a share has changed by 1 %, which "50 % less" would exaggerate.
+        if self.write is percent:
             return f"{percent(abs(difference))} {words}"
         share = f" ({percent(abs(difference) / self.first)})" if self.first else ""
         return f"{self.write(abs(difference))} {words}{share}"
@@ -101,6 +103,7 @@ def _figures(report: Report) -> dict[str, float]:
         found["bubble"] = bubble
     held = reports.get("MemoryProfiler", {}).get("ranks", [])
     if held:
+        # The fullest rank decides whether a run fits.
         found["memory"] = max(sum(rank.get(name) or 0 for name in HELD) for rank in held)
     records = reports.get("CommunicationProfiler", {}).get("records", [])
     if records:
@@ -188,6 +191,7 @@ def _bars(reports: Sequence[Report], names: Sequence[str]) -> list[Bar]:
         ranks = report.get("reports", {}).get("StepBreakdown", {}).get("ranks")
         if ranks:
             means = _mean_phases(ranks)
+            # The mean phases add up to less than the step of the slowest rank, hence a total of their own.
             bars.append(phase_bar({**means, "wall": sum(means.values())}, name))
     return bars
 

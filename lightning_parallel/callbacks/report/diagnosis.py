@@ -81,7 +81,7 @@ class _Evidence:
 
 
 def diagnose(report: Report) -> list[Advice]:
-    """Read a gathered report and say what to do: what is wrong first, then the costliest losses of time, then remarks.
+    """Read a gathered report and say what to do: wrong results first, then losses of time by their gain, then remarks.
 
     Args:
         report: `reports` by callback name, with the keys of each callback's `report()`; `run` with facts of the run.
@@ -98,6 +98,7 @@ def diagnose(report: Report) -> list[Advice]:
 
 def _loss_not_finite(evidence: _Evidence) -> Iterator[Advice]:
     gap = gap_text(evidence.loss)
+    # Single steps that overflow are usual with a gradient scaler, which skips them; a loss that stays so is not.
     if gap:
         yield Advice(
             "wrong" if evidence.loss[-1][1] is None else "note",
@@ -126,6 +127,7 @@ def _monitors_found(evidence: _Evidence) -> Iterator[Advice]:
     for callback, (title, text) in _MONITORS.items():
         findings = evidence.of(callback).get("findings", [])
         if findings:
+            # The first is shown; later ones may only be its consequences.
             first = findings[0]
             where = f"optimizer step {first['step']}, rank {', '.join(map(str, first['ranks']))}: {first['detail']}"
             more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
@@ -177,6 +179,7 @@ _PHASES = {
 
 
 def _long_phases(evidence: _Evidence) -> Iterator[Advice]:
+    # The slowest rank counts, not the mean: the others wait for it.
     for phase, (words, threshold, remedy) in _PHASES.items():
         seconds, rank = evidence.longest(phase)
         share = seconds / evidence.wall if seconds else 0.0
@@ -222,6 +225,7 @@ def _compressing(evidence: _Evidence) -> Iterator[Advice]:
     monitor = evidence.of("CompressionMonitor")
     if not evidence.ranks or not all(key in monitor for key in ("encode", "decode", "wire")):
         return
+    # Where coding takes longer than sending, compression is the bottleneck rather than the link.
     coding = monitor["encode"] + monitor["decode"]
     share = coding / evidence.wall
     if coding > monitor["wire"] and share >= WORTH_SAYING:
@@ -240,6 +244,7 @@ def _communication(evidence: _Evidence) -> Iterator[Advice]:
     least = evidence.of("StepBreakdown").get("communication_least")
     if not least or not evidence.has_all_ranks or min(least) / evidence.wall < WORTH_SAYING:
         return
+    # One value per stage; their least is held up by nothing but communication, on every rank.
     wait = min(least)
     share = wait / evidence.wall
     by_axis: dict[str, float] = {}
@@ -291,6 +296,7 @@ def _uneven_ranks(evidence: _Evidence) -> Iterator[Advice]:
         stage = rank.get("coordinate", {}).get("pipeline_parallel", 0)
         if "communication_exposed" in rank:
             stages.setdefault(stage, []).append((rank["communication_exposed"], rank["rank"]))
+    # If all ranks came in time each would wait for as little as all of them do at once: the mean beyond that is lost.
     lost = {stage: fmean(wait for wait, _ in waits) - least[stage] for stage, waits in stages.items()}
     if not lost:
         return
@@ -338,7 +344,9 @@ def _schedule_bubble(evidence: _Evidence) -> Iterator[Advice]:
     ideal = bubble.get("ideal")
     if measured is None or ideal is None or ideal < WORTH_SAYING:
         return
-    halved = ideal / (2 - ideal)  # (p-1)/(m+p-1) with twice as many; the same holds for the other schedules
+    # (p-1)/(m+p-1) with twice as many microbatches; the same holds for the other schedules.
+    halved = ideal / (2 - ideal)
+    # With the work given, a step takes work / (1 - bubble): the gain below is the ratio of two such steps.
     yield Advice(
         "slow",
         f"Pipeline ranks idle for {percent(measured)} of the time in the pipeline; {percent(ideal)} is the schedule's"
@@ -422,6 +430,7 @@ def _completeness(evidence: _Evidence, found_any: bool) -> Iterator[Advice]:
     if not ranks:
         return
     expected = evidence.run.get("world_size", len(ranks))
+    # Waits of some ranks are explained by other ranks: without all of them, a clean bill would be a guess.
     if len(ranks) < expected:
         known = ", ".join(str(rank["rank"]) for rank in ranks)
         yield Advice(
@@ -443,6 +452,7 @@ def _completeness(evidence: _Evidence, found_any: bool) -> Iterator[Advice]:
 
 def _learning_rate(evidence: _Evidence) -> Iterator[Advice]:
     replicas, batch, rate = (evidence.run.get(key) for key in ("replicas", "global_batch", "learning_rate"))
+    # Always said, as no figure can show whether the rate was found with this batch.
     if not replicas or not batch or rate is None or replicas < 2:
         return
     yield Advice(
@@ -484,7 +494,7 @@ RULES: tuple[Rule, ...] = (
     _schedule_bubble,
     _bubble_growth,
 )
-"""Rules whose advice is sorted: what is wrong first, then by gain."""
+"""Rules whose advice is sorted: wrong results first, then losses of time by their gain."""
 
 REMARKS: tuple[Rule, ...] = (_learning_rate, _uneven_memory)
 """Rules whose advice comes last."""

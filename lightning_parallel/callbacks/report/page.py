@@ -1,7 +1,6 @@
-"""The page `report.html`: from the report of a run to plain data, which `page.html.j2` turns into one file.
+"""The page `report.html`: the report of a run as plain data, which the template `page.html.j2` turns into one file.
 
-Python decides how long a bar is and which rows a table has; the template has all words and all markup, and escapes what
-it prints; `page.css` has all colours. A section without data is None, and left out.
+Python decides on rows and lengths, the template has the markup. A section without data is None, and left out.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from lightning_parallel.pipeline.simulate import Timeline
 __all__ = [
     "CURVES",
     "PHASE_LABELS",
-    "Report",
     "advice_parts",
     "headline",
     "key_figures",
@@ -33,7 +31,6 @@ __all__ = [
 ]
 
 Report = Mapping[str, Any]
-Row = list[str]
 
 PHASE_LABELS = {
     "forward": "forward",
@@ -83,6 +80,7 @@ def render_template(kind: str, **context: Any) -> str:
 
 @cache
 def _environment() -> Environment:
+    # Names, errors and findings come from the user's run: the template escapes whatever it prints.
     environment = Environment(
         loader=PackageLoader("lightning_parallel.callbacks.report", package_path=""),
         autoescape=True,
@@ -96,6 +94,7 @@ def _environment() -> Environment:
 
 def _code_spans(text: str) -> list[tuple[bool, str]]:
     """Divide text at words in back-ticks: (whether it is code, text)."""
+    # Splitting by a pattern with a group gives text and code alternately; a single back-tick remains text.
     parts: list[str] = re.split(r"`([^`]+)`", text)
     return [(index % 2 == 1, part) for index, part in enumerate(parts)]
 
@@ -149,6 +148,7 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
     bubble = _of_callback(report, "PipelineTimeline").get("bubble", {}).get("measured")
     figures = []
     if ranks:
+        # A step takes as long as its slowest rank; the share of useful time is that of all ranks together.
         wall = sum(rank["wall"] for rank in ranks)
         computing = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks)
         figures.append((seconds_text(max(rank["wall"] for rank in ranks)), "per step"))
@@ -156,10 +156,10 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
     for key, words in (("samples_per_second", "samples per second"), ("tokens_per_second", "tokens per second")):
         if throughput.get(key) is not None:
             figures.append((count_text(throughput[key]), words))
-    if throughput.get("model_flops_utilisation") is not None:
-        figures.append((percent(throughput["model_flops_utilisation"]), "of peak FLOP/s"))
-    if bubble is not None:
-        figures.append((percent(bubble), "pipeline bubble"))
+    utilisation = throughput.get("model_flops_utilisation")
+    for share, words in ((utilisation, "of peak FLOP/s"), (bubble, "pipeline bubble")):
+        if share is not None:
+            figures.append((percent(share), words))
     return figures
 
 
@@ -168,7 +168,7 @@ _SHOWN = 3
 
 
 def advice_parts(report: Report) -> tuple[list[Report], list[Report]]:
-    """Divide the diagnosis into what is shown at once and the smaller gains."""
+    """Divide the diagnosis: advice that is shown at once, and the smaller gains."""
     found: Sequence[Report] = report.get("diagnosis", [])
     small = [advice for advice in found if advice["kind"] == "slow"][_SHOWN:]
     return [advice for advice in found if advice not in small], small
@@ -178,7 +178,7 @@ def advice_parts(report: Report) -> tuple[list[Report], list[Report]]:
 
 
 def _steps(report: Report) -> dict[str, Any] | None:
-    """Where the time of a step went: bars and table, one row per rank."""
+    """Gather where the time of a step went: bars and table, one row per rank."""
     ranks = _of_callback(report, "StepBreakdown").get("ranks")
     if not ranks:
         return None
@@ -213,7 +213,7 @@ _DRAWING_WIDTH = 1120
 
 
 def _pipeline(report: Report) -> dict[str, Any] | None:
-    """The pipeline as planned above the measured one, on one time axis, and its bubble."""
+    """Draw the pipeline as planned above the measured one, on one time axis, and its bubble."""
     found = _of_callback(report, "PipelineTimeline")
     step = found.get("timeline") or {}
     titles = {"planned": "As planned", "measured": f"As it happened in step {step.get('step', 0)}"}
@@ -248,7 +248,7 @@ _CALL_COLUMNS: tuple[tuple[str, Callable[[float], str]], ...] = (
 
 
 def _communication(report: Report) -> dict[str, Any] | None:
-    """Time and bytes of communication by mesh axis, and every kind of call."""
+    """Gather time and bytes of communication by mesh axis, and every kind of call."""
     found = _of_callback(report, "CommunicationProfiler")
     by_axis: dict[str, list[Report]] = {}
     for record in found.get("records") or ():
@@ -262,13 +262,14 @@ def _communication(report: Report) -> dict[str, Any] | None:
     }
 
 
-def _call_row(record: Report) -> Row:
+def _call_row(record: Report) -> list[str]:
     call = [record["axis"].replace("_", " "), record["op"], str(record["group_size"]), record.get("dtype") or ""]
     measured = [_cell(record.get(key), write) for key, write in _CALL_COLUMNS]
     return [*call, count_text(record["count"]), *measured]
 
 
 def _axis_bar(axis: str, records: Sequence[Report]) -> Bar:
+    # Records are of one call; bars are of a step.
     exposed = sum((record.get("exposed") or 0.0) * record["count"] for record in records)
     sent = sum((record.get("wire_bytes") or 0) * record["count"] for record in records)
     segment = Segment("communication_exposed", exposed, seconds_text(exposed))
@@ -279,7 +280,7 @@ _HELD_LABELS = {"compression": "compression state", "activations_peak": "activat
 
 
 def _memory(report: Report) -> dict[str, Any] | None:
-    """What each rank's memory holds: bars and table."""
+    """Gather what each rank's memory holds: bars and table."""
     ranks = _of_callback(report, "MemoryProfiler").get("ranks")
     if not ranks:
         return None
@@ -311,7 +312,7 @@ CURVES = (
 
 
 def _charts(report: Report) -> list[Any]:
-    """Loss, throughput and step time over the steps."""
+    """Draw loss, throughput and step time over the steps."""
     series = report.get("series") or {}
     found = [(series[key], name, title, unit) for key, name, title, unit in CURVES if series.get(key)]
     charts = [line_chart([Curve(name, points, gap_text(points))], title, unit) for points, name, title, unit in found]
@@ -323,13 +324,14 @@ _MOST_FINDINGS = 50
 
 
 def _findings(report: Report) -> dict[str, Any]:
-    """What the monitors found: None if they were not there, else rows, and how many there are in all."""
+    """Gather the findings of the monitors; a monitor that the run did not have is left out."""
     monitor = _of_callback(report, "StragglerMonitor")
     stragglers = monitor.get("stragglers")
     slow = [
         [f"rank {one['rank']}", (one.get("cause") or "unattributed").replace("_", " "), seconds_text(one["excess"])]
         for one in stragglers or ()
     ]
+    # Ranks that could not be compared must not look as if none of them were slow.
     compared = stragglers is not None and not monitor.get("missing")
     tables: dict[str, Any] = {}
     for callback in ("ReplicaDriftMonitor", "DataShardingMonitor"):
@@ -354,7 +356,7 @@ _COMPRESSION: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 """Key of `CompressionMonitor`, words, format."""
 
 
-def _compression(report: Report) -> list[Row]:
+def _compression(report: Report) -> list[list[str]]:
     monitor = _of_callback(report, "CompressionMonitor")
     return [[words, write(monitor[key])] for key, words, write in _COMPRESSION if monitor.get(key) is not None]
 
@@ -374,7 +376,7 @@ _SIGNALS = {
 
 
 def _missing(report: Report) -> list[tuple[str, str]]:
-    """What the page cannot tell, and which callback could."""
+    """List what the page cannot tell, and which callback could."""
     reports = report.get("reports", {})
     items = [(_SIGNALS[name], f"add `{name}()`") for name in _applicable(report["run"]) if name not in reports]
     for name, found in reports.items():
@@ -386,6 +388,7 @@ def _missing(report: Report) -> list[tuple[str, str]]:
 
 def _applicable(run: Report) -> Iterator[str]:
     """Name the callbacks that have something to measure in such a run."""
+    # A section that a run cannot have is no gap in what was measured.
     needs_peers = ("CommunicationProfiler", "StragglerMonitor", "ReplicaDriftMonitor", "DataShardingMonitor")
     for name in _SIGNALS:
         if name == "PipelineTimeline" and (run.get("mesh") or {}).get("pipeline_parallel", 1) == 1:

@@ -51,6 +51,7 @@ def build_report(
     if loss:
         series["loss"] = loss
     if trace is not None:
+        # The trace may be large, and the page must not have to read it: its facts are kept in the report.
         clocks = trace["otherData"]["clocks"]
         report["trace"] = {
             "file": TRACE,
@@ -59,6 +60,7 @@ def build_report(
             "steps": len({event["name"] for event in trace["traceEvents"] if event.get("cat") == "step"}),
             "uncertainty": max((clock["uncertainty_ns"] for clock in clocks), default=0) / 1e9,
         }
+    # Before the diagnosis, which sees the same figures as that of a report that was written and read again.
     report = finite(report)
     report["diagnosis"] = [advice.to_dict() for advice in diagnose(report)]
     return report
@@ -123,6 +125,7 @@ def rebuild(path: Path, kineto: Sequence[Path] = ()) -> Path:
 
 def first_error(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Find the earliest error among the ranks, of which those of the others are the consequence; empty without any."""
+    # On one clock: a rank that fails makes the others fail a little later.
     failed = [(part["failed_ns"] + part["clock"]["offset_ns"], part) for part in parts if "error" in part]
     if not failed:
         return {}

@@ -94,6 +94,7 @@ def chrome_trace(parts: Sequence[Part], mesh: Mapping[str, int]) -> dict[str, An
     """
     parts = [part for part in parts if part["steps"]]
     known = [part for part in parts if part["clock"] is not None]
+    # Times count from the first step in the trace: viewers begin at 0.
     origin = min((part["steps"][0][1] + part["clock"]["offset_ns"] for part in known), default=0)
     ranks = [_Rank(part, origin, mesh) for part in known]
     events = [event for rank in ranks for event in rank.names()]
@@ -252,6 +253,7 @@ def _without_overlap(pieces: Iterable[tuple[int, int, int]]) -> Iterator[tuple[t
 
 def _messages(ranks: Sequence[_Rank]) -> Iterator[tuple[_Rank, int, _Rank, int]]:
     """Yield every message of which both ends are known: sender, index of its span, receiver, index of its span."""
+    # The group is part of the key: two groups of the same ranks number their messages independently.
     sent = {
         (rank.rank, span.peer, span.ranks, span.group, span.tag, span.sequence): (rank, index)
         for rank in ranks
