@@ -157,7 +157,7 @@ def _spans(count: int = 20_000, repeats: int = 5) -> dict[str, float]:
             flight = Flight(active, "all_reduce", "tensor_parallel", (0, 1), 1024, "float32", None)
             with flight:
                 pass
-            flight.land()
+            flight.finish()
 
     def accumulation() -> None:
         communication, breakdown = CommunicationAccumulator(0, True, {}, []), BreakdownAccumulator({"rank": 0})

@@ -50,9 +50,9 @@ def total_norm(
     norms = _norms([gradient for gradient in counted if gradient.numel()], norm_type)
     zero = torch.zeros((), device=device, dtype=torch.float64)
     if math.isinf(norm_type):
-        return comm.all_reduce_(torch.stack(norms).max() if norms else zero, groups.model, "max")
+        return comm.all_reduce_(torch.stack(norms).max() if norms else zero, groups.replica, "max")
     powers = torch.stack(norms).pow(norm_type).sum() if norms else zero
-    return comm.all_reduce_(powers, groups.model).pow(1.0 / norm_type)
+    return comm.all_reduce_(powers, groups.replica).pow(1.0 / norm_type)
 
 
 def _norms(tensors: list[Tensor], norm_type: float) -> list[Tensor]:

@@ -9,7 +9,6 @@ PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
 LAYERS = {
     "compat": 0,
     "mesh": 0,
-    "fingerprint": 0,
     "recorder": 0,
     "terminal": 0,
     "weight_gradients": 0,

@@ -121,7 +121,7 @@ def test_a_communication_is_in_flight_until_it_lands():
     time.sleep(0.02)
     with flight:
         time.sleep(0.01)
-    flight.land()
+    flight.finish()
     (window,) = recorder.close_step()
     (span,) = window.spans
     assert not recorder.in_flight
@@ -134,7 +134,7 @@ def test_calls_of_a_group_are_numbered_and_compared_by_digest():
     def issue(*ops):
         recorder = Recorder()
         for op in ops:
-            Flight(recorder, op, "world", (0, 1), 4, "float32", None).land()
+            Flight(recorder, op, "world", (0, 1), 4, "float32", None).finish()
         return recorder.calls_of("world", (0, 1)), [span.sequence for span in recorder.spans]
 
     same, numbers = issue("all_reduce", "broadcast")
@@ -146,7 +146,7 @@ def test_calls_of_a_group_are_numbered_and_compared_by_digest():
 def test_messages_to_different_peers_and_of_different_tags_are_numbered_apart():
     recorder = Recorder()
     for op, peer, tag in (("send", 1, 0), ("recv", 1, 0), ("send", 1, 0), ("send", 2, 0), ("send", 1, 7)):
-        Flight(recorder, op, "pipeline_parallel", (0, 1, 2), 4, "float32", peer, tag).land()
+        Flight(recorder, op, "pipeline_parallel", (0, 1, 2), 4, "float32", peer, tag).finish()
     assert [(span.sequence, span.tag) for span in recorder.spans] == [(0, 0), (0, 0), (1, 0), (0, 0), (0, 7)]
     assert recorder.calls_of("pipeline_parallel", (0, 1, 2)).count == 0
 
@@ -179,7 +179,7 @@ def test_held_times_of_a_device_are_device_times(held):
         with flight:
             pass
     flight.complete = recorder.clock.completion(None)
-    flight.land()
+    flight.finish()
     (window,) = recorder.close_step(wait=True)
     assert window.spans[0].blocked_ns == 10 * held
     assert window.phases.get("communication_exposed", 0) == 10 * held

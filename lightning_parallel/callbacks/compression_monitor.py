@@ -17,7 +17,7 @@ from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.units import bytes_text, count_text, percent, seconds_text
 from lightning_parallel.compression import Reducer
 from lightning_parallel.compression.arguments import check_integer
-from lightning_parallel.compression.method import Method, Outcome
+from lightning_parallel.compression.reducer import Method, Outcome
 from lightning_parallel.recorder import Window
 
 __all__ = ["CompressionAccumulator", "CompressionMonitor"]
@@ -78,7 +78,7 @@ class CompressionAccumulator(Accumulator):
                 self._to_warm_up -= 1
                 continue
             rows.append(self._count(outcome))
-            compared |= outcome.compared is not None
+            compared |= outcome.compression_error is not None
         if rows:
             self._latest.update(_mean(rows))
         if compared:
@@ -95,20 +95,20 @@ class CompressionAccumulator(Accumulator):
         for key, value in seconds.items():
             self._seconds[key] += value
         sent: Numbers = {"dense_bytes": 0, "sent_bytes": 0}
-        for part in outcome.parts:
-            label = self._labels.get(part.method) or self._labels.setdefault(part.method, repr(part.method))
-            row = {"dense_bytes": part.dense_bytes, "sent_bytes": part.dense_bytes if passed else part.sent_bytes}
+        for block in outcome.blocks:
+            label = self._labels.get(block.method) or self._labels.setdefault(block.method, repr(block.method))
+            row = {"dense_bytes": block.dense_bytes, "sent_bytes": block.dense_bytes if passed else block.sent_bytes}
             total = self._bytes.setdefault(label, dict.fromkeys(row, 0.0))
-            self._names.setdefault(label, set()).update(part.names)
+            self._names.setdefault(label, set()).update(block.names)
             for key, value in row.items():
                 total[key] += value
                 sent[key] += value
-        if outcome.compared is None:
+        if outcome.compression_error is None:
             return {**sent, **seconds}
         for label, names in [("", None), *self._names.items()]:
-            if loss := outcome.compared.report(names):
+            if loss := outcome.compression_error.report(names):
                 self._losses.setdefault(label, []).append(loss)
-        return {**sent, **seconds, **outcome.compared.report()}
+        return {**sent, **seconds, **outcome.compression_error.report()}
 
     @override
     def share(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_parallel.compression.sharded import plain_name
+from lightning_parallel.compression.fsdp import plain_name
 from lightning_parallel.mesh import Mesh
 
 __all__ = ["Held", "Key", "holdings"]

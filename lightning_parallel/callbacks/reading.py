@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_parallel.fingerprint import fingerprint, fingerprints, row_fingerprints
+from lightning_parallel.comm import fingerprint, fingerprints, row_fingerprints
 
 __all__ = ["NOTHING", "EpochEnd", "KnownBy", "Loader", "Reader", "Reading", "sample_hashes"]
 

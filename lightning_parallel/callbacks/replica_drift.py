@@ -25,8 +25,7 @@ from typing_extensions import override
 from lightning_parallel import comm
 from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.holdings import Held, Key, holdings
-from lightning_parallel.comm import Group
-from lightning_parallel.fingerprint import fingerprints
+from lightning_parallel.comm import Group, fingerprints
 from lightning_parallel.recorder import Window
 
 __all__ = ["Disagreement", "DriftAccumulator", "ReplicaDriftMonitor", "disagreements", "shared_classes"]

@@ -17,7 +17,7 @@ from lightning_parallel import comm, recorder
 from lightning_parallel.callbacks.clock import clock_id
 from lightning_parallel.callbacks.phases import ABSORBING, lightning_phases
 from lightning_parallel.callbacks.stock import foreign_of, show_buckets, unseen
-from lightning_parallel.comm import PROFILING, Group, Worker
+from lightning_parallel.comm import PROFILING, Group, ThreadExecutor
 from lightning_parallel.comm.foreign import Foreign, watching
 from lightning_parallel.mesh import DATA, TENSOR, Mesh
 from lightning_parallel.recorder import Calls, Recorder, Window
@@ -77,7 +77,7 @@ class Session:
         self.group = self._create_group(trainer)
         self.calls: dict[tuple[Any, ...], Calls] = {}
         self.one_clock = len(set(comm.all_gather_object(clock_id(), self.group))) == 1
-        self._worker: Worker | None = None
+        self._worker: ThreadExecutor | None = None
         self._pending: Callable[[], Any] | None = None
         self._settled = True
         self._foreign: Foreign | None = None
@@ -185,7 +185,7 @@ class Session:
         if self.failure is not None:
             return
         if self._worker is None:
-            self._worker = Worker(torch.device("cpu"))
+            self._worker = ThreadExecutor(torch.device("cpu"))
 
         def call() -> list[Any] | None:
             if self.failure is not None:

@@ -4,6 +4,18 @@ All communication passes through this package: each call names its group, can be
 peer into an error that names the lost ranks. A group of one rank communicates nothing and needs no process group.
 """
 
+from lightning_parallel.comm.agreement import (
+    agree,
+    all_gather_object,
+    barrier,
+    broadcast_from,
+    broadcast_object,
+    equal_everywhere,
+    fingerprint,
+    fingerprints,
+    raise_together,
+    row_fingerprints,
+)
 from lightning_parallel.comm.collectives import (
     all_gather,
     all_reduce,
@@ -14,26 +26,29 @@ from lightning_parallel.comm.collectives import (
     isend,
     reduce_scatter,
 )
-from lightning_parallel.comm.groups import Group, MeshGroups
-from lightning_parallel.comm.objects import (
-    agree,
-    all_gather_object,
-    barrier,
-    broadcast_from,
-    broadcast_object,
-    equal_everywhere,
-    raise_together,
+from lightning_parallel.comm.executor import (
+    Executor,
+    InlineExecutor,
+    StreamExecutor,
+    ThreadExecutor,
+    overlapping_executor,
 )
-from lightning_parallel.comm.records import PROFILING, CommRecord, Pending, observe, record, rehearsal
-from lightning_parallel.comm.worker import Worker
+from lightning_parallel.comm.gradient_session import GradientSession, MeanReducer, MeanStep, fill_buckets
+from lightning_parallel.comm.groups import Group, MeshGroups
+from lightning_parallel.comm.work import PROFILING, Pending, dry_run
 
 __all__ = [
+    "GradientSession",
     "PROFILING",
-    "CommRecord",
+    "Executor",
     "Group",
+    "InlineExecutor",
+    "MeanReducer",
+    "MeanStep",
     "MeshGroups",
     "Pending",
-    "Worker",
+    "StreamExecutor",
+    "ThreadExecutor",
     "agree",
     "all_gather",
     "all_gather_object",
@@ -44,12 +59,15 @@ __all__ = [
     "broadcast_",
     "broadcast_from",
     "broadcast_object",
+    "dry_run",
     "equal_everywhere",
+    "fill_buckets",
+    "fingerprint",
+    "fingerprints",
     "irecv",
     "isend",
-    "observe",
+    "overlapping_executor",
     "raise_together",
-    "record",
     "reduce_scatter",
-    "rehearsal",
+    "row_fingerprints",
 ]

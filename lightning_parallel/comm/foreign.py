@@ -84,7 +84,7 @@ class Foreign:
             with suppress(AttributeError, RuntimeError):  # not every operation tells
                 work.get_future().add_done_callback(note_completion)
         if not may_hold:
-            flight.land(flight.complete)
+            flight.finish(flight.complete)
             return
         with self._lock:
             self._open.append(flight)
@@ -101,7 +101,7 @@ class Foreign:
             end = ends[-1] if active.clock is not None else max(ends)
             active.move("communication_exposed", flights[-1].held_until(end), end)
         for flight in flights:
-            flight.land(active.now() if flight.complete is None else flight.complete)
+            flight.finish(active.now() if flight.complete is None else flight.complete)
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def _watched(function: Callable[..., Any], foreign: Foreign, op: str, payload: s
             work = function(*args, **kwargs)
         if work is None:
             flight.complete = active.now()
-            flight.land(flight.complete)
+            flight.finish(flight.complete)
         else:
             foreign.leave_open(flight, work, holds)
         return work

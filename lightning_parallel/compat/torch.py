@@ -5,14 +5,230 @@ They exist under these names in torch 2.6 to 2.13; `tests/test_compat.py` says w
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# -- used by tensor: imports -----
+# The id of the backward pass that is running, -1 outside of one: no public function tells two passes apart.
+from torch._C import _current_graph_task_id as current_graph_task_id
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import FSDP_PREFIX
+
+# Walks nested containers of tensors; `torch.utils.pytree` is not there in all supported versions.
+from torch.utils import _pytree as pytree
+
+from lightning_parallel.compat import Patches
+
+__all__ = [
+    "FullyShardedGroup",
+    "FullyShardedParameter",
+    "WRAPPER_PREFIXES",
+    "buffers_of",
+    "current_graph_task_id",
+    "ddp_ignored_names",
+    "default_store",
+    "fsdp1_comm_hook",
+    "fsdp1_gradient_views",
+    "fsdp1_parameter_offsets",
+    "fsdp1_replica_group",
+    "fully_sharded_groups",
+    "has_compiled_call",
+    "install_fsdp1_comm_hook",
+    "is_backward_running",
+    "parameters_of",
+    "pytree",
+    "unsafe_view",
+    "version_of",
+]
 
 # -- torch.nn: modules, parameters, hooks ------------------------------------------------------------------------------
 
+# -- used by tensor -----
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters that belong to the module itself, by name, to read or replace.
+
+    `named_parameters` leaves out entries that are None and repeated ones, and setting an attribute instead would run
+    the `__setattr__` of the module's class.
+    """
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers that belong to the module itself, by name, to read or replace; see `parameters_of`."""
+    return module._buffers
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called; `torch.compile(module)` has a public class instead."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 # -- torch.nn.parallel, FSDP: gradient hooks ---------------------------------------------------------------------------
+
+# compression: where DDP, FSDP1 and FSDP2 communicate gradients
+
+WRAPPER_PREFIXES = (FSDP_PREFIX, CHECKPOINT_PREFIX, "_orig_mod.")
+"""Put into parameter names by FSDP1, activation checkpointing and `torch.compile`; no public function removes them."""
+
+
+def ddp_ignored_names(module: nn.Module) -> Collection[str]:
+    """Return the names of parameters that DDP was told to ignore; torch has only a setter for them, a private one."""
+    return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+
+
+def fsdp1_comm_hook(unit: FullyShardedDataParallel) -> Any:
+    """Return the communication hook of an FSDP module, or None; torch registers hooks, but has no getter."""
+    return unit._comm_hook
+
+
+def install_fsdp1_comm_hook(unit: FullyShardedDataParallel, hook: Any, state: Any, patches: Patches) -> None:
+    """Give one FSDP module, without its children, a communication hook.
+
+    `register_comm_hook` refuses modules that shard and replicate, gives all children the same state, and there is no
+    way to remove its hook.
+    """
+    patches.replace(unit, "_comm_hook", hook)
+    patches.replace(unit, "_comm_hook_state", state)
+
+
+def fsdp1_replica_group(unit: FullyShardedDataParallel) -> Any:
+    """Return the ranks that hold the same shards under a HYBRID strategy, or None; only the shards' group is public."""
+    return getattr(unit, "_inter_node_pg", None)
+
+
+def fsdp1_gradient_views(unit: FullyShardedDataParallel, gradient: Tensor) -> dict[str, Tensor]:
+    """Return views of a flat gradient, padded to equal shards, by the parameters' names in the unit.
+
+    A communication hook gets the flat gradient; only the private handle knows which parameters lie where in it.
+    """
+    handle: Any = unit._handle
+    flat = handle.flat_param
+    views = handle._get_unflat_views(gradient[: flat._unpadded_unsharded_size.numel()])
+    return dict(zip(flat._fqns, views))
+
+
+def fsdp1_parameter_offsets(unit: FullyShardedDataParallel) -> list[tuple[str, torch.Size, int]]:
+    """Return name, shape and first element in the flat gradient of each parameter; padding lies between them."""
+    handle: Any = unit._handle
+    flat = handle.flat_param
+    ends = list(accumulate(flat._numels_with_padding))
+    starts = [start for start, is_padding in zip([0, *ends], flat._is_padding_mask) if not is_padding]
+    return list(zip(flat._fqns, flat._shapes, starts))
+
+
+@dataclass(frozen=True)
+class FullyShardedParameter:
+    """One parameter under `fully_shard`, and its place in what FSDP2 communicates; only private classes know it."""
+
+    _parameter: Any
+
+    @property
+    def tensor(self) -> Any:
+        """The parameter of the module, a DTensor."""
+        return self._parameter.sharded_param
+
+    @property
+    def size(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self._parameter._orig_size
+
+    @property
+    def shard_size(self) -> torch.Size:
+        """Shape of this rank's shard."""
+        return self._parameter.sharded_size
+
+    @property
+    def padded_shard_size(self) -> torch.Size:
+        """Shape of every rank's shard, padding included."""
+        return self._parameter.padded_sharded_param_size
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is sharded."""
+        return self._parameter.fsdp_placement.dim
+
+
+@dataclass(frozen=True)
+class FullyShardedGroup:
+    """The parameters that one call of `fully_shard` communicates together."""
+
+    _group: Any
+
+    @property
+    def parameters(self) -> list[FullyShardedParameter]:
+        """The parameters, in the order of their shards in a flat gradient."""
+        return [FullyShardedParameter(parameter) for parameter in self._group.fsdp_params]
+
+    @property
+    def shard_group(self) -> Any:
+        """The process group that the parameters are divided over."""
+        return self._group.mesh_info.shard_process_group
+
+    @property
+    def replicates(self) -> bool:
+        """True over a mesh of shards and replicas."""
+        return hasattr(self._group.mesh_info, "replicate_process_group")
+
+    @property
+    def has_all_reduce_hook(self) -> bool:
+        """True after `set_all_reduce_hook`, which has no getter."""
+        return self._group._all_reduce_hook is not None
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """What `set_custom_reduce_scatter` replaces, to be put back later; there is no getter. None in old versions."""
+        return getattr(self._group, "_reduce_scatter_comm", None)
+
+
+def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
+    """Return the groups of one module that `fully_shard` was called on, without those of its children."""
+    state: Any = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [FullyShardedGroup(group) for group in groups if group is not None]
+
 
 # -- torch.distributed: stores, groups, flight recorder ----------------------------------------------------------------
 
+
+def default_store() -> dist.Store:
+    """Return the rendezvous store of the default process group.
+
+    No public function does, and with `init_method="env://"` torch creates the store by itself.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
 # -- autograd and dispatch ---------------------------------------------------------------------------------------------
+
+# -- used by tensor -----
+
+# A reshape that autograd does not treat as a view: the result of a custom function may then be changed in place.
+unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the counter of in-place changes, which autograd checks too: no public name says if a tensor changed."""
+    return tensor._version
+
+
+# compression
+
+
+def is_backward_running() -> bool:
+    """Return whether this thread runs backward, as when activation checkpointing calls a module a second time.
+
+    Autograd has no public function for it.
+    """
+    return torch._C._current_graph_task_id() != -1
+
 
 # -- torch.amp, torch.optim --------------------------------------------------------------------------------------------

@@ -19,21 +19,20 @@ How it is built, from the outside in:
 A skipped step leaves non-finite gradients on every rank alike and makes `reduce_` return False.
 """
 
-from lightning_parallel.compression.arguments import check_reducer
-from lightning_parallel.compression.auto import Auto
+from lightning_parallel.compression.arguments import StepValue
 from lightning_parallel.compression.compressor import Compressor, Dense
-from lightning_parallel.compression.hooks import HookState, compression_hook
-from lightning_parallel.compression.hooks_deepspeed import DeepSpeedState, compress_deepspeed
-from lightning_parallel.compression.hooks_fsdp1 import compress_fsdp, fsdp_hook
-from lightning_parallel.compression.hooks_fsdp2 import compress_fully_shard, shard_ranks
-from lightning_parallel.compression.ownership import give_to, warn_of_unmatched
-from lightning_parallel.compression.policy import Policy
+from lightning_parallel.compression.ddp import HookState, compression_hook
+from lightning_parallel.compression.deepspeed_engine import DeepSpeedSession, compress_deepspeed
+from lightning_parallel.compression.fsdp import (
+    ShardedSession,
+    compress_fsdp,
+    compress_fully_shard,
+    shard_ranks,
+)
+from lightning_parallel.compression.policy import Auto, Policy, bind_to_module, warn_of_unmatched
 from lightning_parallel.compression.powersgd import PowerSGD
-from lightning_parallel.compression.quantizers import Cast, Quantize
-from lightning_parallel.compression.reducer import Reducer, Step
-from lightning_parallel.compression.schedule import Schedule
-from lightning_parallel.compression.sharded import ShardedSteps
-from lightning_parallel.compression.sign import Sign
+from lightning_parallel.compression.quantizers import Cast, Quantize, Sign
+from lightning_parallel.compression.reducer import Reducer, ReductionStep, check_reducer
 from lightning_parallel.compression.sparsifiers import BlockTopK, RandomK, TopK
 
 __all__ = [
@@ -41,7 +40,7 @@ __all__ = [
     "BlockTopK",
     "Cast",
     "Compressor",
-    "DeepSpeedState",
+    "DeepSpeedSession",
     "Dense",
     "HookState",
     "Policy",
@@ -49,18 +48,17 @@ __all__ = [
     "Quantize",
     "RandomK",
     "Reducer",
-    "Schedule",
-    "ShardedSteps",
+    "StepValue",
+    "ShardedSession",
     "Sign",
-    "Step",
+    "ReductionStep",
     "TopK",
     "check_reducer",
     "compress_deepspeed",
     "compress_fsdp",
     "compress_fully_shard",
     "compression_hook",
-    "fsdp_hook",
-    "give_to",
+    "bind_to_module",
     "shard_ranks",
     "warn_of_unmatched",
 ]

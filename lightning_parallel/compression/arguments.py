@@ -6,12 +6,24 @@ expected and what was found. A bool is no number; numbers of numpy are.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Optional
+from typing import Optional, Union
 
-from lightning_parallel.compression.reducer import Reducer
+import torch
 
-__all__ = ["check_flag", "check_fraction", "check_integer", "check_number", "check_ratio", "check_reducer"]
+__all__ = [
+    "StepValue",
+    "value_at",
+    "check_flag",
+    "check_fraction",
+    "check_integer",
+    "check_number",
+    "check_ratio",
+    "all_values",
+    "seeded_generator",
+]
 
 
 def check_integer(name: str, value: object, least: Optional[int] = None) -> None:
@@ -48,12 +60,68 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"`{name}` must be True or False, got {value!r}")
 
 
-def check_reducer(compression: object) -> None:
-    """Check what was given as `compression`.
+class StepValue:
+    """A ratio or rank by step: each value holds from its step until the next.
+
+        StepValue({0: 0.25, 100: 0.05, 200: 0.01})
+
+    Args:
+        values: Value by the optimizer step from which it holds; step 0 must be there.
 
     Raises:
-        TypeError: If it is no compressor.
+        TypeError: If `values` is no mapping of integers to numbers.
+        ValueError: If `values` has no step 0, or a negative step.
     """
-    if not isinstance(compression, Reducer):
-        hint = f"; did you mean {compression.__name__}()?" if isinstance(compression, type) else ""
-        raise TypeError(f"`compression` must be a compressor such as PowerSGD(rank=4), got {compression!r}{hint}")
+
+    def __init__(self, values: Mapping[int, Union[int, float]]) -> None:
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a schedule is a mapping such as {{0: 0.25, 100: 0.01}}, got {values!r}")
+        for step, value in values.items():
+            check_integer("step", step)
+            check_number(f"values[{step}]", value)
+        if not values or min(values) != 0:
+            raise ValueError(f"a schedule begins at step 0, found steps {sorted(values)}")
+        self.values = dict(sorted(values.items()))
+
+    @classmethod
+    def warm_up(
+        cls, value: Union[int, float], steps: int, start: Union[int, float] = 0.25, stages: int = 4
+    ) -> StepValue:
+        """From `start` to `value` in equal factors, reached after `steps` steps; integers if both are (ranks).
+
+        Source: Deep Gradient Compression, section 3.3 (25 %, 6.25 %, 1.6 %, 0.4 %, 0.1 %), arXiv 1712.01887.
+        """
+        check_integer("steps", steps, least=0)
+        check_integer("stages", stages, least=1)
+        if check_number("value", value) <= 0 or check_number("start", start) <= 0:
+            raise ValueError(f"`value` and `start` must be positive, got {value!r} and {start!r}")
+        factor = (value / start) ** (1 / stages)
+        found = {steps * stage // stages: start * factor**stage for stage in range(stages)}
+        if isinstance(value, Integral) and isinstance(start, Integral):
+            found = {step: round(rank) for step, rank in found.items()}
+        return cls({**found, steps: value})
+
+    def __call__(self, step: int) -> float:
+        return next(value for begin, value in reversed(self.values.items()) if begin <= step)
+
+    def __repr__(self) -> str:
+        return f"StepValue({self.values})"
+
+
+def value_at(value: Union[float, StepValue], step: int) -> float:
+    """A constant, or the schedule's value at `step`."""
+    return value(step) if isinstance(value, StepValue) else value
+
+
+def all_values(value: Union[float, StepValue]) -> list[float]:
+    """All values that `value` takes, the last one last."""
+    return list(value.values.values()) if isinstance(value, StepValue) else [value]
+
+
+def seeded_generator(device: torch.device, *purpose: object) -> torch.Generator:
+    """A generator seeded by `purpose` (seed, step, parameter name, ...): equal wherever and whenever it is asked for.
+
+    The global generators are not touched, and nothing needs to be saved but the step.
+    """
+    digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -13,14 +13,20 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.compression.arguments import check_fraction, check_integer
-from lightning_parallel.compression.codec import Codec, Exact, by_rank
-from lightning_parallel.compression.exchange import Exchange, Scatter, Sum, Traffic
-from lightning_parallel.compression.feedback import Block, Feedback, FeedbackName
-from lightning_parallel.compression.method import Method
-from lightning_parallel.compression.reducer import Reducer, Step
+from lightning_parallel.compression.feedback import Feedback, FeedbackName, GradientBlock
+from lightning_parallel.compression.reducer import Method, Reducer
+from lightning_parallel.compression.wire import (
+    AllReduceRequest,
+    Codec,
+    Exact,
+    ReduceScatterRequest,
+    Requests,
+    StepContext,
+    Traffic,
+    split_by_rank,
+)
 
 __all__ = ["Compressor", "Dense"]
-
 
 _OF_THE_OUTER = {"feedback", "decay", "start_step", "min_numel"}  # what an encoding of values has no use for
 
@@ -76,15 +82,15 @@ class Compressor(Reducer, Method):
             self._set_values(values)
 
     @abc.abstractmethod
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
-        """Send `work` M, (names, *shape), and write the mean into `block.targets`; turn M into M - C(M)."""
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
+        """Send `work` M, (names, *shape), and write the mean into `block.outputs`; turn M into M - C(M)."""
 
     @property
     def slots(self) -> frozenset[str]:
         return self.own_slots | self.feedback.slots | self._dense.slots
 
     @property
-    def alone(self) -> bool:
+    def separate(self) -> bool:
         return self.values.stochastic
 
     def accepts(self, shape: Sequence[int]) -> bool:
@@ -94,10 +100,10 @@ class Compressor(Reducer, Method):
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         return self if step >= self.start_step and self.accepts(shape) else self._dense
 
-    def exchange(self, block: Block, step: Step) -> Exchange:
-        work = self.feedback.open(block, step.memory, step.scale)
+    def requests(self, block: GradientBlock, step: StepContext) -> Requests:
+        work = self.feedback.apply(block, step.memory, step.scale)
         yield from self.compress(work, block, step)
-        self.feedback.close(block, step.memory, work, step.scale)
+        self.feedback.update(block, step.memory, work, step.scale)
 
     def __or__(self, values: Codec) -> Compressor:
         composed = copy.deepcopy(self)
@@ -175,27 +181,27 @@ class Dense(Reducer, Method):
     def scatters(self) -> bool:
         return not self.feedback.momentum
 
-    def exchange(self, block: Block, step: Step) -> Exchange:
-        block.offer_targets()
+    def requests(self, block: GradientBlock, step: StepContext) -> Requests:
+        block.allocate_outputs()
         if block.shard is not None:
-            yield from self._exchange_shards(block, block.shard, step)
+            yield from self._shard_requests(block, block.shard, step)
             return
-        if len(block.names) == 1 and block.targets[0] is block.gradients[0]:
-            total = yield Sum(block.targets[0].unsqueeze(0))
+        if len(block.names) == 1 and block.outputs[0] is block.gradients[0]:
+            total = yield AllReduceRequest(block.outputs[0].unsqueeze(0))
         else:
-            total = yield Sum(torch.stack([gradient.to(block.dtype) for gradient in block.gradients]))
+            total = yield AllReduceRequest(torch.stack([gradient.to(block.dtype) for gradient in block.gradients]))
         step.average_(total)
-        self.feedback.accelerate(total, block, step.memory, step.scale)
+        self.feedback.apply_momentum(total, block, step.memory, step.scale)
         block.write(total)
-        block.deliver(scale=1.0)
+        block.write_gradients(scale=1.0)
 
     @staticmethod
-    def _exchange_shards(block: Block, shard: int, step: Step) -> Exchange:
+    def _shard_requests(block: GradientBlock, shard: int, step: StepContext) -> Requests:
         rows = torch.stack([gradient.to(block.dtype).flatten() for gradient in block.gradients])
-        mine = yield Scatter(by_rank(rows, step.group.size, shard).flatten(1))
+        mine = yield ReduceScatterRequest(split_by_rank(rows, step.group.size, shard).flatten(1))
         step.watch(mine)
         block.write_shard(mine.div_(step.group.size).view(-1, shard), step.group.rank)
-        block.deliver(scale=1.0)
+        block.write_gradients(scale=1.0)
 
     def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
         return [Traffic("all_reduce", element_bytes * math.prod(shape))]

@@ -18,16 +18,18 @@ LoCo, arXiv 2407.04480; momentum correction and factor masking: Deep Gradient Co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Optional
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.memory import Memory
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compression.compressor_state import Memory
 
-__all__ = ["Block", "Feedback", "FeedbackName", "working_dtype"]
+__all__ = ["GradientBlock", "Feedback", "FeedbackName", "CompressionError", "working_dtype"]
 
 FeedbackName = Literal["classic", "decayed", "ef21"]
 
@@ -38,7 +40,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass
-class Block:
+class GradientBlock:
     """Gradients of one shape that one method compresses together.
 
     Attributes:
@@ -46,19 +48,19 @@ class Block:
         gradients: One per name; overwritten with the mean at the end.
         sent: Positions (names, k) in the flattened tensors that were sent, where the method sends only some.
         keep_rest: Whether M - C(M) is wanted.
-        turn: The number by which the method goes in this step; see `Method.turn`.
+        effective_step: The number by which the method goes in this step; see `Method.effective_step`.
         shard: Elements of a rank's part, if each rank needs no more than its own of the flattened means (the last parts
             may be shorter, or empty); set only for methods that can leave out the rest.
-        targets: One contiguous tensor per name, in the working dtype, for the unscaled mean.
+        outputs: One contiguous tensor per name, in the working dtype, for the unscaled mean.
     """
 
     names: tuple[str, ...]
     gradients: list[Tensor]
     sent: Optional[Tensor] = None
     keep_rest: bool = True
-    turn: int = 0
+    effective_step: int = 0
     shard: Optional[int] = None
-    targets: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
 
     @property
     def shape(self) -> torch.Size:
@@ -75,9 +77,9 @@ class Block:
     def new_work(self) -> Tensor:
         return torch.empty((len(self.names), *self.shape), dtype=self.dtype, device=self.device)
 
-    def offer_targets(self) -> None:
+    def allocate_outputs(self) -> None:
         """Let the mean be written into the gradients themselves, where their layout and dtype allow it."""
-        self.targets = [
+        self.outputs = [
             gradient
             if gradient.dtype == self.dtype and gradient.is_contiguous()
             else torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -85,23 +87,23 @@ class Block:
         ]
 
     def write(self, means: Tensor) -> None:
-        """Put the unscaled means (names, numel or shape) into the targets."""
-        for target, mean in zip(self.targets, means):
-            if target.data_ptr() != mean.data_ptr():
-                target.copy_(mean.view(self.shape))
+        """Put the unscaled means (names, numel or shape) into the outputs."""
+        for output, mean in zip(self.outputs, means):
+            if output.data_ptr() != mean.data_ptr():
+                output.copy_(mean.view(self.shape))
 
     def write_shard(self, means: Tensor, rank: int) -> None:
-        """Put this rank's parts (names, shard) of the unscaled means into the targets."""
+        """Put this rank's parts (names, shard) of the unscaled means into the outputs."""
         assert self.shard is not None
-        for target, mean in zip(self.targets, means):
-            part = target.view(-1)[rank * self.shard : (rank + 1) * self.shard]
+        for output, mean in zip(self.outputs, means):
+            part = output.view(-1)[rank * self.shard : (rank + 1) * self.shard]
             part.copy_(mean[: len(part)])
 
-    def deliver(self, scale: float) -> None:
-        """Bring targets back to the gradients, times the loss scale."""
-        for gradient, target in zip(self.gradients, self.targets):
-            if target is not gradient:
-                gradient.copy_(target if scale == 1 else target * scale)
+    def write_gradients(self, scale: float) -> None:
+        """Bring outputs back to the gradients, times the loss scale."""
+        for gradient, output in zip(self.gradients, self.outputs):
+            if output is not gradient:
+                gradient.copy_(output if scale == 1 else output * scale)
             elif scale != 1:
                 gradient.mul_(scale)
 
@@ -126,19 +128,19 @@ class Feedback:
         kept = {None: set(), "ef21": {"estimate", "mean_estimate"}}.get(self.kind, {"residual"})
         return frozenset(kept | ({"velocity"} if self.momentum else set()))
 
-    def open(self, block: Block, memory: Memory, scale: float) -> Tensor:
-        """The work tensor M, (names, *shape), and targets for the mean.
+    def apply(self, block: GradientBlock, memory: Memory, scale: float) -> Tensor:
+        """The work tensor M, (names, *shape), and outputs for the mean.
 
-        Where `block.keep_rest` is set the method must turn M into M - C(M). M may share its storage with the targets,
+        Where `block.keep_rest` is set the method must turn M into M - C(M). M may share its storage with the outputs,
         so these are written last.
         """
         gradients, factor = self._corrected(block, memory, 1 / scale)
         if self.kind == "ef21":
-            return self._open_ef21(block, memory, factor)
-        block.offer_targets()
+            return self._apply_ef21(block, memory, factor)
+        block.allocate_outputs()
         block.keep_rest = self.kind is not None
         if self.kind is None:
-            if len(block.names) == 1 and factor == 1 and block.targets[0] is gradients[0]:
+            if len(block.names) == 1 and factor == 1 and block.outputs[0] is gradients[0]:
                 return gradients[0].unsqueeze(0)
             work = block.new_work()
             for row, gradient in zip(work, gradients):
@@ -152,7 +154,7 @@ class Feedback:
                 torch.add(old, gradient, alpha=factor, out=row)
         return work
 
-    def close(self, block: Block, memory: Memory, work: Tensor, scale: float) -> None:
+    def update(self, block: GradientBlock, memory: Memory, work: Tensor, scale: float) -> None:
         """Update the memory from `work`, now M - C(M), and deliver the mean."""
         if self.kind == "decayed":
             work.mul_(1 - self.decay)
@@ -160,15 +162,15 @@ class Feedback:
                 if old is not None:
                     row.add_(old, alpha=self.decay)
         elif self.kind == "ef21":
-            for target, estimate in zip(block.targets, _read(block, memory, "mean_estimate")):
+            for output, estimate in zip(block.outputs, _read(block, memory, "mean_estimate")):
                 if estimate is not None:
-                    target.add_(estimate)
+                    output.add_(estimate)
             _stage(block, memory, "estimate").sub_(work)
         if self.momentum and block.sent is not None:
             _stage(block, memory, "velocity").flatten(1).scatter_(1, block.sent, 0.0)
-        block.deliver(scale)
+        block.write_gradients(scale)
 
-    def accelerate(self, means: Tensor, block: Block, memory: Memory, scale: float) -> None:
+    def apply_momentum(self, means: Tensor, block: GradientBlock, memory: Memory, scale: float) -> None:
         """Turn scaled `means` (names, *shape) that all ranks hold alike into a momentum step, in place."""
         if not self.momentum:
             return
@@ -179,15 +181,15 @@ class Feedback:
                 row.add_(old, alpha=self.momentum)
         torch.mul(velocity, scale, out=means)
 
-    def _open_ef21(self, block: Block, memory: Memory, factor: float) -> Tensor:
-        block.targets = list(_stage(block, memory, "mean_estimate").unbind())
+    def _apply_ef21(self, block: GradientBlock, memory: Memory, factor: float) -> Tensor:
+        block.outputs = list(_stage(block, memory, "mean_estimate").unbind())
         work, estimate = block.new_work(), _stage(block, memory, "estimate")
         for row, now, old, gradient in zip(work, estimate, _read(block, memory, "estimate"), block.gradients):
             _scaled(gradient, factor, out=now)  # h' = h + C(M) = g - (M - C(M)): begin with g
             torch.sub(now, old if old is not None else 0, out=row)
         return work
 
-    def _corrected(self, block: Block, memory: Memory, factor: float) -> tuple[Sequence[Tensor], float]:
+    def _corrected(self, block: GradientBlock, memory: Memory, factor: float) -> tuple[Sequence[Tensor], float]:
         if not self.momentum:
             return block.gradients, factor
         velocity = _stage(block, memory, "velocity")
@@ -198,11 +200,11 @@ class Feedback:
         return velocity.unbind(), 1.0
 
 
-def _stage(block: Block, memory: Memory, slot: str) -> Tensor:
+def _stage(block: GradientBlock, memory: Memory, slot: str) -> Tensor:
     return memory.stage(slot, block.names, block.shape, block.dtype, block.device)
 
 
-def _read(block: Block, memory: Memory, slot: str) -> list[Optional[Tensor]]:
+def _read(block: GradientBlock, memory: Memory, slot: str) -> list[Optional[Tensor]]:
     return [memory.read(slot, name, block.device, block.shape) for name in block.names]
 
 
@@ -210,3 +212,42 @@ def _scaled(gradient: Tensor, factor: float, out: Tensor) -> None:
     out.copy_(gradient)
     if factor != 1:
         out.mul_(factor)
+
+
+class CompressionError:
+    """Sums over the elements of each parameter, in one step.
+
+    The true mean is that of this step's gradients; what error feedback adds from earlier steps counts as error.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}  # error^2, true^2, ours^2, ours * true
+
+    @staticmethod
+    def true_means(named_gradients: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+        """The exact means, in new tensors, by one all-reduce per tensor."""
+        return {
+            name: comm.all_reduce_(gradient.detach().to(working_dtype(gradient.dtype), copy=True).contiguous(), group)
+            / group.size
+            for name, gradient in sorted(named_gradients.items())
+        }
+
+    def add(self, ours: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> None:
+        """Count one bucket's approximate and true means."""
+        for name, mean in true.items():
+            mine = ours[name].detach().to(mean.dtype)
+            sums = [(mine - mean).square().sum(), mean.square().sum(), mine.square().sum(), (mine * mean).sum()]
+            self._sums[name] = torch.stack(sums).double()
+
+    def report(self, names: Iterable[str] | None = None) -> dict[str, float]:
+        """`relative_error` |ours - true| / |true| and `cosine` of the angle between them; of all parameters, or some.
+
+        Empty where the true mean is zero: nothing can be told.
+        """
+        chosen = self._sums.keys() if names is None else self._sums.keys() & set(names)
+        if not chosen:
+            return {}
+        error, true, ours, dot = torch.stack([self._sums[name] for name in sorted(chosen)]).sum(0).tolist()
+        if true == 0:
+            return {}
+        return {"relative_error": (error / true) ** 0.5, "cosine": dot / (ours * true) ** 0.5 if ours else 0.0}

@@ -9,15 +9,18 @@ from typing import ClassVar, Literal, Optional, Union
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.arguments import check_flag, check_integer
-from lightning_parallel.compression.codec import Codec, Mean
+from lightning_parallel.compression.arguments import (
+    StepValue,
+    all_values,
+    check_flag,
+    check_integer,
+    seeded_generator,
+    value_at,
+)
 from lightning_parallel.compression.compressor import Compressor
-from lightning_parallel.compression.draws import generator
-from lightning_parallel.compression.exchange import Exchange, Request, Traffic
-from lightning_parallel.compression.feedback import Block, FeedbackName
-from lightning_parallel.compression.memory import Memory
-from lightning_parallel.compression.reducer import Step
-from lightning_parallel.compression.schedule import Schedule, at, every
+from lightning_parallel.compression.compressor_state import Memory
+from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
+from lightning_parallel.compression.wire import Codec, MeanRequests, Request, Requests, StepContext, Traffic
 
 __all__ = ["PowerSGD"]
 
@@ -67,7 +70,7 @@ class PowerSGD(Compressor):
 
     def __init__(
         self,
-        rank: Union[int, Schedule] = 4,
+        rank: Union[int, StepValue] = 4,
         alternate: bool = False,
         feedback: Optional[FeedbackName] = "classic",
         decay: Optional[float] = None,
@@ -77,7 +80,7 @@ class PowerSGD(Compressor):
         seed: int = 0,
     ) -> None:
         super().__init__(feedback, decay, start_step, min_numel, values)
-        for value in every(rank):
+        for value in all_values(rank):
             check_integer("rank", value, least=1)
         check_flag("alternate", alternate)
         check_integer("seed", seed)
@@ -104,22 +107,24 @@ class PowerSGD(Compressor):
         mean_traffic = self.values.mean_traffic
         return [traffic for side in sides for traffic in mean_traffic(rank * side, element_bytes, world_size)]
 
-    def turn(self, name: str, number: int, memory: Memory) -> int:
+    def effective_step(self, name: str, number: int, memory: Memory) -> int:
         """Of the parity that the factor left by the parameter's last step asks for."""
         return number + (number % 2 != memory.holds("left", name)) if self.alternate else number
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         matrices = work.view(len(work), work.shape[1], -1)
         left, right, left_mine, right_mine = yield from self._factors(matrices, block, step)
         if left_mine is not None and right_mine is not None:
             matrices.baddbmm_(left_mine.mT, right_mine, alpha=-1)
-        for one, other, target in zip(left, right, block.targets):
-            torch.mm(one.t(), other, out=target.view(matrices.shape[1:]))
+        for one, other, output in zip(left, right, block.outputs):
+            torch.mm(one.t(), other, out=output.view(matrices.shape[1:]))
 
-    def _factors(self, matrices: Tensor, block: Block, step: Step) -> Generator[Request, Tensor, _Factors]:
+    def _factors(
+        self, matrices: Tensor, block: GradientBlock, step: StepContext
+    ) -> Generator[Request, Tensor, _Factors]:
         """The mean's factors P^T (names, rank, n) and Q^T (names, rank, m), and those of what this rank sent."""
         keep = block.keep_rest
-        if self.alternate and block.turn % 2:
+        if self.alternate and block.effective_step % 2:
             left = _orthonormal(self._basis("left", block, step, matrices.shape))
             right, sent = yield from self._mean("right", torch.bmm(left, matrices), block, step, keep)
             return left, right, left, sent
@@ -133,7 +138,7 @@ class PowerSGD(Compressor):
         right, sent = yield from self._mean("right", torch.bmm(left, matrices), block, step, keep)
         return left, right, left, sent
 
-    def _mean(self, side: Side, mine: Tensor, block: Block, step: Step, keep: bool) -> Mean:
+    def _mean(self, side: Side, mine: Tensor, block: GradientBlock, step: StepContext, keep: bool) -> MeanRequests:
         """The mean of the factors (names, rank, extent), and this rank's part in it; kept for the next step."""
         mean, sent = yield from self.values.mean(mine.flatten(1), step, (self.seed, side, block.names), keep)
         if self.alternate or side == "right":
@@ -142,22 +147,22 @@ class PowerSGD(Compressor):
             step.memory.discard("right" if side == "left" else "left", block.names)
         return mean.view_as(mine), None if sent is None else sent.view_as(mine)
 
-    def _basis(self, side: Side, block: Block, step: Step, shape: Sequence[int]) -> Tensor:
+    def _basis(self, side: Side, block: GradientBlock, step: StepContext, shape: Sequence[int]) -> Tensor:
         """What the last step left on `side`, (names, rank, extent), filled up with equal random numbers everywhere."""
         _, n, m = shape
-        rank, extent = self._rank(n, m, block.turn), n if side == "left" else m
+        rank, extent = self._rank(n, m, block.effective_step), n if side == "left" else m
         rows = []
         for name in block.names:
             row = step.memory.read(side, name, block.device, (None, extent))
             if row is None or len(row) < rank:
-                draws = generator(torch.device("cpu"), self.seed, side, name)
+                draws = seeded_generator(torch.device("cpu"), self.seed, side, name)
                 fresh = torch.randn(rank, extent, generator=draws, dtype=block.dtype).to(block.device)
                 row = fresh if row is None else torch.cat([row, fresh[len(row) :]])
             rows.append(row[:rank])
         return torch.stack(rows)
 
     def _rank(self, n: int, m: int, step: int) -> int:
-        return min(n, m, int(at(self.rank, step)))
+        return min(n, m, int(value_at(self.rank, step)))
 
     def _main(self) -> dict[str, str]:
         return {"rank": f"rank={self.rank}"}

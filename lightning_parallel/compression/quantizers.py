@@ -9,16 +9,31 @@ from typing import Literal, Optional, Union
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.arguments import check_flag, check_integer
-from lightning_parallel.compression.bits import pack_nibbles, unpack_nibbles
-from lightning_parallel.compression.codec import Codec, Mean, as_bytes, by_rank, from_bytes, pad
+from lightning_parallel.compression.arguments import check_flag, check_integer, seeded_generator
 from lightning_parallel.compression.compressor import Compressor
-from lightning_parallel.compression.draws import generator
-from lightning_parallel.compression.exchange import Exchange, Gather, Request, Scatter, Sum, Swap, Traffic
-from lightning_parallel.compression.feedback import Block, FeedbackName
-from lightning_parallel.compression.reducer import Step
+from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
+from lightning_parallel.compression.wire import (
+    AllGatherRequest,
+    AllReduceRequest,
+    AllToAllRequest,
+    Codec,
+    MeanRequests,
+    ReduceScatterRequest,
+    Request,
+    Requests,
+    StepContext,
+    Traffic,
+    as_bytes,
+    from_bytes,
+    pack_nibbles,
+    pack_signs,
+    pad,
+    split_by_rank,
+    unpack_nibbles,
+    unpack_signs,
+)
 
-__all__ = ["Cast", "Quantize"]
+__all__ = ["Cast", "Quantize", "Sign"]
 
 _GROUP = 512  # elements that share a scale, at most
 _PIECE = 1 << 16  # elements that a CPU looks at in one go
@@ -33,10 +48,10 @@ class Quantizer(Compressor, Codec):
         return self.feedback.kind != "ef21"  # which remembers the whole mean
 
     @property
-    def alone(self) -> bool:
+    def separate(self) -> bool:
         return self.stochastic
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)
         mean, sent = yield from self.mean(rows, step, block.names, block.keep_rest)
         if sent is not None:
@@ -94,21 +109,21 @@ class Cast(Quantizer):
     def packed_bytes(self, n: int, element_bytes: int = 4) -> int:
         return n * self.dtype.itemsize
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         if block.shard is None:
             yield from super().compress(work, block, step)
             return
         rows = work.flatten(1)
         short, sent = self._shorten(rows, step.group.size, block.keep_rest)
-        mine = yield Scatter(by_rank(short, step.group.size, block.shard).flatten(1))
+        mine = yield ReduceScatterRequest(split_by_rank(short, step.group.size, block.shard).flatten(1))
         step.watch(mine)
         if sent is not None:
             rows.sub_(sent)
         block.write_shard(mine.view(-1, block.shard), step.group.rank)
 
-    def mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Mean:
+    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
         short, sent = self._shorten(rows, step.group.size, keep)
-        total = yield Sum(short)
+        total = yield AllReduceRequest(short)
         step.watch(total)
         return total.to(rows.dtype), sent
 
@@ -191,7 +206,7 @@ class Quantize(Quantizer):
         groups, extent = self._grouping(n)
         return groups * extent * self.bits // 8 + 4 * groups
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)
         if block.shard is not None:
             noise = self._noise(rows, step, block.names)
@@ -199,11 +214,11 @@ class Quantize(Quantizer):
             step.watch(mine)
             block.write_shard(mine, step.group.rank)
             return
-        into = block.targets[0].view(1, -1) if len(block.targets) == 1 else torch.empty_like(rows)
+        into = block.outputs[0].view(1, -1) if len(block.outputs) == 1 else torch.empty_like(rows)
         yield from self._mean(rows, step, block.names, block.keep_rest, into)
         block.write(into)
 
-    def mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Mean:
+    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
         rest = rows.clone() if keep else rows
         mean = torch.empty_like(rows)
         yield from self._mean(rest, step, purpose, keep, mean)
@@ -216,7 +231,7 @@ class Quantize(Quantizer):
     def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
         return [Traffic("all_to_all", world_size * self.packed_bytes(shard))]
 
-    def _mean(self, rows: Tensor, step: Step, purpose: object, keep: bool, mean: Tensor) -> Exchange:
+    def _mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool, mean: Tensor) -> Requests:
         """Put the mean of `rows` (rows, n) into `mean`; they become what was not sent, if that is to `keep`."""
         size, rank, n = step.group.size, step.group.rank, rows.shape[1]
         chunk = math.ceil(n / size)
@@ -227,27 +242,29 @@ class Quantize(Quantizer):
         if keep:
             part = rows[:, rank * chunk : (rank + 1) * chunk]
             part.add_(mine[:, : part.shape[1]], alpha=size)
-        everyone = (yield Gather(packed_mine.flatten())).reshape(size, *packed_mine.shape)
+        everyone = (yield AllGatherRequest(packed_mine.flatten())).reshape(size, *packed_mine.shape)
         step.watch(self._scales(everyone, chunk))
         for index, row in enumerate(everyone):
             self._decode(row, mean[:, index * chunk : (index + 1) * chunk], chunk)
 
     def _mean_part(
-        self, rows: Tensor, step: Step, chunk: int, noise: Optional[torch.Generator], keep: bool
+        self, rows: Tensor, step: StepContext, chunk: int, noise: Optional[torch.Generator], keep: bool
     ) -> Generator[Request, Tensor, Tensor]:
         """The first phase: this rank's part (rows, chunk) of the mean. The last parts of `rows` may be short."""
         size = step.group.size
         packed = self._new_packed(rows, size, len(rows), chunk)
         for index, row in enumerate(packed):
             self._encode(rows[:, index * chunk : (index + 1) * chunk], row, chunk, noise, rest=keep)
-        received = yield Swap(packed.view(size, -1))
+        received = yield AllToAllRequest(packed.view(size, -1))
         mine = torch.empty_like(rows[:, :chunk])
         for index, row in enumerate(received.reshape(packed.shape)):
             self._decode(row, mine, chunk, add=index > 0)
         return mine.div_(size)
 
-    def _noise(self, rows: Tensor, step: Step, purpose: object) -> Optional[torch.Generator]:
-        return generator(rows.device, self.seed, step.number, purpose, step.group.rank) if self.stochastic else None
+    def _noise(self, rows: Tensor, step: StepContext, purpose: object) -> Optional[torch.Generator]:
+        return (
+            seeded_generator(rows.device, self.seed, step.number, purpose, step.group.rank) if self.stochastic else None
+        )
 
     def _encode(
         self, rows: Tensor, packed: Tensor, n: int, noise: Optional[torch.Generator], rest: bool = False
@@ -321,3 +338,112 @@ class Quantize(Quantizer):
 
     def _main(self) -> dict[str, str]:
         return {"bits": str(self.bits)}
+
+
+class Sign(Compressor):
+    """Send one bit per element and one scale per tensor, in the two phases of `Quantize`.
+
+        C(x) = s sign(x),  s = mean|x|,  sign(0) = 1
+
+    Both phases have their own residual: each rank for its tensors, and the owner of part r for the mean it encodes,
+
+        M_i = g_i + e_i        c = mean(C(M_i)) + d        out = C(c)        d' = c - C(c)
+
+    Not linear, biased; it needs error feedback to converge. On a small CNN of 500 steps the loss ended 1.3 % above the
+    dense one, and within 0.1 % with `start_step=50`. It does not suit AdamW, which makes full steps of what one bit
+    adds to elements without a gradient: a small GPT of 600 steps ended 43 % above, with dense embeddings and
+    `start_step=50` 15 %.
+
+    Args:
+        feedback: Error feedback; None turns off both residuals.
+        decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
+        start_step: Steps with plain means before compression begins.
+        min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
+
+    Sources: EF-signSGD, Karimireddy et al. 2019, arXiv 1901.09847; two phases: 1-bit Adam, arXiv 2102.02888.
+    """
+
+    linear = False
+    unbiased = False
+    collective = "two_phase"
+    own_slots = frozenset({"server_residual"})
+
+    def __init__(
+        self,
+        feedback: Optional[FeedbackName] = "classic",
+        decay: Optional[float] = None,
+        start_step: int = 0,
+        min_numel: int = 1024,
+    ) -> None:
+        super().__init__(feedback, decay, start_step, min_numel)
+
+    @property
+    def scatters(self) -> bool:
+        return self.feedback.kind != "ef21"  # which remembers the whole mean
+
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
+        rows, size = work.flatten(1), step.group.size
+        n, shard = rows.shape[1], block.shard or _chunk(rows.shape[1], size)
+        scales = rows.abs().mean(1).float()
+        parts = split_by_rank(rows, size, shard)
+        bits = pack_signs(torch.nn.functional.pad(parts, (0, _chunk(shard, 1) - shard)))
+        send = torch.cat([bits, as_bytes(scales.unsqueeze(1)).expand(size, -1, -1)], dim=2)
+        received = (yield AllToAllRequest(send.view(size, -1))).reshape(send.shape)
+        mine = _mean_of((_decode(part, rows.dtype) for part in received), size)
+        if block.keep_rest:
+            sent = unpack_signs(bits, rows.dtype)[..., :shard].transpose(0, 1).flatten(1)[:, :n]
+            rows.sub_(sent * scales.to(rows.dtype).unsqueeze(1))
+        if block.shard is not None:
+            step.watch(mine)
+            block.write_shard(mine, step.group.rank)
+            return
+        everyone = yield AllGatherRequest(self._encode_part(mine, n, block, step).flatten())
+        everyone = _decode(everyone.reshape(size, len(rows), -1), rows.dtype)
+        step.watch(everyone)
+        block.write(everyone.transpose(0, 1).flatten(1)[:, :n])
+
+    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
+        return [Traffic("all_to_all", world_size * (_chunk(shard, 1) // 8 + 4))]
+
+    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
+        chunk_bytes = _chunk(math.prod(shape), world_size) // 8 + 4
+        return [Traffic("all_to_all", world_size * chunk_bytes), Traffic("all_gather", chunk_bytes)]
+
+    @staticmethod
+    def _encode_part(part: Tensor, n: int, block: GradientBlock, step: StepContext) -> Tensor:
+        """Encode this rank's part (names, chunk) of the mean, with its residual."""
+        chunk = part.shape[1]
+        valid = min(max(n - step.group.rank * chunk, 0), chunk)
+        part[:, valid:] = 0
+        if block.keep_rest:
+            held = [step.memory.read("server_residual", name, block.device, (chunk,)) for name in block.names]
+            for row, old in zip(part, held):
+                if old is not None:
+                    row.add_(old)
+        scales = (part.abs().sum(1) / max(valid, 1)).float()
+        bits = pack_signs(part)
+        if block.keep_rest:
+            staged = step.memory.stage("server_residual", block.names, (chunk,), part.dtype, part.device)
+            torch.addcmul(
+                part, unpack_signs(bits, part.dtype), scales.to(part.dtype).unsqueeze(1), value=-1, out=staged
+            )
+            staged[:, valid:] = 0
+        return torch.cat([bits, as_bytes(scales.unsqueeze(1))], dim=1)
+
+
+def _mean_of(tensors: Iterator[Tensor], count: int) -> Tensor:
+    """The mean of `count` tensors, summed in order; the first is overwritten."""
+    total = next(tensors)
+    for other in tensors:
+        total.add_(other)
+    return total.div_(count)
+
+
+def _decode(messages: Tensor, dtype: torch.dtype) -> Tensor:
+    scales = from_bytes(messages[..., -4:], torch.float32).to(dtype)
+    return unpack_signs(messages[..., :-4], dtype).mul_(scales)
+
+
+def _chunk(n: int, size: int) -> int:
+    """Elements of each rank's part: whole bytes."""
+    return 8 * math.ceil(n / (8 * size))

@@ -6,7 +6,7 @@ import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, Optional, Union
+from typing import Any, ClassVar, NamedTuple, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,116 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compression.exchange import ALONE_BYTES, Seconds, Traffic, run, sent_bytes
-from lightning_parallel.compression.feedback import Block, working_dtype
-from lightning_parallel.compression.fidelity import Fidelity
-from lightning_parallel.compression.memory import Memory
-from lightning_parallel.compression.method import Method, Outcome, Part
-from lightning_parallel.compression.state import gather_state, local_state, values_for
+from lightning_parallel.compression.compressor_state import Memory, gather_state, local_state, values_for
+from lightning_parallel.compression.feedback import CompressionError, GradientBlock, working_dtype
+from lightning_parallel.compression.wire import (
+    SEPARATE_BYTES,
+    Operation,
+    Requests,
+    Seconds,
+    StepContext,
+    Traffic,
+    run,
+    sent_bytes,
+)
 
-__all__ = ["GroupLike", "Reducer", "Step"]
+__all__ = [
+    "check_reducer",
+    "scale_reader",
+    "GroupLike",
+    "Method",
+    "Outcome",
+    "ReducedBlock",
+    "Reducer",
+    "ReductionStep",
+]
+
+
+class Method(abc.ABC):
+    """What a reducer does with the gradients of one block.
+
+    Attributes:
+        batched: Whether gradients of one shape are computed together however large they are. Otherwise only small ones
+            are, as it costs a copy.
+    """
+
+    batched: ClassVar[bool] = False
+
+    @property
+    def scatters(self) -> bool:
+        """Whether it can leave out what other ranks need of the mean, and then sends less: `GradientBlock.shard`."""
+        return False
+
+    @property
+    def separate(self) -> bool:
+        """Whether a gradient must be a block by itself: what is drawn for it would depend on its company otherwise.
+
+        The company of a parameter that tensor-parallel ranks hold alike may differ from rank to rank.
+        """
+        return False
+
+    def effective_step(self, name: str, number: int, memory: Memory) -> int:
+        """By which number parameter `name` goes in step `number`; a block holds parameters with the same."""
+        return number
+
+    @abc.abstractmethod
+    def requests(self, block: GradientBlock, step: StepContext) -> Requests:
+        """Replace the block's gradients by their mean; a generator of requests. It watches what it receives."""
+
+    @abc.abstractmethod
+    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
+        """The payloads of one gradient of `shape` in step number `step`.
+
+        Args:
+            element_bytes: Of one element in the dtype in which it is computed with, `working_dtype`.
+        """
+
+    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
+        """The same where each rank needs no more than `shard` elements of the mean, if it `scatters`."""
+        raise NotImplementedError
+
+
+class ReducedBlock(NamedTuple):
+    """What one step has done with gradients of one shape."""
+
+    method: Method
+    names: tuple[str, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+    world_size: int
+    step: int
+    shard: Optional[int] = None
+
+    @property
+    def dense_bytes(self) -> int:
+        """What one rank sends for their mean by a bandwidth-optimal all-reduce, or reduce-scatter of shards."""
+        payload_bytes = len(self.names) * math.prod(self.shape) * self.dtype.itemsize
+        operation: Operation = "all_reduce" if self.shard is None else "reduce_scatter"
+        return sent_bytes([Traffic(operation, payload_bytes)], self.world_size)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one rank has sent."""
+        element_bytes = working_dtype(self.dtype).itemsize
+        if self.shard is None:
+            traffic = self.method.traffic(self.shape, element_bytes, self.world_size, self.step)
+        else:
+            traffic = self.method.scatter_traffic(self.shard, element_bytes, self.world_size)
+        return sent_bytes(traffic * len(self.names), self.world_size)
+
+
+class Outcome(NamedTuple):
+    """What one step that counts has done.
+
+    Attributes:
+        seconds: Where its time went; None if somebody else has taken plain means, see `Reducer.count_plain_step`.
+        compression_error: How it compares with the true mean, if that was taken.
+    """
+
+    blocks: list[ReducedBlock]
+    seconds: Optional[Seconds]
+    compression_error: Optional[CompressionError]
+
 
 GroupLike = Union[Group, dist.ProcessGroup, None]
 _LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
@@ -37,9 +139,9 @@ class Reducer(abc.ABC):
         scale: What the gradients are multiplied by (the loss scale); memory is kept unscaled. Set it before a step.
         step: Steps committed so far. A skipped step does not count.
         seconds: Where the time of the last step went.
-        parts: What the last step has done.
+        blocks: What the last step has done.
         sample_every: Compare with the true mean in every so many steps (at the price of taking it); 0 for never.
-        compared: The last comparison; None before it.
+        last_error: The last comparison; None before it.
         observers: Called with the outcome of each step that counts, on the thread that ends it.
     """
 
@@ -51,22 +153,22 @@ class Reducer(abc.ABC):
         self.scale = 1.0
         self.step = 0
         self.seconds = Seconds()
-        self.parts: list[Part] = []
+        self.blocks: list[ReducedBlock] = []
         self.sample_every = 0
-        self.compared: Optional[Fidelity] = None
+        self.last_error: Optional[CompressionError] = None
         self.observers: list[Callable[[Outcome], None]] = []
         self.memory = Memory()
         self._group_size = 1
         self._agreed: set[tuple[Any, ...]] = set()
 
     @property
-    def plain(self) -> bool:
-        """Whether whoever has an all-reduce of its own for plain means may use that instead, and call `pass_by`."""
+    def is_plain(self) -> bool:
+        """True if the source of the gradients may average them itself; it then calls `count_plain_step`."""
         return False
 
-    def pass_by(self) -> None:
+    def count_plain_step(self) -> None:
         """Count a step of plain means that somebody else has taken."""
-        self._conclude(Outcome(self.parts, None, None))
+        self._conclude(Outcome(self.blocks, None, None))
 
     def _conclude(self, outcome: Outcome) -> None:
         self.step += 1
@@ -81,7 +183,7 @@ class Reducer(abc.ABC):
     def reset(self) -> None:
         """Forget all: as if no step had been taken."""
         self.memory, self.step, self.scale, self._agreed = Memory(), 0, 1.0, set()
-        self.seconds, self.parts, self.compared = Seconds(), [], None
+        self.seconds, self.blocks, self.last_error = Seconds(), [], None
 
     @abc.abstractmethod
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
@@ -107,12 +209,12 @@ class Reducer(abc.ABC):
             step.reduce_(named_gradients)
             return step.commit()
 
-    def begin(self, group: GroupLike = None) -> Step:
+    def begin(self, group: GroupLike = None) -> ReductionStep:
         """Start a step that is reduced in several buckets: `reduce_` each, in one order on all ranks, then `commit`.
 
         Ranks whose buckets differ are told so only where a bucket is new to all of them.
         """
-        return Step(self, group if isinstance(group, Group) else Group.of(group, axis="data_parallel"))
+        return ReductionStep(self, group if isinstance(group, Group) else Group.of(group, axis="data_parallel"))
 
     def wire_bytes(
         self,
@@ -177,11 +279,6 @@ class Reducer(abc.ABC):
         self.step, self._group_size = int(state["step"]), group.size
 
     @property
-    def fidelity(self) -> dict[str, float]:
-        """`relative_error` and `cosine` of the last comparison with the true mean; empty before it."""
-        return {} if self.compared is None else self.compared.report()
-
-    @property
     def residual_norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual by parameter name."""
         norms = {name: tensor.norm().double() for slot, name, tensor in self.memory.items() if slot == "residual"}
@@ -193,7 +290,7 @@ class Reducer(abc.ABC):
         return math.hypot(*self.residual_norms.values())
 
 
-class Step:
+class ReductionStep:
     """One optimizer step of a reducer, in any number of buckets; leaving it without `commit` rolls back.
 
     Attributes:
@@ -206,12 +303,12 @@ class Step:
         self._suspects: list[Tensor] = []
         self._open = True
         self._seconds = Seconds()
-        self._parts: list[Part] = []
+        self._blocks_done: list[ReducedBlock] = []
         sampled = reducer.sample_every > 0 and reducer.step % reducer.sample_every == 0
-        self._fidelity = Fidelity() if sampled else None
+        self._error = CompressionError() if sampled else None
         self.memory.rollback()
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> ReductionStep:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -240,15 +337,23 @@ class Step:
         if not self._open:
             raise RuntimeError("this step has been committed or rolled back; begin another one")
         self._agree(named_gradients)
-        true = Fidelity.true_means(named_gradients, self.group) if self._fidelity else {}
-        blocks = self._blocks(named_gradients, {} if self._fidelity or shards is None else shards)
-        run([method.exchange(block, self) for method, block in blocks], self.group, self._seconds)
-        self._parts += [
-            Part(method, block.names, block.shape, block.gradients[0].dtype, self.group.size, block.turn, block.shard)
+        true = CompressionError.true_means(named_gradients, self.group) if self._error else {}
+        blocks = self._blocks(named_gradients, {} if self._error or shards is None else shards)
+        run([method.requests(block, self) for method, block in blocks], self.group, self._seconds)
+        self._blocks_done += [
+            ReducedBlock(
+                method,
+                block.names,
+                block.shape,
+                block.gradients[0].dtype,
+                self.group.size,
+                block.effective_step,
+                block.shard,
+            )
             for method, block in blocks
         ]
-        if self._fidelity:
-            self._fidelity.add(named_gradients, true)
+        if self._error:
+            self._error.add(named_gradients, true)
 
     def watch(self, received: Tensor) -> None:
         """Remember a tensor, equal on all ranks, that is non-finite where a gradient on any rank was."""
@@ -275,9 +380,9 @@ class Step:
             return False
         self.memory.commit()
         self.reducer._group_size = self.group.size
-        self.reducer.seconds, self.reducer.parts = self._seconds, self._parts
-        self.reducer.compared = self._fidelity or self.reducer.compared
-        self.reducer._conclude(Outcome(self._parts, self._seconds, self._fidelity))
+        self.reducer.seconds, self.reducer.blocks = self._seconds, self._blocks_done
+        self.reducer.last_error = self._error or self.reducer.last_error
+        self.reducer._conclude(Outcome(self._blocks_done, self._seconds, self._error))
         return True
 
     def rollback(self) -> None:
@@ -285,8 +390,10 @@ class Step:
         self._open = False
         self.memory.rollback()
 
-    def _blocks(self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]) -> list[tuple[Method, Block]]:
-        found: dict[Any, tuple[Method, Block]] = {}
+    def _blocks(
+        self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]
+    ) -> list[tuple[Method, GradientBlock]]:
+        found: dict[Any, tuple[Method, GradientBlock]] = {}
         seen: set[Tensor] = set()  # tensors hash by identity: a tied gradient under two names is reduced once
         for name in sorted(named_gradients):
             gradient = named_gradients[name]
@@ -295,11 +402,21 @@ class Step:
             seen.add(gradient)
             method = self.reducer.method(name, gradient.shape, self.number)
             shard = shards.get(name) if method.scatters else None
-            large = not method.batched and gradient.numel() * gradient.element_size() >= ALONE_BYTES
-            alone = large or method.alone
-            turn = method.turn(name, self.number, self.memory)
-            key = (id(method), turn, gradient.shape, gradient.dtype, gradient.device, shard, name if alone else None)
-            _, block = found.setdefault(key, (method, Block((), [], turn=turn, shard=shard)))
+            large = not method.batched and gradient.numel() * gradient.element_size() >= SEPARATE_BYTES
+            alone = large or method.separate
+            effective_step = method.effective_step(name, self.number, self.memory)
+            key = (
+                id(method),
+                effective_step,
+                gradient.shape,
+                gradient.dtype,
+                gradient.device,
+                shard,
+                name if alone else None,
+            )
+            _, block = found.setdefault(
+                key, (method, GradientBlock((), [], effective_step=effective_step, shard=shard))
+            )
             block.names += (name,)
             block.gradients.append(gradient.detach())
         return list(found.values())
@@ -336,3 +453,19 @@ def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(kinds.values())
+
+
+def scale_reader(scaler: Optional[Any]) -> Callable[[], float]:
+    """Return a function that reads the loss scale of `scaler`, such as a `torch.amp.GradScaler`; 1 without one."""
+    return lambda: 1.0 if scaler is None else float(scaler.get_scale())
+
+
+def check_reducer(compression: object) -> None:
+    """Check what was given as `compression`.
+
+    Raises:
+        TypeError: If it is no compressor.
+    """
+    if not isinstance(compression, Reducer):
+        hint = f"; did you mean {compression.__name__}()?" if isinstance(compression, type) else ""
+        raise TypeError(f"`compression` must be a compressor such as PowerSGD(rank=4), got {compression!r}{hint}")

@@ -6,20 +6,33 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar, Optional, Union
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.arguments import check_integer, check_ratio
-from lightning_parallel.compression.codec import Codec, as_bytes, from_bytes, pad
+from lightning_parallel.compression.arguments import (
+    StepValue,
+    all_values,
+    check_integer,
+    check_ratio,
+    seeded_generator,
+    value_at,
+)
 from lightning_parallel.compression.compressor import Compressor
-from lightning_parallel.compression.draws import generator
-from lightning_parallel.compression.exchange import Exchange, Gather, Sum, Traffic
-from lightning_parallel.compression.feedback import Block, FeedbackName
-from lightning_parallel.compression.reducer import Step
-from lightning_parallel.compression.schedule import Schedule, at, every
-from lightning_parallel.compression.selection import largest
+from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
+from lightning_parallel.compression.wire import (
+    AllGatherRequest,
+    AllReduceRequest,
+    Codec,
+    Requests,
+    StepContext,
+    Traffic,
+    as_bytes,
+    from_bytes,
+    pad,
+)
 
-__all__ = ["BlockTopK", "RandomK", "Sparsifier", "TopK"]
+__all__ = ["BlockTopK", "RandomK", "Sparsifier", "TopK", "largest"]
 
 _SPAN = 1 << 16  # elements that a two-byte index can tell apart
 
@@ -42,7 +55,7 @@ class Sparsifier(Compressor):
 
     def __init__(
         self,
-        ratio: Union[float, Schedule] = 0.02,
+        ratio: Union[float, StepValue] = 0.02,
         feedback: Optional[FeedbackName] = "classic",
         decay: Optional[float] = None,
         momentum: float = 0.0,
@@ -52,13 +65,13 @@ class Sparsifier(Compressor):
         seed: int = 0,
     ) -> None:
         super().__init__(feedback, decay, start_step, min_numel, values, momentum)
-        for value in every(ratio):
+        for value in all_values(ratio):
             check_ratio("ratio", value)
         check_integer("seed", seed)
         self.ratio, self.seed = ratio, seed
 
     def _count(self, n: int, step: int) -> int:
-        return max(1, round(at(self.ratio, step) * n))
+        return max(1, round(value_at(self.ratio, step) * n))
 
     def _main(self) -> dict[str, str]:
         return {"ratio": f"ratio={self.ratio}"}
@@ -90,24 +103,24 @@ class TopK(Sparsifier):
         value_bytes = self.values.packed_bytes(k, element_bytes)
         return [Traffic("all_gather", value_bytes + 2 * k + 4 * math.ceil(n / _SPAN))]
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)
         n, k = rows.shape[1], self._count(rows.shape[1], step.number)
         positions = largest(rows, k)
         values = rows.gather(1, positions)
-        noise = generator(rows.device, self.seed, step.number, block.names, step.group.rank)
+        noise = seeded_generator(rows.device, self.seed, step.number, block.names, step.group.rank)
         packed = self.values.pack(values, noise)
         if block.keep_rest:
             rows.scatter_(1, positions, values - self.values.unpack(packed, k, rows.dtype))
         block.sent = positions
         message = torch.cat([packed, _pack_positions(positions, n)], dim=1)
-        everyone = yield Gather(message.flatten())
+        everyone = yield AllGatherRequest(message.flatten())
         everyone = everyone.reshape(step.group.size, *message.shape)
         values = self.values.unpack(everyone[..., : packed.shape[1]], k, rows.dtype)
         step.watch(values)
         values.div_(step.group.size)
-        for index, target in enumerate(block.targets):
-            flat = target.view(-1).zero_()
+        for index, output in enumerate(block.outputs):
+            flat = output.view(-1).zero_()
             for some, where in zip(values[:, index], everyone[:, index, packed.shape[1] :]):
                 flat.index_add_(0, _unpack_positions(where, k), some)  # rank by rank: the sum has one order
 
@@ -129,7 +142,7 @@ class RandomK(Sparsifier):
 
     def __init__(
         self,
-        ratio: Union[float, Schedule] = 0.25,
+        ratio: Union[float, StepValue] = 0.25,
         feedback: Optional[FeedbackName] = "classic",
         decay: Optional[float] = None,
         momentum: float = 0.0,
@@ -155,12 +168,12 @@ class RandomK(Sparsifier):
     def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
         return self.values.mean_traffic(self._count(math.prod(shape), step), element_bytes, world_size)
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)
         n, k = rows.shape[1], self._count(rows.shape[1], step.number)
         starts = torch.arange(k + 1) * n // k
         lengths = starts.diff()
-        draws = [generator(starts.device, self.seed, step.number, name) for name in block.names]
+        draws = [seeded_generator(starts.device, self.seed, step.number, name) for name in block.names]
         uniform = torch.stack([torch.rand(k, generator=draw, dtype=torch.float64) for draw in draws])
         positions = (starts[:-1] + (uniform * lengths).long()).to(rows.device)
         values = rows.gather(1, positions)
@@ -171,8 +184,8 @@ class RandomK(Sparsifier):
         if sent is not None:
             rows.scatter_(1, positions, values - sent)
         block.sent = positions
-        for target, where, some in zip(block.targets, positions, mean):
-            target.view(-1).zero_().scatter_(0, where, some)
+        for output, where, some in zip(block.outputs, positions, mean):
+            output.view(-1).zero_().scatter_(0, where, some)
 
 
 class BlockTopK(Sparsifier):
@@ -198,7 +211,7 @@ class BlockTopK(Sparsifier):
 
     def __init__(
         self,
-        ratio: Union[float, Schedule] = 0.1,
+        ratio: Union[float, StepValue] = 0.1,
         block: int = 256,
         feedback: Optional[FeedbackName] = "classic",
         decay: Optional[float] = None,
@@ -221,12 +234,12 @@ class BlockTopK(Sparsifier):
         values = self.values.mean_traffic(chosen, element_bytes, world_size)
         return [Traffic("all_reduce", element_bytes * num_blocks), *values]
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)
         n, num_blocks = rows.shape[1], math.ceil(rows.shape[1] / self.block)
         padded = pad(rows, num_blocks * self.block)
         blocks = padded.view(len(rows), num_blocks, self.block)
-        norms = yield Sum(torch.linalg.vector_norm(blocks, dim=2).square_())
+        norms = yield AllReduceRequest(torch.linalg.vector_norm(blocks, dim=2).square_())
         step.watch(norms)
         chosen = norms.topk(self._count(num_blocks, step.number), dim=1).indices.sort(dim=1).values
         positions = (chosen.unsqueeze(2) * self.block + torch.arange(self.block, device=rows.device)).flatten(1)
@@ -237,9 +250,9 @@ class BlockTopK(Sparsifier):
             if padded is not rows:
                 rows.copy_(padded[:, :n])
         block.sent = positions.clamp_max(n - 1)  # what is clamped belongs to the last block, which was sent
-        for target, where, some in zip(block.targets, positions, mean):
+        for output, where, some in zip(block.outputs, positions, mean):
             inside = len(where) - (num_blocks * self.block - n) * int(where[-1] >= n)
-            target.view(-1).zero_().scatter_(0, where[:inside], some[:inside])
+            output.view(-1).zero_().scatter_(0, where[:inside], some[:inside])
 
 
 def _pack_positions(positions: Tensor, n: int) -> Tensor:
@@ -255,3 +268,45 @@ def _unpack_positions(packed: Tensor, k: int) -> Tensor:
     counts, offsets = from_bytes(packed[: len(packed) - 2 * k], torch.int32), from_bytes(packed[-2 * k :], torch.int16)
     spans = torch.arange(len(counts), device=packed.device) * _SPAN
     return torch.repeat_interleave(spans, counts, output_size=k) + (offsets.to(torch.int64) & (_SPAN - 1))
+
+
+_STRIDE = 61  # of the sample from which a first threshold is taken
+_PIECE = 1 << 16  # elements looked at in one go: they stay in the cache
+
+
+def largest(rows: Tensor, k: int) -> Tensor:
+    """Positions (rows, k) of the k largest magnitudes in each row of (rows, n), ascending.
+
+    NaN and infinity count as largest. Of equal magnitudes at the boundary the first are taken on the CPU.
+    """
+    if rows.device.type != "cpu":
+        return rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
+    integers = torch.int64 if rows.dtype == torch.float64 else torch.int32
+    return torch.stack([torch.from_numpy(_largest(row, k)) for row in rows.contiguous().view(integers).numpy()])
+
+
+def _largest(bits: np.ndarray, k: int) -> np.ndarray:
+    # Without its sign bit, a float orders as an integer does, NaN above all.
+    mask = np.iinfo(bits.dtype).max
+    threshold = _threshold(bits[:: min(_STRIDE, max(1, k // 16))] & mask, k / len(bits))
+    candidates, magnitudes = [], []
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE] & mask
+        found = np.flatnonzero(piece >= threshold)
+        candidates.append(found + start)
+        magnitudes.append(piece[found])
+    positions, chosen = np.concatenate(candidates), np.concatenate(magnitudes)
+    if len(positions) < k:  # the sample misled
+        positions, chosen = np.arange(len(bits)), bits & mask
+    boundary = np.partition(chosen, len(chosen) - k)[len(chosen) - k]
+    above = chosen > boundary
+    ties = np.flatnonzero(chosen == boundary)[: k - np.count_nonzero(above)]
+    above[ties] = True
+    return positions[above]
+
+
+def _threshold(sample: np.ndarray, share: float) -> np.integer:
+    """A magnitude that, as a sample tells, somewhat more than the wanted share of all elements reach."""
+    expected = share * len(sample)
+    rank = min(len(sample), int(expected + 4 * expected**0.5) + 1)
+    return np.partition(sample, len(sample) - rank)[len(sample) - rank]

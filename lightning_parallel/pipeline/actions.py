@@ -194,6 +194,11 @@ class Schedule:
         return max(self.stage_ranks.count(rank) for rank in range(self.num_ranks))
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from input gradients."""
+        return any(action.kind is Kind.I for row in self.rows for action in row)
+
+    @property
     def is_training(self) -> bool:
         """Whether there is any backward."""
         return any(action.kind is not Kind.F for row in self.rows for action in row)

@@ -147,7 +147,7 @@ class Flight:
         self._held += begin, end
         return begin
 
-    def land(self, end: Any = None) -> None:
+    def finish(self, end: Any = None) -> None:
         """The calling thread has the result: since `end`, or since it was last held up."""
         recorder = self._recorder
         recorder.in_flight.pop(id(self), None)

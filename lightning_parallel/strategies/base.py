@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_parallel import checkpoint as checkpoints
 from lightning_parallel import comm
-from lightning_parallel.comm import Group, MeshGroups, liveness
+from lightning_parallel.comm import Group, MeshGroups, heartbeat
 from lightning_parallel.compression import check_reducer
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA, TENSOR, Axis, Mesh, Size
@@ -195,8 +195,8 @@ class MeshStrategy(MeshCollectives):
             assert self.cluster_environment is not None
             connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
             self._groups, self._device_mesh = meet(mesh, self.root_device.type, self._timeout)
-        liveness.start()
-        replicas.share_random_state(self.groups.model)
+        heartbeat.start()
+        replicas.share_random_state(self.groups.replica)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
         checks.check_callbacks(self.lightning_module.trainer)
@@ -252,7 +252,7 @@ class MeshStrategy(MeshCollectives):
         if self._reducer is not None:
             self._reducer.remove()
             self._reducer = None
-        liveness.stop()
+        heartbeat.stop()
         super().teardown()
 
     # --------------------------------------------------------------------------------------------------- the data
@@ -278,7 +278,7 @@ class MeshStrategy(MeshCollectives):
     def _begin_step(self, batch: Any) -> None:
         assert self.lightning_module is not None
         if self._epoch_checked != self.lightning_module.current_epoch:
-            checks.check_same_batch(batch, self.groups.model)
+            checks.check_same_batch(batch, self.groups.replica)
             self._epoch_checked = self.lightning_module.current_epoch
         if self._reducer is not None:
             self._reducer.refresh()
@@ -292,7 +292,7 @@ class MeshStrategy(MeshCollectives):
         with nullcontext() if self._reducer is None else self._reducer.backward():
             self.differentiate(closure_loss, optimizer, *args, **kwargs)
         self.join_gradients()
-        compression_axis.skip_uncounted(self)
+        compression_axis.drop_nonfinite_gradients(self)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -307,7 +307,7 @@ class MeshStrategy(MeshCollectives):
     ) -> Any:
         if self._reducer is not None and self._reducer.in_flight:
             self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
-            compression_axis.skip_uncounted(self)
+            compression_axis.drop_nonfinite_gradients(self)
         with mesh_wide_norms(self):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self.lightning_module is not None

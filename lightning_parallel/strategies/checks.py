@@ -15,8 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group
-from lightning_parallel.fingerprint import fingerprint
+from lightning_parallel.comm import Group, fingerprint
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.tensor.sharding import Shard
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_parallel.comm import liveness
+from lightning_parallel.comm import heartbeat
 from lightning_parallel.compression import (
     Auto,
     BlockTopK,
@@ -26,12 +26,12 @@ from lightning_parallel.compression import (
     Quantize,
     RandomK,
     Reducer,
-    ShardedSteps,
+    ShardedSession,
     Sign,
     TopK,
+    bind_to_module,
     check_reducer,
     compression_hook,
-    give_to,
     warn_of_unmatched,
 )
 from lightning_parallel.strategies.skipping import skip
@@ -52,10 +52,10 @@ class SavesCompression(Strategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        liveness.start()
+        heartbeat.start()
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
-            give_to(module, self.compression)
+            bind_to_module(module, self.compression)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -66,7 +66,7 @@ class SavesCompression(Strategy):
 
     @override
     def teardown(self) -> None:
-        liveness.stop()
+        heartbeat.stop()
         super().teardown()
 
     @override
@@ -105,7 +105,7 @@ class SavesCompression(Strategy):
 class SavesShardedCompression(SavesCompression):
     """As above, where gradients are compressed for ranks that share parameters out."""
 
-    _state: ShardedSteps | None = None
+    _state: ShardedSession | None = None
 
     @override
     def _gather_compression(self) -> dict[str, Any]:

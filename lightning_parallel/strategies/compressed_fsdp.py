@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.compression import Reducer, ShardedSteps, check_reducer, compress_fsdp
+from lightning_parallel.compression import Reducer, ShardedSession, check_reducer, compress_fsdp
 from lightning_parallel.strategies.compressed import SavesShardedCompression
 from lightning_parallel.strategies.fsdp_precision import DeviceFSDPPrecision
 
@@ -108,7 +108,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
             self.kwargs.pop("auto_wrap_policy", None)
         return super()._setup_model(model)
 
-    def _compress(self, wrapped: nn.Module) -> ShardedSteps:
+    def _compress(self, wrapped: nn.Module) -> ShardedSession:
         if not isinstance(wrapped, FullyShardedDataParallel):
             raise ValueError(
                 "expected a module without FSDP, found layers of it wrapped but not the whole, which unites their "

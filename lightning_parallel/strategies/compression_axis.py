@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_parallel import comm
-from lightning_parallel.compression import give_to
+from lightning_parallel.compression import bind_to_module
 from lightning_parallel.mesh import DATA
 from lightning_parallel.strategies.skipping import skip
 
 if TYPE_CHECKING:
     from lightning_parallel.strategies.base import MeshStrategy
 
-__all__ = ["KEY", "follow_scale", "reducer_options", "restore", "save", "skip_uncounted"]
+__all__ = ["KEY", "follow_scale", "reducer_options", "restore", "save", "drop_nonfinite_gradients"]
 
 KEY = "compression"
 
@@ -36,11 +36,11 @@ def reducer_options(strategy: MeshStrategy) -> dict[str, Any]:
         rank_zero_warn("`compression` has nothing to do: it works between replicas, and there is one.")
         return {}
     assert strategy.lightning_module is not None
-    give_to(strategy.lightning_module, strategy.compression)
+    bind_to_module(strategy.lightning_module, strategy.compression)
     return {
         "compression": strategy.compression,
-        "side_group": strategy.groups.another(DATA, "compression"),
-        "replica_group": strategy.groups.model,
+        "side_group": strategy.groups.extra(DATA, "compression"),
+        "replica_group": strategy.groups.replica,
     }
 
 
@@ -51,10 +51,10 @@ def follow_scale(strategy: MeshStrategy) -> None:
         strategy.compression.scale = 1.0 if scaler is None else float(scaler.get_scale())
 
 
-def skip_uncounted(strategy: MeshStrategy) -> None:
+def drop_nonfinite_gradients(strategy: MeshStrategy) -> None:
     """Leave no gradient of a forgotten step to the optimizer, unless a gradient scaler skips the step by itself."""
     reducer, scaled = strategy._reducer, getattr(strategy.precision_plugin, "scaler", None) is not None
-    if reducer is None or reducer.counted or scaled:
+    if reducer is None or reducer.applied or scaled:
         return
     assert strategy.lightning_module is not None
     skip(strategy.lightning_module, reducer.reduced)
@@ -66,9 +66,9 @@ def save(strategy: MeshStrategy, checkpoint: dict[str, Any]) -> None:
         return
     groups = strategy.groups
     state = strategy.compression.gather_state(groups.data_parallel)
-    if groups.model.size > 1:
+    if groups.replica.size > 1:
         state = pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), state)
-        positions = comm.all_gather_object(state, groups.model)
+        positions = comm.all_gather_object(state, groups.replica)
         step = strategy.compression.step
         state = {"layout": "mesh", "model": _model(strategy), "step": step, "positions": positions}
     checkpoint[KEY] = state
@@ -83,7 +83,7 @@ def restore(strategy: MeshStrategy, checkpoint: dict[str, Any]) -> None:
     state, group = checkpoint[KEY], strategy.groups.data_parallel
     saved = state["model"] if state.get("layout") == "mesh" else [1, 1]
     if saved == _model(strategy):
-        mine = state["positions"][strategy.groups.model.rank] if state["layout"] == "mesh" else state
+        mine = state["positions"][strategy.groups.replica.rank] if state["layout"] == "mesh" else state
         strategy.compression.load_state_dict(mine, group)
         return
     rank_zero_warn(

@@ -39,7 +39,7 @@ def _not_distributed() -> bool:
 
 def scope_metrics(module: nn.Module, groups: MeshGroups) -> None:
     """Let the module's torchmetrics objects synchronise over replicas, not over the ranks of one replica as well."""
-    if groups.model.size == 1:
+    if groups.replica.size == 1:
         return
     for metric in module.modules():
         if not isinstance(metric, Metric) or metric.process_group is not None:

@@ -29,11 +29,23 @@ STEPS = {
 
 
 def warn_unless_mean(
-    module: nn.Module, step: Callable[[Any], Any], batch: Any, microbatches: Sequence[Any], weights: Sequence[float]
+    module: nn.Module,
+    run: Callable[[Any], Any],
+    batch: Any,
+    microbatches: Sequence[Any],
+    weights: Sequence[float],
 ) -> None:
     """Warn if the loss of `batch` is not the mean of those of its microbatches, so that a pipeline computes another.
 
-    Compares without dropout, and not where the loss is random even so.
+    Compares without dropout, and not where the loss is random even so. The loss of a truncated model does: whether it
+    is a mean over samples does not depend on the layers.
+
+    Args:
+        module: The user's module.
+        run: Runs a step of the truncated model.
+        batch: The first batch, or as much of it as may be run at once.
+        microbatches: Its parts.
+        weights: Share of each.
     """
     if len(microbatches) < 2:
         return
@@ -42,8 +54,8 @@ def warn_unless_mean(
     module.eval()
     try:
         with torch.no_grad():
-            whole, again = (_loss(step, batch, seed) for seed in (0, 1))
-            losses = torch.stack([_loss(step, part, 0).to(whole) for part in microbatches])
+            whole, again = (_loss(run, batch, seed) for seed in (0, 1))
+            losses = torch.stack([_loss(run, part, 0).to(whole) for part in microbatches])
             mean = torch.tensor(weights).to(whole) @ losses / sum(weights)
     except Exception:  # the trial of the cut will say what is wrong with the step
         return
@@ -58,15 +70,15 @@ def warn_unless_mean(
         rank_zero_warn(
             f"The loss of the first batch is {whole:.6g}, but the mean over its {len(microbatches)} microbatches is"
             f" {mean:.6g}: it is not a mean over samples, so a pipeline trains on another loss than one process. Where"
-            " it is a mean over tokens, count them by `weigh`; divide a sum by the number of samples; where the samples"
-            " of a batch depend on each other, set `num_microbatches=1`."
+            " it is a mean over tokens, count them by `microbatch_weight`; divide a sum by the number of samples; where"
+            " the samples of a batch depend on each other, set `num_microbatches=1`."
         )
 
 
-def _loss(step: Callable[[Any], Any], batch: Any, seed: int) -> Tensor:
+def _loss(run: Callable[[Any], Any], batch: Any, seed: int) -> Tensor:
     with isolate_rng():
         torch.manual_seed(seed)
-        return loss_of(step(batch)).detach()
+        return loss_of(run(batch)).detach()
 
 
 def first_batch(trainer: Trainer) -> Any | None:

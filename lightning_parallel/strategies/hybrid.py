@@ -21,17 +21,17 @@ from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel import stage_checkpoint as stages
+from lightning_parallel.compat import ParallelState
 from lightning_parallel.compression import Reducer
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
 from lightning_parallel.pipeline.actions import Kind
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.join import join_outputs
-from lightning_parallel.pipeline.microbatch import num_samples, split_batch
+from lightning_parallel.pipeline.microbatch import merge_outputs, num_samples, split_batch
 from lightning_parallel.pipeline.runtime import StepResult, loss_of
 from lightning_parallel.strategies import checks
 from lightning_parallel.strategies.base import StartMethod
 from lightning_parallel.strategies.example import STEPS, first_batch
-from lightning_parallel.strategies.microbatches import StepEffects, moved, share_metrics, undone
+from lightning_parallel.strategies.microbatches import StepEffects, share_metrics, side_effects_discarded, to_device
 from lightning_parallel.strategies.optimizers import empty_allowed, require_parameters
 from lightning_parallel.strategies.parallelize import Pipelining, cut_stages
 from lightning_parallel.strategies.tensor import TensorParallelStrategy
@@ -127,8 +127,8 @@ class HybridParallelStrategy(TensorParallelStrategy):
             virtual_stages=virtual_stages if virtual_stages > 1 else None,
             balance=balance if isinstance(balance, str) else tuple(balance),
             memory_limit_bytes=memory_limit_bytes,
-            split=split or split_batch,
-            weigh=weigh or num_samples,
+            split_batch=split or split_batch,
+            microbatch_weight=weigh or num_samples,
         )
         self.engine: PipelineEngine | None = None
         self.last_step: StepResult | None = None
@@ -151,14 +151,16 @@ class HybridParallelStrategy(TensorParallelStrategy):
         if self.groups.pipeline_parallel.size == 1:
             return
         trainer = module.trainer
-        if "_pipeline_order" not in module.__dict__:
-            module.__dict__["_pipeline_order"] = tuple(module.state_dict()), tuple(dict(module.named_parameters()))
+        state = ParallelState.of(module)
+        if not state.state_names:
+            state.state_names = tuple(module.state_dict())
+            state.parameter_names = tuple(dict(module.named_parameters()))
         channels = None
         if self.root_device.type == "cuda":
             ways = [(kind, up) for kind in (Kind.F, Kind.I) for up in (True, False)]
-            channels = {(kind, up): self.groups.another(PIPELINE, f"{kind} {up}") for kind, up in ways}
-        example = self._example(trainer) if "_pipeline_engine" not in module.__dict__ else None
-        with undone(module):
+            channels = {(kind, up): self.groups.extra(PIPELINE, f"{kind} {up}") for kind, up in ways}
+        example = self._example(trainer) if state.engine is None else None
+        with side_effects_discarded(module):
             self.engine = cut_stages(module, self.pipelining, self.groups, self.root_device, example, channels)
         assert self.engine is not None
         share_metrics(module, self.groups.pipeline_parallel, self.engine.last_rank, lambda: self._in_step)
@@ -195,7 +197,7 @@ class HybridParallelStrategy(TensorParallelStrategy):
     @property
     @override
     def counted_elsewhere(self) -> frozenset[str]:
-        return frozenset() if self.engine is None else self.engine.counted_elsewhere
+        return frozenset() if self.engine is None else self.engine.counted_by_others
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -260,10 +262,10 @@ class HybridParallelStrategy(TensorParallelStrategy):
                 return play(microbatch)
 
         def split(whole: Any, count: int) -> list[Any]:
-            microbatches[:] = self.pipelining.split(whole, count)
+            microbatches[:] = self.pipelining.split_batch(whole, count)
             return microbatches
 
-        engine.split, self._in_step = split, True
+        engine.split_batch, self._in_step = split, True
         try:
             if name == "training_step":
                 result = engine.forward_backward(step, batch, scale=self._gradient_scale(), synchronize=False)
@@ -280,14 +282,14 @@ class HybridParallelStrategy(TensorParallelStrategy):
 
         def found() -> tuple[Any, Any, Any]:
             samples = [_samples(microbatch) for microbatch in microbatches]
-            output: Any = join_outputs(result.outputs, samples, result.weights)
+            output: Any = merge_outputs(result.outputs, samples, result.weights)
             if name == "training_step":
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
-            return (moved(output, torch.device("cpu")), *effects.joined(samples, result.weights))
+            return (to_device(output, torch.device("cpu")), *effects.merged(samples, result.weights))
 
         output, calls, attributes = comm.broadcast_from(found, self.engine.group, self.engine.last_rank)
         effects.repeat(calls, attributes, self.root_device)
-        return moved(output, self.root_device)
+        return to_device(output, self.root_device)
 
     def _gradient_scale(self) -> float | Tensor:
         """What gradients are multiplied by: the share of a batch in an accumulated one, and the loss scale."""
@@ -325,7 +327,8 @@ class HybridParallelStrategy(TensorParallelStrategy):
     def _orders(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of the state and of the parameters of the whole module, in order."""
         assert self.lightning_module is not None
-        return self.lightning_module.__dict__["_pipeline_order"]
+        state = ParallelState.of(self.lightning_module)
+        return state.state_names, state.parameter_names
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a LightningModule does in a step besides computing: it logs, counts in metrics, and remembers values.
 
-The step runs once per microbatch, and to its end on the last stage only. What it did there is joined to what it would
+The step runs once per microbatch, and to its end on the last stage only. What it did there is merged to what it would
 have done for the whole batch, and repeated on every rank of the pipeline.
 """
 
@@ -19,10 +19,10 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.pipeline.ghost import Ghost
-from lightning_parallel.pipeline.join import join_outputs
+from lightning_parallel.pipeline.microbatch import merge_outputs
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 
-__all__ = ["StepEffects", "moved", "share_metrics", "undone"]
+__all__ = ["StepEffects", "to_device", "share_metrics", "side_effects_discarded"]
 
 _LOG = inspect.signature(LightningModule.log)
 Call = tuple[str, Any, dict[str, Any]]
@@ -49,23 +49,23 @@ class StepEffects:
             yield
         self.logged.append(calls)
 
-    def joined(self, samples: Sequence[int], weights: Sequence[float]) -> tuple[list[Call], dict[str, Any]]:
+    def merged(self, samples: Sequence[int], weights: Sequence[float]) -> tuple[list[Call], dict[str, Any]]:
         """Calls of `self.log`, and attributes, as one step on the whole batch would have left them."""
-        return _join_calls(self.logged, weights), _changes(self.module, self._before, samples, weights)
+        return _merge_calls(self.logged, weights), _changes(self.module, self._before, samples, weights)
 
     def repeat(self, calls: Sequence[Call], attributes: Mapping[str, Any], device: torch.device) -> None:
         """Log and remember on this rank what the last stage did."""
         for name, value in attributes.items():
-            self.module.__dict__[name] = moved(value, device)
+            self.module.__dict__[name] = to_device(value, device)
         for name, value, arguments in calls:
             if isinstance(value, _MetricAt):
                 metric = self.module.get_submodule(value.path)
-                metric._forward_cache = moved(value.cache, device)
+                metric._forward_cache = to_device(value.cache, device)
                 value = metric
-            self.module.log(name, moved(value, device), **arguments)
+            self.module.log(name, to_device(value, device), **arguments)
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
     """`value` with all its tensors on `device`."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
@@ -102,15 +102,15 @@ def _recording(module: LightningModule, calls: list[Call]) -> Iterator[None]:
         del module.__dict__["log"]
 
 
-def _join_calls(logged: Sequence[Sequence[Call]], weights: Sequence[float]) -> list[Call]:
+def _merge_calls(logged: Sequence[Sequence[Call]], weights: Sequence[float]) -> list[Call]:
     by_name: dict[str, list[tuple[float, Any, dict[str, Any]]]] = {}
     for calls, weight in zip(logged, weights):
         for name, value, arguments in calls:
             by_name.setdefault(name, []).append((weight, value, arguments))
-    return [_join_call(name, entries) for name, entries in by_name.items()]
+    return [_merge_call(name, entries) for name, entries in by_name.items()]
 
 
-def _join_call(name: str, entries: list[tuple[float, Any, dict[str, Any]]]) -> Call:
+def _merge_call(name: str, entries: list[tuple[float, Any, dict[str, Any]]]) -> Call:
     values, arguments = [value for _, value, _ in entries], dict(entries[-1][2])
     if arguments.get("batch_size") is not None:
         sizes = [float(entry["batch_size"]) for _, _, entry in entries]
@@ -120,7 +120,7 @@ def _join_call(name: str, entries: list[tuple[float, Any, dict[str, Any]]]) -> C
     if isinstance(values[0], _MetricAt):
         caches = [value.cache for value in values if value.cache is not None]
         shares = [size / sum(sizes) for size in sizes]
-        return name, _MetricAt(values[0].path, join_outputs(caches, (), shares) if caches else None), arguments
+        return name, _MetricAt(values[0].path, merge_outputs(caches, (), shares) if caches else None), arguments
     numbers = torch.stack([torch.as_tensor(value).detach().cpu() for value in values])
     return name, _reduced(numbers, sizes, arguments.get("reduce_fx", "mean")), arguments
 
@@ -145,7 +145,7 @@ def _plain(module: LightningModule) -> dict[str, Any]:
     return {
         name: value
         for name, value in module.__dict__.items()
-        if not (name.startswith("_") or isinstance(value, Ghost))
+        if not (name.startswith("_") or isinstance(value, PlaceholderTensor))
         and isinstance(value, (bool, int, float, str, Tensor, list, type(None)))
     }
 
@@ -171,20 +171,20 @@ def _changes(
             continue
         start = version if isinstance(old, list) else 0
         if isinstance(value, list) and all(new is known for new, known in zip(value, (old or [])[:start])):
-            changed[name] = value[:start] + _joined_entries(value[start:], samples, weights)
+            changed[name] = value[:start] + _merged_entries(value[start:], samples, weights)
         else:
             changed[name] = value
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), changed)
 
 
-def _joined_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
+def _merged_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
     """The entries that one step adds: one per sample, or as many as each microbatch added."""
     if len(added) == sum(samples) and not _per_step(added, samples):
         return added
     count = len(added) // len(samples)
     if count * len(samples) != len(added):
         return added
-    return [join_outputs(added[entry::count], samples, weights) for entry in range(count)]
+    return [merge_outputs(added[entry::count], samples, weights) for entry in range(count)]
 
 
 def _per_step(added: list[Any], samples: Sequence[int]) -> bool:
@@ -195,7 +195,7 @@ def _per_step(added: list[Any], samples: Sequence[int]) -> bool:
 
 
 @contextmanager
-def undone(module: LightningModule) -> Iterator[None]:
+def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     """Run steps for a look at them only: what they log is lost, what they remember and count is forgotten."""
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
     counts = [(metric._update_count, metric._computed, metric._forward_cache) for metric in metrics]
@@ -238,11 +238,11 @@ def share_metrics(module: nn.Module, group: Group, source: int, alone: Callable[
 def _shared_compute(metric: Metric, group: Group, source: int, alone: Callable[[], bool]) -> Callable[..., Any]:
     def compute(*args: Any, **kwargs: Any) -> Any:
         if not alone():
-            mine = (metric._update_count, moved(_states(metric), torch.device("cpu")))
+            mine = (metric._update_count, to_device(_states(metric), torch.device("cpu")))
             count, states = comm.broadcast_object(mine, group, source)
             if group.rank != source:
                 for name, state in states.items():
-                    setattr(metric, name, moved(state, metric.device))
+                    setattr(metric, name, to_device(state, metric.device))
                 metric._update_count, metric._computed = count, None
         return metric.__dict__["_computes_alone"](*args, **kwargs)
 

@@ -20,22 +20,24 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.comm import MeshGroups
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.initialization import materialize
+from lightning_parallel.pipeline.analyze import analyze
 from lightning_parallel.pipeline.choose import Workload, choose_schedule
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.measure import Costs
-from lightning_parallel.pipeline.microbatch import Split, num_samples
-from lightning_parallel.pipeline.p2p import Channels
+from lightning_parallel.pipeline.measure import measure_link, truncated
+from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples
+from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.partition import Balance
-from lightning_parallel.pipeline.probe import measure_link
+from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.example import warn_unless_mean
-from lightning_parallel.strategies.stage_table import choice_table, stage_table
-from lightning_parallel.tensor.discovery import make_plan
-from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
-from lightning_parallel.tensor.table import sharding_table
+from lightning_parallel.strategies.stage_table import choice_table
+from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, materialize_shards, sharding_table
 from lightning_parallel.terminal import show
 
 __all__ = ["Pipelining", "cut_stages", "shard_tensors"]
@@ -53,21 +55,22 @@ def shard_tensors(
         ValueError: On every rank: see `make_plan` and `apply_plan`; also if the module was cut for other ranks.
     """
     group = groups.tensor_parallel
-    done: tuple[tuple[int, ...], Sharding] | None = module.__dict__.get("_tensor_sharding")
-    if done is not None:
-        if done[0] != group.ranks:
+    state = ParallelState.of(module)
+    if state.sharding is not None:
+        if state.tensor_ranks != group.ranks:
             raise ValueError(
-                f"this module was divided over the ranks {done[0]} by an earlier run and cannot be divided over"
-                f" {group.ranks}; build it anew and load a checkpoint"
+                f"this module was divided over the ranks {state.tensor_ranks} by an earlier run and cannot be divided "
+                f"over {group.ranks}; build it anew and load a checkpoint"
             )
-        return done[1]
+        return state.sharding
     if group.size == 1:
         return None
     found = make_plan(module, plan, group, sequence_parallel)
-    replicas.materialize(module, device)
     replicas.start_equal(module, groups.world)
     sharding = apply_plan(module, found, group)
-    module.__dict__["_tensor_sharding"] = (group.ranks, sharding)
+    materialize_shards(module, device, sharding, group)  # divided first: the full model may not fit on the device
+    state.tensor_ranks = group.ranks
+    state.sharding = sharding
     _show(module, sharding, group.size)
     return sharding
 
@@ -82,8 +85,8 @@ class Pipelining:
     virtual_stages: int | None
     balance: Balance
     memory_limit_bytes: float | None
-    split: Split
-    weigh: Callable[[Any], float]
+    split_batch: SplitBatch
+    microbatch_weight: Callable[[Any], float]
 
 
 def cut_stages(
@@ -92,79 +95,98 @@ def cut_stages(
     groups: MeshGroups,
     device: torch.device,
     example: tuple[Callable[[Any], Any], Any] | None,
-    channels: Channels | None = None,
+    message_groups: MessageGroups | None = None,
 ) -> PipelineEngine | None:
     """Divide `module` over the pipeline axis, once.
 
     Args:
+        module: The user's module, whole; only what this rank owns is moved to the device.
+        how: The strategy's arguments.
+        groups: The mesh's groups.
+        device: Where the stages compute.
         example: A step, and the first batch for it.
-        channels: Groups for messages between stages.
+        message_groups: Groups for messages between stages.
 
     Raises:
-        ValueError: On every rank: see `PipelineEngine`; also if the module was cut for other ranks.
+        ValueError: On every rank: see `analyze`; also if the module was cut for other ranks.
     """
     group = groups.pipeline_parallel
-    engine: PipelineEngine | None = module.__dict__.get("_pipeline_engine")
-    if engine is not None:
-        if engine.group.ranks != group.ranks:
+    state = ParallelState.of(module)
+    if state.engine is not None:
+        if state.engine.group.ranks != group.ranks:
             raise ValueError(
-                f"this module was cut into stages for the ranks {engine.group.ranks} by an earlier run and cannot be"
-                f" run on {group.ranks}; build it anew and load a checkpoint"
+                f"this module was cut into stages for the ranks {state.engine.group.ranks} by an earlier run and cannot"
+                f" be run on {group.ranks}; build it anew and load a checkpoint"
             )
-        return engine
+        return state.engine
     if group.size == 1:
         return None
-    replicas.materialize(module, device)
-    module.to(device)
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
+    _move_buffers(module, device)
     link = measure_link(group, device, groups.world)
+    plan: PipelinePlan | None = None
     failure: Exception | None = None
     try:
-        engine = _cut(module, how, groups, device, example, channels, link)
-    except (TypeError, ValueError) as error:
+        plan = _plan(module, how, groups, device, example, link)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
         failure = error
     comm.raise_together(failure, groups.world)
-    assert engine is not None
-    module.__dict__["_pipeline_engine"] = engine
-    empty = next((rank for rank, count in enumerate(_held(module, group)) if count == 0), None)
-    if empty is not None:
-        raise ValueError(
-            f"pipeline rank {empty} would hold no parameter, with {engine.layers_per_stage} layers per stage; use fewer"
-            " stages or give the layers per stage: balance=[...]"
-        )
-    if len(engine.tied) > _MOST_TIED * len(engine.parameter_stages):
-        rank_zero_warn(
-            f"{len(engine.tied)} of {len(engine.parameter_stages)} parameters are on several stages, since the step"
-            f" computes with them outside of their layers (`{next(iter(engine.tied))}`, ...). A penalty on all"
-            " parameters belongs into the optimizer (`weight_decay`)"
-        )
-    _print(stage_table(engine, link))
+    assert plan is not None
+    engine = PipelineEngine(
+        module,
+        plan,
+        group,
+        device=device,
+        split_batch=how.split_batch,
+        microbatch_weight=how.microbatch_weight,
+        message_groups=message_groups,
+    )
+    state.engine = engine
+    materialize(module, device)
+    module.to(device)
+    _check_cut(engine, groups)
     return engine
 
 
-def _held(module: nn.Module, group: Group) -> list[int]:
-    return comm.all_gather_object(sum(1 for _ in module.parameters()), group)
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move buffers to the device, where the first batch is: steps compute masks and positions from both."""
+    for child in module.modules():
+        for name, value in child._buffers.items():
+            if value is not None and not value.is_meta:
+                child._buffers[name] = value.to(device)
 
 
-def _cut(
+def _check_cut(engine: PipelineEngine, groups: MeshGroups) -> None:
+    held = comm.all_gather_object(sum(1 for _ in engine.module.parameters()), engine.group)
+    if 0 in held:
+        raise ValueError(
+            f"pipeline rank {held.index(0)} would hold no parameter, with {engine.plan.layers_per_stage} layers per"
+            " stage; use fewer stages or give the layers per stage: balance=[...]"
+        )
+    if len(engine.tied) > _MOST_TIED * len(engine.plan.parameters):
+        rank_zero_warn(
+            f"{len(engine.tied)} of {len(engine.plan.parameters)} parameters are on several stages, since the step"
+            f" computes with them outside of their layers (`{next(iter(engine.tied))}`, ...). A penalty on all"
+            " parameters belongs into the optimizer (`weight_decay`)"
+        )
+
+
+def _plan(
     module: LightningModule,
     how: Pipelining,
     groups: MeshGroups,
     device: torch.device,
     example: tuple[Callable[[Any], Any], Any] | None,
-    channels: Channels | None,
     link: Link,
-) -> PipelineEngine:
+) -> PipelinePlan:
     ranks = groups.pipeline_parallel.size
-    samples = None if example is None else _samples(how.split(example[1], 1))
+    samples = None if example is None else _samples(how.split_batch(example[1], 1))
     if samples is not None and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
         samples //= 2  # batch normalisation needs two samples in each microbatch
     counts = _microbatch_counts(how.num_microbatches, ranks, samples)
+    microbatches: list[Any] = []
     if example is not None:
-        step, batch = example
-        microbatches = how.split(batch, counts[0])
-        warn_unless_mean(module, step, batch, microbatches, [how.weigh(part) for part in microbatches])
-        example = (step, microbatches[0])
+        microbatches = how.split_batch(example[1], counts[0])
 
     def choose(costs: Costs) -> Schedule:
         workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)
@@ -175,20 +197,22 @@ def _cut(
     schedule: Schedule | Callable[[Costs], Schedule] = choose
     if how.schedule != "auto":
         schedule = build_schedule(how.schedule, ranks, counts[0], how.virtual_stages)
-    return PipelineEngine(
+    plan = analyze(
         module,
-        groups.pipeline_parallel,
+        ranks,
         schedule,
-        example=example,
+        example=None if example is None else (example[0], microbatches[0]),
         layers=how.layers,
         balance=how.balance,
-        memory_cap_bytes=how.memory_limit_bytes,
+        memory_limit_bytes=how.memory_limit_bytes,
         device=device,
-        split=how.split,
-        weigh=how.weigh,
-        channels=channels,
-        alike=groups.world,
+        link=link,
+        sync_group=groups.world,
     )
+    if example is not None:
+        weights = [how.microbatch_weight(part) for part in microbatches]
+        warn_unless_mean(module, truncated(module, plan, device, example[0]), example[1], microbatches, weights)
+    return plan
 
 
 def _microbatch_counts(wanted: int | Literal["auto"], ranks: int, samples: int | None) -> list[int]:

@@ -31,7 +31,7 @@ _TORCH_NORM = "_get_total_norm" if hasattr(clip_grad, "_get_total_norm") else "g
 
 def span_mesh(plugin: Precision, strategy: MeshStrategy) -> None:
     """Give `plugin` the mesh-wide norm and overflow check of `strategy`; its class and its state stay as they are."""
-    if strategy.groups.model.size == 1:
+    if strategy.groups.replica.size == 1:
         return
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float, norm_type: float = 2.0) -> Tensor:
@@ -68,7 +68,7 @@ def _unscale_together(unscale: Callable[..., dict[Any, Tensor]], strategy: MeshS
         found = unscale(*args, **kwargs)
         verdict = found.get(strategy.root_device)
         verdict = torch.zeros((), device=strategy.root_device) if verdict is None else verdict
-        found[strategy.root_device] = comm.all_reduce(verdict, strategy.groups.model, "max")
+        found[strategy.root_device] = comm.all_reduce(verdict, strategy.groups.replica, "max")
         return found
 
     return unscale_grads_
@@ -77,7 +77,7 @@ def _unscale_together(unscale: Callable[..., dict[Any, Tensor]], strategy: MeshS
 @contextmanager
 def mesh_wide_norms(strategy: MeshStrategy) -> Iterator[None]:
     """Inside the block, torch's `clip_grad_norm_` takes the norm over the whole replica."""
-    if strategy._groups is None or strategy.groups.model.size == 1:
+    if strategy._groups is None or strategy.groups.replica.size == 1:
         yield
         return
 

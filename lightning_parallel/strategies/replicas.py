@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import numpy
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group
-from lightning_parallel.fingerprint import fingerprints
+from lightning_parallel.comm import Group, fingerprints
 
-__all__ = ["materialize", "share_buffers", "share_random_state", "start_equal", "synchronize_batch_norm"]
+__all__ = ["share_buffers", "share_random_state", "start_equal", "synchronize_batch_norm"]
 
 
 def share_random_state(group: Group) -> None:
@@ -89,38 +87,3 @@ def synchronize_batch_norm(module: nn.Module, group: Group) -> None:
     """Convert batch normalisation to compute its statistics over the replicas (`Trainer(sync_batchnorm=True)`)."""
     if group.size > 1:
         nn.SyncBatchNorm.convert_sync_batchnorm(module, group.process_group)
-
-
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give parameters on the `meta` device their initial values, module by module, as construction would have.
-
-    Raises:
-        ValueError: If a module has such parameters and no `reset_parameters` (or Hugging Face `_init_weights`).
-    """
-    stuck = []
-    for path, owner in module.named_modules():
-        tensors = [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in tensors):
-            continue
-        initialize = getattr(owner, "reset_parameters", None) or _parent_initializer(module, path, owner)
-        if not callable(initialize):
-            stuck.append(f"`{path}` ({type(owner).__name__})")
-            continue
-        owner.to_empty(device=device, recurse=False)
-        initialize()
-    if stuck:
-        raise ValueError(
-            f"modules on the meta device without `reset_parameters`: {', '.join(stuck)}. Define that method, or build"
-            " them on a real device"
-        )
-
-
-def _parent_initializer(root: nn.Module, path: str, owner: nn.Module) -> Callable[[], None] | None:
-    """The `_init_weights` of the Hugging Face model around `owner`."""
-    parts = path.split(".")
-    for depth in range(len(parts) - 1, -1, -1):
-        parent = root.get_submodule(".".join(parts[:depth]))
-        initialize = getattr(parent, "_init_weights", None)
-        if callable(initialize):
-            return partial(initialize, owner)
-    return None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from dataclasses import replace
 
 from rich import box
 from rich.table import Table
 
-from lightning_parallel.pipeline.actions import activations_held
 from lightning_parallel.pipeline.choose import Choice, size_text
-from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.simulate import Link, simulate
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.simulate import simulate
 
 __all__ = ["choice_table", "stage_table"]
 
@@ -18,21 +17,22 @@ _SHOWN = 8
 _MOST_NAMES = 3
 
 
-def stage_table(engine: PipelineEngine, link: Link) -> Table:
-    """What each stage holds, its predicted share of the time, and its memory; the predicted step below.
+def stage_table(plan: PipelinePlan, copies: float) -> Table:
+    """Show what each stage holds, its predicted share of the time, and its memory; the predicted step below.
 
-    Memory is parameters, gradients, two moments of an optimizer, and the activations held at once.
+    Memory is parameters, gradients, the optimizer's state, and the activations held at once.
 
     Args:
-        engine: The model in stages.
-        link: Between neighbours, for the prediction.
+        plan: How the model is divided.
+        copies: Bytes held for each byte of a trained parameter.
     """
-    schedule, costs = engine.schedule, engine.stage_costs
+    schedule = plan.schedule
+    costs = plan.stage_costs
     total_s = sum(cost.total_s for cost in costs)
     table = Table(
-        title=f"{type(engine.module).__name__} in {schedule.num_stages} pipeline stages: {schedule.name}, "
+        title=f"{plan.model} in {schedule.num_stages} pipeline stages: {schedule.name}, "
         f"{schedule.num_microbatches} microbatches",
-        caption=_caption(engine, link) if total_s else None,
+        caption=_caption(plan, copies) if total_s else None,
         box=box.SIMPLE_HEAD,
         title_justify="left",
         caption_justify="left",
@@ -40,44 +40,41 @@ def stage_table(engine: PipelineEngine, link: Link) -> Table:
     for header in ("stage", "rank", "modules", "parameters", *(["time", "activations"] if total_s else []), "memory"):
         table.add_column(header, justify="left" if header == "modules" else "right", no_wrap=header != "modules")
     for stage, cost in enumerate(costs):
-        rank = schedule.stage_ranks[stage]
-        held = max(activations_held([action for action in schedule.rows[rank] if action.stage == stage]))
-        row = [str(stage), str(rank), _modules(engine, stage), f"{engine.stage_parameters[stage]:,}"]
+        held_bytes, activation_bytes = plan.stage_bytes(stage, copies)
+        row = [str(stage), str(schedule.stage_ranks[stage]), _modules(plan, stage), f"{plan.stage_parameters(stage):,}"]
         if total_s:
-            row += [f"{cost.total_s / total_s:.0%}", f"{held} x {size_text(cost.activation_bytes)}"]
-        table.add_row(*row, size_text(cost.resident_bytes + held * cost.activation_bytes))
+            row.append(f"{cost.total_s / total_s:.0%}")
+            row.append(f"{plan.in_flight(stage)} x {size_text(cost.activation_bytes)}")
+        table.add_row(*row, size_text(held_bytes + activation_bytes))
     return table
 
 
-def _modules(engine: PipelineEngine, stage: int) -> str:
-    """The layers of a stage, and what it holds before and after them."""
-    names, ends = engine.cut.trunk.names, [0, *accumulate(engine.layers_per_stage)]
-    first, last = names[ends[stage]], names[ends[stage + 1] - 1]
+def _modules(plan: PipelinePlan, stage: int) -> str:
+    """Name the layers of a stage, and what it holds before and after them."""
+    first, last = plan.layer_range(stage)
     container, _, number = last.rpartition(".")
-    shown = first if first == last else f"{first} .. {number if first.startswith(f'{container}.') else last}"
-    outside = [
-        name.rpartition(".")[0] or name
-        for name, stages in engine.parameter_stages.items()
-        if stage in stages and not any(name.startswith(f"{layer}.") for layer in names)
-    ]
-    owners = list(dict.fromkeys(outside))
+    shown = first
+    if first != last:
+        shown = f"{first} .. {number if first.startswith(f'{container}.') else last}"
+    owners = plan.outer_names(stage)
     if len(owners) > _MOST_NAMES:
         owners = [*owners[: _MOST_NAMES - 1], f"{len(owners) - _MOST_NAMES + 1} more"]
     return ", ".join([*owners, shown] if stage == 0 else [shown, *owners])
 
 
-def _caption(engine: PipelineEngine, link: Link) -> str:
-    costs = engine.stage_costs
-    timeline = simulate(engine.schedule, costs, link)
-    peak = max(timeline.memory_peaks(costs))
+def _caption(plan: PipelinePlan, copies: float) -> str:
+    costs = [
+        replace(cost, resident_bytes=plan.stage_bytes(stage, copies)[0]) for stage, cost in enumerate(plan.stage_costs)
+    ]
+    timeline = simulate(plan.schedule, costs, plan.link)
     return (
         f"predicted: {timeline.makespan_s * 1e3:,.1f} ms a step, bubble {timeline.bubble_fraction:.0%}, "
-        f"at most {size_text(peak)} on a rank"
+        f"at most {size_text(max(timeline.memory_peaks(costs)))} on a rank"
     )
 
 
 def choice_table(choice: Choice) -> Table:
-    """The schedules that were compared, best first."""
+    """Show the schedules that were compared, best first."""
     table = Table(title="schedules compared by simulation with measured costs", box=box.SIMPLE_HEAD)
     for header in choice.HEADER:
         table.add_column(header, justify="left" if header == "schedule" else "right")

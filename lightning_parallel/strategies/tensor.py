@@ -23,9 +23,9 @@ from lightning_parallel.mesh import DATA, TENSOR
 from lightning_parallel.strategies import checks, compression_axis
 from lightning_parallel.strategies.base import MeshStrategy, StartMethod
 from lightning_parallel.strategies.parallelize import shard_tensors
-from lightning_parallel.tensor.audit import audited, check_loss
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
+from lightning_parallel.tensor.verify import StepAudit
 
 __all__ = ["TensorParallelStrategy"]
 
@@ -110,12 +110,8 @@ class TensorParallelStrategy(MeshStrategy):
         if self._epoch_checked >= 0 or self._sharding is None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
-        with audited(self.lightning_module, self._sharding):  # the first batch of a run
-            output = super().training_step(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, torch.Tensor):
-            check_loss(loss)
-        return output
+        audit = StepAudit(self.lightning_module, self._sharding)
+        return audit.wrap(super().training_step)(*args, **kwargs)  # the first batch of a run
 
     @override
     def gradient_reducer(self, module: LightningModule) -> GradientReducer:

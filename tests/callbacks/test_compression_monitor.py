@@ -27,7 +27,7 @@ from lightning_parallel import (
 from lightning_parallel.callbacks.compression_monitor import CompressionAccumulator, CompressionMonitor
 from lightning_parallel.comm import Group
 from lightning_parallel.compression import Dense
-from tests.harness import distributed
+from tests.harness import distributed, recorded_communication
 from tests.strategies.models import Net, loader, trainer_for
 
 KEYS = {"dense_bytes", "sent_bytes", "ratio", "encode", "wire", "decode"}
@@ -71,7 +71,7 @@ def test_ratio_of_low_rank_factors(group):
 def test_sent_bytes_are_those_counted_at_the_wire(group):
     reducer = TopK(0.1, min_numel=0)
     reducer.reduce_(gradients(group, (40, 24)), group)
-    with comm.record() as records:
+    with recorded_communication() as records:
         report = watched(reducer, group, (40, 24))
     moved = sum(record.bytes * 3 // 4 for record in records if record.op == "all_gather")
     assert report["sent_bytes"] == moved
@@ -109,7 +109,7 @@ def test_comparison_every_so_many_steps(group):
     account, compared = CompressionAccumulator(reducer, warmup_steps=1), []
     for batch in range(8):
         account.ask(every_n_steps=3)
-        with comm.record() as records:
+        with recorded_communication() as records:
             for step in range(0 if batch == 2 else 2 if batch == 4 else 1):  # none where gradients are accumulated
                 reducer.reduce_(gradients(group, (16, 16), step=step), group)
         account.look()
@@ -143,7 +143,7 @@ def test_plain_means_that_others_take_are_not_timed_and_save_nothing(group):
     reducer = Dense()
     account = CompressionAccumulator(reducer)
     reducer.reduce_({"p": torch.ones(8, 8, dtype=torch.bfloat16)}, group)
-    reducer.pass_by()
+    reducer.count_plain_step()
     account.look()
     report = account.summarize([account.share()])
     assert report["steps"] == 2

@@ -7,7 +7,7 @@ import torch
 
 from lightning_parallel import comm
 from lightning_parallel.compression import Dense, Quantize
-from lightning_parallel.compression.exchange import Traffic, sent_bytes
+from lightning_parallel.compression.wire import Traffic, sent_bytes
 from tests.compression.test_conformance import (
     COMPRESSORS,
     SHAPES,
@@ -17,7 +17,7 @@ from tests.compression.test_conformance import (
     mean_memory,
     steps_of,
 )
-from tests.harness import distributed, run
+from tests.harness import distributed, recorded_communication, run
 
 SCATTERING = ["dense", "cast", "cast_feedback", "int8", "int4", "int4_stochastic", "sign"]
 CONSERVING = ["dense", "topk_int8", "int8", "int4", "sign", "powersgd"]
@@ -95,17 +95,17 @@ def test_bytes_of_other_dtypes(dtype):
 def _count_bytes(name, group, dtype=torch.float32):
     reducer, element_bytes = COMPRESSORS[name](), 8 if dtype == torch.float64 else 4
     scattered(reducer, gradients(0, group.rank, dtype), group)
-    with comm.record() as records, reducer.begin(group) as step:
+    with recorded_communication() as records, reducer.begin(group) as step:
         step.reduce_(gradients(1, group.rank, dtype), rows_of(group.size))
         step.commit()
     counted = sent_bytes([Traffic(record.op, record.bytes) for record in records], group.size)
     traffic = [
-        Traffic(operation, payload * len(part.names))
-        for part in reducer.parts
+        Traffic(operation, payload * len(block.names))
+        for block in reducer.blocks
         for operation, payload in (
-            part.method.traffic(part.shape, element_bytes, group.size, 1)
-            if part.shard is None
-            else part.method.scatter_traffic(part.shard, element_bytes, group.size)
+            block.method.traffic(block.shape, element_bytes, group.size, 1)
+            if block.shard is None
+            else block.method.scatter_traffic(block.shard, element_bytes, group.size)
         )
     ]
     return sent_bytes(traffic, group.size), counted
@@ -117,8 +117,8 @@ def test_eight_bits_are_a_quarter_of_a_reduce_scatter(group):
     with reducer.begin(group) as step:
         step.reduce_({"w": weight}, {"w": 16 * 64})
         step.commit()
-    [part] = reducer.parts
-    assert 3.9 < part.dense_bytes / part.sent_bytes < 4
+    [block] = reducer.blocks
+    assert 3.9 < block.dense_bytes / block.sent_bytes < 4
 
 
 @pytest.mark.parametrize("name", SCATTERING)

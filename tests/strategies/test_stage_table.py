@@ -45,7 +45,7 @@ def test_measured_stages_have_shares_and_a_prediction(group):
     assert abs(sum(shares) - 100) <= 1
     assert [row[5].split(" x ")[0] for row in rows] == ["2", "1"], "activations held at once"
     assert [row[2].count("embed") for row in rows] == [1, 1], "the tied parameter is on both"
-    timeline = simulate(engine.schedule, engine.stage_costs, LINK)
+    timeline = simulate(engine.schedule, engine.plan.stage_costs, LINK)
     assert f"{timeline.makespan_s * 1e3:,.1f} ms a step, bubble {timeline.bubble_fraction:.0%}" in text
 
 
