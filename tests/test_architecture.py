@@ -29,7 +29,7 @@ LAYERS = {
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 PURE = {"mesh.py", "pipeline/schedule.py", "pipeline/simulate.py"}
 PURE |= {f"tracing/{name}.py" for name in ("__init__", "recorder", "spans", "text")}
-MAX_LINES = 400
+MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 

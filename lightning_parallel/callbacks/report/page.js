@@ -25,7 +25,13 @@ document.addEventListener("pointerover", (event) => show(markUnder(event)));
 document.addEventListener("click", (event) => show(markUnder(event)));
 document.addEventListener("scroll", () => current && place(current), { passive: true, capture: true });
 
-for (const chart of document.querySelectorAll(".bars, .lanes")) {
+// In a drawing the browser would show titles by itself, later and elsewhere than other hints.
+for (const title of document.querySelectorAll(".drawing title")) {
+  title.parentElement.dataset.tip = title.textContent;
+  title.remove();
+}
+
+for (const chart of document.querySelectorAll(".bars, .drawing")) {
   const rows = [...chart.querySelectorAll(".row")].map((row) => [...row.querySelectorAll("[data-tip]")]);
   const filled = rows.filter((row) => row.length);
   let row = 0;
@@ -41,6 +47,7 @@ for (const chart of document.querySelectorAll(".bars, .lanes")) {
       column = Math.min(Math.max(column + move[1], 0), filled[row].length - 1);
     }
     const mark = filled[row][Math.min(column, filled[row].length - 1)];
+    mark.scrollIntoView({ block: "nearest", inline: "nearest" });
     show(mark);
     const label = mark.closest(".row").querySelector(".label");
     spoken.textContent = label.textContent + ", " + mark.dataset.tip;

@@ -1,4 +1,4 @@
-"""`lightning-parallel report`: the page of a run once more, two runs beside each other, files that are damaged."""
+"""`lightning-parallel report`: the page of a run once more, the comparison of two runs, files that are damaged."""
 
 import gzip
 import json
@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from lightning_parallel.callbacks.page_compare import Change, changes
-from lightning_parallel.callbacks.trace import read_trace
+from lightning_parallel.callbacks.report.comparison import Change, changes
+from lightning_parallel.callbacks.report.trace import read_trace
 from lightning_parallel.cli import main
 from lightning_parallel.tracing.text import percent
 from tests.callbacks.sample import sample_report

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel import TensorParallelStrategy, callbacks, comm
 from lightning_parallel.callbacks import ProfileReport, StepBreakdown
-from lightning_parallel.callbacks.report import read_parts, write_part
-from lightning_parallel.callbacks.trace import read_trace
+from lightning_parallel.callbacks.report.report_files import part_path, read_parts, write_part
+from lightning_parallel.callbacks.report.trace import read_trace
 from lightning_parallel.cli import main
 from lightning_parallel.tracing import StepSampler
 from tests.callbacks.conftest import TRACED_STEPS, place_rank
@@ -246,7 +246,7 @@ def test_the_error_shown_is_the_first_and_not_its_echo(tmp_path):
     run(fail, 2, folder=str(tmp_path))
     (part,) = [part for part in read_parts(tmp_path, 2, read(tmp_path)["run"]["started"], 0.0) if part["rank"] == 1]
     earlier = {"error": "OSError: no disk", "failed_ns": part["failed_ns"] - 10**9}
-    write_part(tmp_path / "part1.json.gz", {**part, **earlier, "run": read(tmp_path)["run"]["started"]})
+    write_part(part_path(tmp_path, 1), {**part, **earlier, "run": read(tmp_path)["run"]["started"]})
     assert main(["report", str(tmp_path)]) == 0
     assert (read(tmp_path)["run"]["error"], read(tmp_path)["run"]["error_rank"]) == ("OSError: no disk", 1)
     assert "ended with an error on rank 1." in (tmp_path / "report.html").read_text()
