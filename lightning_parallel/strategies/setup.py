@@ -34,14 +34,13 @@ from lightning_parallel.compat.torch import buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.actions import Kind
 from lightning_parallel.pipeline.analyze import analyze
-from lightning_parallel.pipeline.choose import Choice, Workload, choose_schedule
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.measure import measure_link, truncated
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch
 from lightning_parallel.pipeline.p2p import MessageGroups
-from lightning_parallel.pipeline.partition import Balance
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+from lightning_parallel.pipeline.search import Balance, Choice, Workload, choose_schedule
 from lightning_parallel.pipeline.simulate import simulate
 from lightning_parallel.strategies import processes
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument

@@ -68,7 +68,7 @@ def test_svg_has_a_box_for_every_action():
     svg = draw_svg([("Planned & <simulated>", played)])
     hints = [hint for row in boxes_of(svg) for hint in row]
     assert len(hints) == sum(map(len, played.spans))
-    assert "0F0: forward of microbatch 0 in stage 0, 1 ms from 0 s" in hints
+    assert "0F0: forward of microbatch 0 in stage 0, 1 ms from 0" in hints
     texts = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
     assert "Planned & <simulated>" in texts
     assert any("3 ranks, 6 stages, 6 microbatches" in text for text in texts)
