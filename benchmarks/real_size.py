@@ -115,7 +115,7 @@ class _Memory(Callback):
                     sizes[layer] += parameter.num_bytes
         outer = [parameter.num_bytes for name, parameter in engine.plan.parameters.items() if "layers." not in name]
         self.largest_bytes = max(*sizes.values(), *outer)
-        stages = engine.stages.stages
+        stages = engine.stages
         self.activation_bytes = sum(engine.plan.stage_bytes(stage, 2)[1] for stage in stages)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

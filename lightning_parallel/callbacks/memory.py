@@ -262,7 +262,7 @@ def _stages(strategy: Strategy) -> dict[int, set[str]]:
     if engine is None:
         return {}
     names: dict[int, set[str]] = {stage: set() for stage in engine.stages}
-    for name, stages in engine.parameter_stages.items():
+    for name, stages in engine.plan.parameter_stages.items():
         mine = [stage for stage in stages if stage in names]
         if mine:
             names[mine[0]].add(name)

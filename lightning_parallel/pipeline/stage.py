@@ -13,7 +13,7 @@ What several stages compute with, such as the matrix of an embedding that is the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,10 +285,15 @@ class InterceptedModel:
         self._forwards.restore()
 
     @contextmanager
-    def handled_by(self, handler: CallHandler) -> Iterator[None]:
-        """Let `handler` decide what calls do inside the block, with the same random numbers each time."""
+    def handled_by(self, handler: CallHandler, seed: int | None = 0) -> Iterator[None]:
+        """Let `handler` decide what calls do inside the block, with the same random numbers each time.
+
+        Args:
+            handler: The handler.
+            seed: Of the random numbers; None goes on with those of outside.
+        """
         try:
-            with self.active.use(handler), seeded(0):
+            with self.active.use(handler), nullcontext() if seed is None else seeded(seed):
                 yield
         finally:
             self.restore_forwards()

@@ -222,6 +222,11 @@ class MeshStrategy(MeshProcesses):
         return self._sharding
 
     @property
+    def rules(self) -> Mapping[str, Shard]:
+        """How the module's tensors are sharded over the tensor axis, by name."""
+        return self._rules
+
+    @property
     def parameter_names(self) -> dict[int, str]:
         """Name of each parameter of the module, by `id`."""
         return {id(parameter): name for name, parameter in self.module.named_parameters()}

@@ -191,7 +191,7 @@ def test_layouts(layout, group):
         assert [row["stage"] for row in stages] == list(strategy.engine.stages)
         assert sum(row["parameters"] for row in stages) == sum(row["optimizer"] for row in stages) == total
         assert [row["parameters"] / 8 for row in stages] == [
-            strategy.engine.stage_parameters[row["stage"]] for row in stages
+            strategy.engine.plan.stage_parameters(row["stage"]) for row in stages
         ]
 
 
@@ -213,7 +213,9 @@ def test_schedules_hold_as_many_microbatches_as_they_should(group):
     for schedule, in_flight in (("gpipe", 4), ("1f1b", 2)):
         strategy = PipelineParallelStrategy(pipeline_parallel_size=2, schedule=schedule, num_microbatches=4)
         report = fit(Deep(), strategy, group, 1)
-        assert report["ranks"][0]["activations_peak"] == in_flight * 2 * strategy.engine.layers_per_stage[0] * block
+        assert (
+            report["ranks"][0]["activations_peak"] == in_flight * 2 * strategy.engine.plan.layers_per_stage[0] * block
+        )
 
 
 @distributed(world_size=2)
