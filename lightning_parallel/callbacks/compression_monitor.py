@@ -17,7 +17,7 @@ from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.units import bytes_text, count_text, percent, seconds_text
 from lightning_parallel.compression import Reducer
 from lightning_parallel.compression.arguments import check_integer
-from lightning_parallel.compression.reducer import Method, Outcome
+from lightning_parallel.compression.method import Method, Outcome
 from lightning_parallel.recorder import Window
 
 __all__ = ["CompressionAccumulator", "CompressionMonitor"]

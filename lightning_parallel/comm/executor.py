@@ -1,11 +1,11 @@
 """Executors: where communication runs while the host or the device goes on with backward.
 
     InlineExecutor    in the calling thread, at once
-    ThreadExecutor    on a thread of its own; on CUDA that thread also has a stream
+    ThreadExecutor    on a second thread, which on CUDA has a second stream
     StreamExecutor    in the calling thread, on a second CUDA stream
 
 All run calls in the order of submission, so ranks that submit the same calls in the same order issue their
-collectives in the same order. A call that runs beside other communication must use a group that nobody else uses.
+collectives in the same order. Calls that overlap with other communication need a group that nobody else uses.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class InlineExecutor:
 
 
 class ThreadExecutor:
-    """Runs calls on a thread; on CUDA they also get a stream of their own.
+    """Runs calls on a second thread, on CUDA also on a second stream.
 
     A compression method waits for one collective before it issues the next. Waiting inside a callback of gloo would
     block the very threads that have to bring the answer: with two buckets they wait for each other. This thread may
