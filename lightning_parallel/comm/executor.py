@@ -82,6 +82,7 @@ class ThreadExecutor:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._error: BaseException | None = None
         self._calls: Queue[Callable[[], None] | None] = Queue()
+        # A daemon, so that a collective which never returns does not keep the process alive at its end.
         self._thread = threading.Thread(target=self._work, name="lightning_parallel-communication", daemon=True)
         self._thread.start()
 
@@ -120,6 +121,7 @@ class ThreadExecutor:
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
+                # `_run` catches every error of a call; `wait` must return in any case.
                 call()
             finally:
                 self._calls.task_done()
@@ -133,6 +135,7 @@ class ThreadExecutor:
             with torch.cuda.stream(self._stream):
                 future.set_result(call())
         except BaseException as error:
+            # Nobody may ask for the result, as in a hook of DDP: `wait` then raises the error.
             self._error = self._error or error
             future.set_exception(error)
 
@@ -150,6 +153,7 @@ class StreamExecutor:
 
     def submit(self, call: Callable[[], T]) -> Callable[[], T]:
         """Enqueue the kernels of `call` now; the stream of the caller waits for them when the result is taken."""
+        # Kernels that the caller enqueues later do not delay the call, which is the point of a second stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             value = call()

@@ -107,6 +107,7 @@ class Compressor(Reducer, Method):
         self.feedback.update(block, step.memory, work, step.scale)
 
     def __or__(self, values: Codec) -> Compressor:
+        # A copy, as the parts of a composition may be used alone as well.
         composed = copy.deepcopy(self)
         composed._encode_values(values)
         return composed
@@ -114,6 +115,7 @@ class Compressor(Reducer, Method):
     def _encode_values(self, values: Codec) -> None:
         """Send what is selected encoded by `values`."""
         allowed = f"one of {', '.join(self.codecs)}" if self.codecs else "nothing"
+        # Compressors that cannot encode values pass here: the next check says what could follow instead.
         if not isinstance(values, (Codec, Compressor)):
             raise TypeError(f"{type(self).__name__} can be followed by {allowed}, got {values!r}")
         if type(values).__name__ not in self.codecs:
@@ -217,6 +219,7 @@ class Dense(Reducer, Method):
         if block.shard is not None:
             yield from self._shard_requests(block, block.shard, step)
             return
+        # One large contiguous gradient is summed where it lies.
         if len(block.names) == 1 and block.outputs[0] is block.gradients[0]:
             total = yield AllReduceRequest(block.outputs[0].unsqueeze(0))
         else:

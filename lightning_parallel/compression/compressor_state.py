@@ -91,6 +91,7 @@ class Memory:
             for name in names:
                 self._current.get(slot_name, {}).pop(name, None)
         for key, buffer in self._staged.items():
+            # The tensor staged becomes the current one, and the current one the spare for the next step.
             self._buffers[key] = [*self._buffers[key][-1:], buffer]
             slot = self._current.setdefault(key.slot, {})
             slot.update(zip(key.names, buffer.unbind()))
@@ -107,6 +108,7 @@ class Memory:
 
     def _forget_regrouped(self) -> None:
         """Drop stacks whose names are now stacked with others, as after buckets were rebuilt."""
+        # Their rows are no longer read; kept, they would be as large as the memory itself.
         owner = {(key.slot, name): key for key in self._staged for name in key.names}
         stale = [
             key
@@ -163,6 +165,7 @@ def gather_state(memory: Memory, step: int, group: Group, exact: bool) -> dict[s
     """Return the state of all ranks, on the first one."""
     first = group.rank == 0
     state = _header("stacked" if exact else "mean", step, group.size)
+    # Otherwise the collectives below would pair up different parameters, or wait forever.
     comm.agree("the compression state's parameters", [(slot, name) for slot, name, _ in memory.items()], group)
     folded: Slots = {}
     for slot, name, tensor in memory.items():
@@ -247,6 +250,7 @@ def _check(state: Mapping[str, Any]) -> None:
         )
     for slot, named in state.items():
         for name, tensor in named.items() if isinstance(named, Mapping) else ():
+            # Error feedback would add it to every later gradient: no step would ever be applied again.
             if not tensor.isfinite().all():
                 raise ValueError(f"`{slot}` of `{name}` in the compression state holds values that are not finite")
             ranks = len(tensor) if tensor.dim() else 0

@@ -150,6 +150,7 @@ class Feedback:
             for row, gradient in zip(work, gradients):
                 _scaled(gradient, factor, out=row)
             return work
+        # M is built where the new residual belongs: what the method leaves of it, M - C(M), is that residual already.
         work = _stage(block, memory, "residual")
         for row, old, gradient in zip(work, _read(block, memory, "residual"), gradients):
             if old is None:
@@ -170,6 +171,7 @@ class Feedback:
                 if estimate is not None:
                     output.add_(estimate)
             _stage(block, memory, "estimate").sub_(work)
+        # Momentum factor masking: a velocity that was sent would push its element a second time.
         if self.momentum and block.sent is not None:
             _stage(block, memory, "velocity").flatten(1).scatter_(1, block.sent, 0.0)
         block.write_gradients(scale)
@@ -178,6 +180,7 @@ class Feedback:
         """Replace scaled `means` (names, *shape), equal on all ranks, by a momentum step, in place."""
         if not self.momentum:
             return
+        # The velocity is kept without the loss scale, as all memory: the scale changes between steps.
         velocity = _stage(block, memory, "velocity")
         torch.mul(means, 1 / scale, out=velocity)
         for row, old in zip(velocity, _read(block, memory, "velocity")):
@@ -186,6 +189,7 @@ class Feedback:
         torch.mul(velocity, scale, out=means)
 
     def _apply_ef21(self, block: GradientBlock, memory: Memory, factor: float) -> Tensor:
+        # The mean is written into its memory, H, and copied to the gradients from there: both are needed.
         block.outputs = list(_stage(block, memory, "mean_estimate").unbind())
         work, estimate = block.new_work(), _stage(block, memory, "estimate")
         for row, now, old, gradient in zip(work, estimate, _read(block, memory, "estimate"), block.gradients):

@@ -206,6 +206,7 @@ class Auto(Reducer):
         return {"choice": "" if self.choice is None else repr(self.choice), "verdict": self.verdict}
 
     def _decide(self, group: Group, device: torch.device) -> None:
+        # The slowest rank decides what a step costs, and an all-reduce gives all ranks the same numbers to choose by.
         seconds = torch.tensor(self._seconds[_WARM_UP:], dtype=torch.float64, device=device)
         fastest, slowest = comm.all_reduce_(seconds, group, "max").aminmax(dim=0)
         dense = fastest[0].item()
@@ -225,6 +226,7 @@ class Auto(Reducer):
         if group.rank == 0:
             show(self._table(dense, others))
         for candidate in self.candidates:
+            # What the candidates remember is of gradients that were then averaged as they are: nothing of it is owed.
             candidate.memory = Memory()
         self._seconds = []
 
@@ -283,6 +285,7 @@ class _MeasuringStep(ReductionStep):
         return finite
 
     def _time(self, index: int, call: Callable[[], object]) -> None:
+        # All ranks start together: otherwise each would be charged the wait for the slowest one.
         comm.barrier(self.group)
         self._wait()
         start = time.perf_counter()
@@ -295,6 +298,7 @@ class _MeasuringStep(ReductionStep):
             torch.accelerator.synchronize(self._device)
 
 
+# Weak on both sides: this must keep neither a compressor nor a model alive.
 _OWNERS: weakref.WeakKeyDictionary[Reducer, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 

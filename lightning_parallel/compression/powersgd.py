@@ -102,6 +102,7 @@ class PowerSGD(Compressor):
             return False
         n = shape[0]
         m = math.prod(shape[1:])
+        # At the rank after all schedules: a parameter is compressed in every step, or in none.
         return self._rank(n, m, step=1 << 40) * (n + m) < n * m
 
     def effective_step(self, name: str, number: int, memory: Memory) -> int:
@@ -114,6 +115,7 @@ class PowerSGD(Compressor):
     def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         matrices = work.view(len(work), work.shape[1], -1)
         left, right, left_mine, right_mine = yield from self._factors(matrices, block, step)
+        # Before the mean is written: the work tensor may share its storage with the outputs.
         if left_mine is not None and right_mine is not None:
             matrices.baddbmm_(left_mine.mT, right_mine, alpha=-1)
         for one, other, output in zip(left, right, block.outputs):
@@ -144,6 +146,7 @@ class PowerSGD(Compressor):
         if self.alternate or side == "right":
             step.memory.stage(side, block.names, mine.shape[1:], mine.dtype, mine.device).copy_(mean.view_as(mine))
         if self.alternate:
+            # Its absence tells the next step of this parameter which factor is due: see `effective_step`.
             step.memory.discard("right" if side == "left" else "left", block.names)
         return mean.view_as(mine), None if sent is None else sent.view_as(mine)
 

@@ -120,6 +120,8 @@ class Cast(Quantizer):
         return total.to(rows.dtype), sent
 
     def _shorten(self, rows: Tensor, size: int, keep: bool) -> tuple[Tensor, Optional[Tensor]]:
+        # A copy in any case: the sum overwrites it, and `rows` are still needed. Divided before the sum, which would
+        # otherwise leave the range of 16 bits.
         short = (rows if size == 1 else rows / size).to(self.dtype, copy=True)
         return short, short.to(rows.dtype).mul_(size) if keep else None
 
@@ -218,9 +220,12 @@ class Quantize(Quantizer):
         packed_mine = self._new_packed(rows, len(rows), chunk)
         self._encode(mine, packed_mine, chunk, noise, rest=keep)
         if keep:
+            # The error of the second encoding belongs to all ranks. Its owner keeps it times their number, so that it
+            # counts once in the mean of the residuals.
             part = rows[:, rank * chunk : (rank + 1) * chunk]
             part.add_(mine[:, : part.shape[1]], alpha=size)
         everyone = (yield AllGatherRequest(packed_mine.flatten())).reshape(size, *packed_mine.shape)
+        # A group that holds something not finite has such a scale, so the scales tell of all numbers.
         step.watch(self._scales(everyone, chunk))
         for index, row in enumerate(everyone):
             self._decode(row, mean[:, index * chunk : (index + 1) * chunk], chunk)
@@ -267,9 +272,11 @@ class Quantize(Quantizer):
             levels = grouped * exact.reciprocal()
             if self.stochastic:
                 levels.add_(torch.rand(levels.shape, generator=noise, dtype=rows.dtype, device=rows.device)).floor_()
+                # The reciprocal is rounded: it may lift the largest number of a group over the last level.
                 levels.clamp_max_(self.levels)
             else:
                 levels.round_()
+            # Integers first, then the scales: both at the same place for every row.
             where = packed[:, begin * extent * self.bits // 8 : end * extent * self.bits // 8].view(torch.int8)
             if self.bits == 8:
                 where.unflatten(1, levels.shape[1:]).copy_(levels)
@@ -315,6 +322,7 @@ class Quantize(Quantizer):
 
     def _grouping(self, n: int) -> tuple[int, int]:
         """Number and extent of the equal groups that `n` elements are padded to."""
+        # Equal groups, rather than full ones and a rest, so that a row can be viewed as (groups, extent).
         groups = math.ceil(n / _GROUP)
         extent = math.ceil(n / groups)
         return groups, extent + (extent % 2 if self.bits == 4 else 0)
@@ -381,6 +389,7 @@ class Sign(Compressor):
         """Encode this rank's part (names, chunk) of the mean, with its residual."""
         chunk = part.shape[1]
         valid = min(max(n - step.group.rank * chunk, 0), chunk)
+        # The last parts may be short: what was decoded beyond the tensor must not enter the scale.
         part[:, valid:] = 0
         if block.keep_rest:
             held = [step.memory.read("server_residual", name, block.device, (chunk,)) for name in block.names]

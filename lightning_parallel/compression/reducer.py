@@ -155,6 +155,7 @@ class Reducer(abc.ABC):
             step: Number of the step; None for one after all warm-up and schedules (on average, where steps alternate).
             dtype: Dtype of the gradients.
         """
+        # Two steps: an alternating method sends one factor in even and the other one in odd steps.
         steps = [_LATE, _LATE + 1] if step is None else [step]
         known: dict[tuple[Method, tuple[int, ...], int], float] = {}
         total = 0.0
@@ -255,6 +256,8 @@ class ReductionStep:
             ValueError: On every rank, with the gradients in which they differ.
         """
         signature = _signature(named_gradients)
+        # 63 bits, which fit into the signed integer that is compared. Checked in each whole step, as it costs one
+        # message of eight bytes; the buckets of a longer step are compared when they are new.
         digest = blake2b(repr(signature).encode(), digest_size=8).digest()
         if not comm.equal_everywhere(int.from_bytes(digest, "little") >> 1, self.group):
             self._agree_on(signature)
@@ -269,6 +272,7 @@ class ReductionStep:
         """
         if not self._open:
             raise RuntimeError("this step has been committed or rolled back; begin another one")
+        # Before any collective: ranks with different gradients would pair up different tensors, or wait forever.
         self._agree(named_gradients)
         true = CompressionError.true_means(named_gradients, self.group) if self._error else {}
         # The error is measured against the whole mean, so all ranks need all of it.
@@ -306,6 +310,7 @@ class ReductionStep:
         if not self.finite:
             self.memory.rollback()
             return False
+        # Only now: until here every value of the last step is intact.
         self.memory.commit()
         self.reducer._group_size = self.group.size
         self.reducer.seconds = self._seconds
@@ -325,6 +330,7 @@ class ReductionStep:
         """Group the gradients that one method can compute together, in an order that is equal on all ranks."""
         found: dict[Any, tuple[Method, GradientBlock]] = {}
         seen: set[Tensor] = set()  # tensors hash by identity: a tied gradient under two names is reduced once
+        # Sorted: dictionaries may be filled in another order on another rank, but requests must pair up.
         for name in sorted(named_gradients):
             gradient = named_gradients[name]
             if gradient.numel() == 0 or gradient in seen:
@@ -354,8 +360,10 @@ class ReductionStep:
             for name, gradient in named_gradients.items()
             if gradient.layout != torch.strided or not gradient.dtype.is_floating_point
         }
+        # Raised on all ranks at once: one that raised alone would leave the others in the next collective.
         error = TypeError(f"gradients must be dense and of a floating-point dtype, found {refused}")
         comm.raise_together(error if refused else None, self.group)
+        # Compressors of different settings ask for different collectives; steps apart draw different random numbers.
         settings = {"compressor": repr(self.reducer), "step": self.number, "sample_every": self.reducer.sample_every}
         comm.agree("the compressor and its step", settings, self.group)
         self._agree_on(signature)

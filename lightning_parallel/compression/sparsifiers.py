@@ -106,6 +106,7 @@ class TopK(Sparsifier):
         k = self._count(n, step.number)
         positions = largest(rows, k)
         values = rows.gather(1, positions)
+        # Different numbers on each rank: with equal ones the rounding errors of the ranks would add up in the mean.
         noise = seeded_generator(rows.device, self.seed, step.number, block.names, step.group.rank)
         packed = self.values.pack(values, noise)
         if block.keep_rest:
@@ -185,6 +186,7 @@ class RandomK(Sparsifier):
         values = rows.gather(1, positions)
         if self.feedback.kind is None:
             values.mul_(lengths.to(rows))
+        # All ranks must find out about an element that is not finite, drawn or not: 0 times infinity is NaN.
         values[:, 0].add_(rows.sum(1), alpha=0)  # NaN if an element that was not drawn is not finite
         mean, sent = yield from self.values.mean(values, step, block.names, block.keep_rest)
         if sent is not None:
@@ -240,6 +242,7 @@ class BlockTopK(Sparsifier):
         blocks = padded.view(len(rows), num_blocks, self.block)
         norms = yield AllReduceRequest(torch.linalg.vector_norm(blocks, dim=2).square_())
         step.watch(norms)
+        # Ascending, so that blocks are read and written in the order of memory.
         chosen = norms.topk(self._count(num_blocks, step.number), dim=1).indices.sort(dim=1).values
         positions = (chosen.unsqueeze(2) * self.block + torch.arange(self.block, device=rows.device)).flatten(1)
         values = padded.gather(1, positions)
@@ -265,6 +268,7 @@ def _pack_positions(positions: Tensor, n: int) -> Tensor:
     spans = math.ceil(n / _SPAN)
     counts = torch.zeros(len(positions), spans, dtype=torch.int32, device=positions.device)
     counts.scatter_add_(1, positions // _SPAN, torch.ones_like(positions, dtype=torch.int32))
+    # Two steps: the upper half of the offsets is negative as int16, and is masked out when they are read.
     offsets = (positions % _SPAN).to(torch.int32).to(torch.int16)
     return torch.cat([as_bytes(counts), as_bytes(offsets)], dim=1)
 
@@ -298,6 +302,7 @@ def largest(rows: Tensor, k: int) -> Tensor:
 def _largest(bits: np.ndarray, k: int) -> np.ndarray:
     # Without its sign bit, a float orders as an integer does, NaN above all.
     mask = np.iinfo(bits.dtype).max
+    # The sample is denser where k is small, as then few of its elements are above the threshold.
     threshold = _threshold(bits[:: min(_STRIDE, max(1, k // 16))] & mask, k / len(bits))
     candidates: list[np.ndarray] = []
     magnitudes: list[np.ndarray] = []

@@ -159,6 +159,7 @@ def run(methods: Sequence[Requests], group: Group, seconds: Seconds) -> list[flo
             _advance(methods, index, None, requests)
     seconds.encode += time.perf_counter() - start
     while requests:
+        # Counted here, where every payload is seen, rather than by a formula for each method.
         for index, request in requests.items():
             sent[index] += bytes_sent(type(request), _num_bytes(request.tensor), group.size)
         start = time.perf_counter()
@@ -206,6 +207,7 @@ def _num_bytes(tensor: Tensor) -> int:
 def _answer(requests: dict[int, Request], group: Group) -> dict[int, Tensor]:
     """Answer each request by its index, with one collective for all small ones of a kind and dtype."""
     joint: dict[tuple[type[Request], torch.dtype, int], list[int]] = {}
+    # A large sum goes alone, without the copies that joining takes.
     for index, request in requests.items():
         summed = isinstance(request, (AllReduceRequest, ReduceScatterRequest))
         separate = summed and _num_bytes(request.tensor) >= SEPARATE_BYTES
