@@ -11,7 +11,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compression import Compressor, PowerSGD, RandomK, TopK
 from lightning_parallel.compression.compressor import Dense
 from lightning_parallel.data_parallel import GradientReducer
-from tests.harness import distributed
+from tests.harness import distributed, recorded_communication
 
 
 class Branches(nn.Module):
@@ -89,7 +89,7 @@ def test_accumulation_communicates_only_at_the_end(group):
     module = Branches().double()
     reducer = GradientReducer(dict(module.named_parameters()), group)
     batches = _data(group.rank, steps=3)
-    with comm.record() as records, reducer.no_sync():
+    with recorded_communication() as records, reducer.no_sync():
         for x in batches[:2]:
             module(x).backward()
             reducer.reduce()
@@ -300,7 +300,7 @@ def test_compressed_steps_are_counted_once_and_unused_parameters_keep_their_resi
     module = Layers().double()
     reducer = GradientReducer(dict(module.named_parameters()), group, bucket_bytes=1, **_compressed(compressor))
     x = torch.full((1, 8), group.rank + 1.0, dtype=torch.float64)
-    with comm.record() as records, reducer.no_sync():
+    with recorded_communication() as records, reducer.no_sync():
         module(x).backward()
         reducer.reduce()
     assert not records

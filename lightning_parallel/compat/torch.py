@@ -5,34 +5,103 @@ They exist under these names in torch 2.6 to 2.13; `tests/test_compat.py` says w
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+# -- used by tensor: imports -----
+# The id of the backward pass that is running, -1 outside of one: no public function tells two passes apart.
+from torch._C import _current_graph_task_id as current_graph_task_id
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 
+# -- used by callbacks: imports -----
+# The one base of all batch and instance normalization: a list of their public classes would miss those of users.
+from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+
+# Walks nested containers of tensors; `torch.utils.pytree` is not there in all supported versions.
+from torch.utils import _pytree as pytree
+
+# Sees every operator; a public name in a private module, and no public module has it.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 from lightning_parallel.compat import Patches
 
 __all__ = [
-    "WRAPPER_PREFIXES",
+    "TOTAL_NORM",
+    "clip_grad",
+    "non_persistent_buffers_of",
+    "norms_of",
+    "patch_unscale",
+    "CPU_FLASH_ATTENTION",
     "FullyShardedGroup",
     "FullyShardedParameter",
+    "NormalizationBase",
+    "TorchDispatchMode",
+    "WRAPPER_PREFIXES",
+    "buffers_of",
+    "current_graph_task_id",
+    "ddp_comm_hooks",
     "ddp_ignored_names",
+    "default_store",
+    "flight_recorder_entries",
     "fsdp1_comm_hook",
     "fsdp1_gradient_views",
     "fsdp1_parameter_offsets",
     "fsdp1_replica_group",
     "fully_sharded_groups",
+    "has_compiled_call",
+    "has_unsharded_storage",
     "install_fsdp1_comm_hook",
+    "intercepted_all_reduce",
     "is_backward_running",
+    "overload_packet",
+    "parameters_of",
+    "pytree",
+    "sharded_flat_parameters",
+    "storage_address",
+    "unsafe_view",
+    "version_of",
 ]
 
 # -- torch.nn: modules, parameters, hooks ------------------------------------------------------------------------------
+
+# -- used by tensor -----
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters that belong to the module itself, by name, to read or replace.
+
+    `named_parameters` leaves out entries that are None and repeated ones, and setting an attribute instead would run
+    the `__setattr__` of the module's class.
+    """
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers that belong to the module itself, by name, to read or replace; see `parameters_of`."""
+    return module._buffers
+
+
+def non_persistent_buffers_of(module: nn.Module) -> set[str]:
+    """Return the names of the module's own buffers that `state_dict` leaves out; `register_buffer` only writes them."""
+    return module._non_persistent_buffers_set
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called; `torch.compile(module)` has a public class instead."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
 
 # -- torch.nn.parallel, FSDP: gradient hooks ---------------------------------------------------------------------------
 
@@ -160,7 +229,27 @@ def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
 
 # -- torch.distributed: stores, groups, flight recorder ----------------------------------------------------------------
 
+
+def default_store() -> dist.Store:
+    """Return the rendezvous store of the default process group.
+
+    No public function does, and with `init_method="env://"` torch creates the store by itself.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
 # -- autograd and dispatch ---------------------------------------------------------------------------------------------
+
+# -- used by tensor -----
+
+# A reshape that autograd does not treat as a view: the result of a custom function may then be changed in place.
+unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the counter of in-place changes, which autograd checks too: no public name says if a tensor changed."""
+    return tensor._version
+
 
 # compression
 
@@ -170,7 +259,110 @@ def is_backward_running() -> bool:
 
     Autograd has no public function for it.
     """
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 # -- torch.amp, torch.optim --------------------------------------------------------------------------------------------
+
+# The function inside torch's `clip_grad_norm_` that takes the norm of a list of gradients: replacing it is the only
+# way to correct what modules compute that call `clip_grad_norm_` by themselves.
+TOTAL_NORM = "_get_total_norm" if hasattr(clip_grad, "_get_total_norm") else "get_total_norm"
+
+
+def norms_of(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    """Return the norm of each tensor, in one kernel for all on CUDA; the public function takes one tensor."""
+    return list(torch._foreach_norm(tensors, norm_type)) if tensors else []
+
+
+def patch_unscale(scaler: Any, change: Any, patches: Patches) -> None:
+    """Let `change` see and correct what a `GradScaler` found when it unscaled gradients: its overflow by device.
+
+    The scaler decides by itself, without a hook, whether it skips the step.
+    """
+    unscale = scaler._unscale_grads_
+    patches.replace(scaler, "_unscale_grads_", lambda *args, **kwargs: change(unscale(*args, **kwargs)))
+
+
+# -- used by callbacks: memory, operations, collectives -----
+
+CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Attention on CPU, which is missing in torch's table of operations; it has no public name as an operator."""
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Identify a storage among those that are alive. `data_ptr()` is 0 for all empty ones and changes on resize."""
+    return storage._cdata
+
+
+def overload_packet(op: Any) -> Any:
+    """The operator that `op` is an overload of: the key in torch's table of operations."""
+    return op._overloadpacket
+
+
+def ddp_comm_hooks(model: DistributedDataParallel) -> list[Callable[..., Any]]:
+    """The communication hooks on a DDP module, which can be registered but not asked for."""
+    return [hook for hook, _ in model._comm_hooks]
+
+
+def sharded_flat_parameters(model: nn.Module) -> list[Tensor]:
+    """The flat parameters that FSDP1 has sharded; empty without FSDP1. `parameters()` gives views of them only."""
+    if not isinstance(model, FullyShardedDataParallel):
+        return []
+    handles: Iterable[Any] = (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model))
+    return [handle.flat_param for handle in handles if handle is not None and handle.uses_sharded_strategy]
+
+
+def has_unsharded_storage(flat_parameter: Tensor) -> bool:
+    """Whether FSDP1 has allocated the storage in which it gathers a flat parameter: from the first step on."""
+    return hasattr(flat_parameter, "_full_param_padded")
+
+
+def flight_recorder_entries() -> list[dict[str, Any]]:
+    """What torch's flight recorder keeps of the collectives of all groups; empty where it does not run.
+
+    The public way to read it is a file that the watchdog of NCCL writes after a timeout.
+    """
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+    if dump is None:
+        return []
+    entries: list[dict[str, Any]] = json.loads(dump()).get("entries", [])
+    return entries
+
+
+Interceptor = Callable[[list[Tensor], dist.ProcessGroup, Callable[[], dist.Work]], Any]
+
+_interceptors: list[Interceptor] = []
+
+
+@contextmanager
+def intercepted_all_reduce(interceptor: Interceptor) -> Iterator[None]:
+    """Inside the block, call `interceptor(tensors, group, call)` for each all-reduce, from C++ too; it must run `call`.
+
+    DDP reduces its buckets in C++, out of reach of functions replaced in `torch.distributed`. Its one public hook would
+    replace the reduction, and cannot be removed. All process groups go through the dispatcher, though, where a kernel
+    can be put before theirs: in place of autograd's, which only warns if the result is differentiated. Tensors of
+    inference mode pass it by. With several interceptors the last one is called.
+    """
+    library = None
+    if not _interceptors:
+        library = torch.library.Library("c10d", "IMPL")
+        library.impl("allreduce_", _intercept_all_reduce, "Autograd")
+    _interceptors.append(interceptor)
+    try:
+        yield
+    finally:
+        _interceptors.remove(interceptor)
+        if library is not None:
+            library._destroy()  # otherwise only garbage collection takes the kernel out again
+
+
+def _intercept_all_reduce(tensors: list[Tensor], process_group: Any, *arguments: Any) -> Any:
+    results: list[Any] = []
+
+    def call() -> dist.Work:
+        with torch._C._AutoDispatchBelowAutograd():  # to the kernel of the backend
+            results.append(torch.ops.c10d.allreduce_(tensors, process_group, *arguments))
+        return dist.Work.unbox(results[0][1])
+
+    _interceptors[-1](tensors, dist.ProcessGroup.unbox(process_group), call)
+    return results[0]

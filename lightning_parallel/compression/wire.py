@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compression.compressor_state import Memory
-from lightning_parallel.recorder import span
+from lightning_parallel.tracing import span
 
 __all__ = [
     "SEPARATE_BYTES",

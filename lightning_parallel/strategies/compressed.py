@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_parallel.comm import liveness
+from lightning_parallel.comm import heartbeat
 from lightning_parallel.compression import (
     Auto,
     BlockTopK,
@@ -34,11 +34,9 @@ from lightning_parallel.compression import (
     compression_hook,
     warn_of_unmatched,
 )
-from lightning_parallel.strategies.skipping import skip
+from lightning_parallel.strategies.mesh_compression import KEY, drop_gradients
 
 __all__ = ["BUILD", "CompressedDDPStrategy", "SavesCompression", "SavesShardedCompression", "with_compressor"]
-
-KEY = "compression"  # of the state in a Lightning checkpoint
 
 
 class SavesCompression(Strategy):
@@ -52,7 +50,7 @@ class SavesCompression(Strategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        liveness.start()
+        heartbeat.start()
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
             bind_to_module(module, self.compression)
@@ -66,7 +64,7 @@ class SavesCompression(Strategy):
 
     @override
     def teardown(self) -> None:
-        liveness.stop()
+        heartbeat.stop()
         super().teardown()
 
     @override
@@ -99,7 +97,7 @@ class SavesCompression(Strategy):
     def _skip_step(self, names: Optional[Collection[str]] = None) -> None:
         """Leave no gradient of `names`, or none at all, behind: optimizers pass over parameters without one."""
         assert self.lightning_module is not None
-        skip(self.lightning_module, names)
+        drop_gradients(self.lightning_module, names)
 
 
 class SavesShardedCompression(SavesCompression):

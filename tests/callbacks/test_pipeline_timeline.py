@@ -16,7 +16,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Timeline, simulate
-from lightning_parallel.recorder import Span, Window
+from lightning_parallel.tracing import Span, Window
 from tests.harness import run
 from tests.strategies.models import trainer_for
 from tests.timing import compares_durations, durations

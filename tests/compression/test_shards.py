@@ -17,7 +17,7 @@ from tests.compression.test_conformance import (
     sent_by_ring,
     steps_of,
 )
-from tests.harness import distributed, run
+from tests.harness import distributed, recorded_communication, run
 
 SCATTERING = ["dense", "cast", "cast_feedback", "int8", "int4", "int4_stochastic", "sign"]
 CONSERVING = ["dense", "topk_int8", "int8", "int4", "sign", "powersgd"]
@@ -95,7 +95,7 @@ def test_bytes_of_other_dtypes(dtype):
 def _count_bytes(name, group, dtype=torch.float32):
     reducer = COMPRESSORS[name]()
     scattered(reducer, gradients(0, group.rank, dtype), group)
-    with comm.record() as records, reducer.begin(group) as step:
+    with recorded_communication() as records, reducer.begin(group) as step:
         step.reduce_(gradients(1, group.rank, dtype), rows_of(group.size))
         step.commit()
     return sum(block.sent_bytes for block in reducer.blocks), sent_by_ring(records)
