@@ -1,11 +1,11 @@
 """Executors: where communication runs while the host or the device goes on with backward.
 
     InlineExecutor    in the calling thread, at once
-    ThreadExecutor    on a thread of its own; on CUDA that thread also has a stream
+    ThreadExecutor    on a second thread, which on CUDA has a second stream
     StreamExecutor    in the calling thread, on a second CUDA stream
 
 All run calls in the order of submission, so ranks that submit the same calls in the same order issue their
-collectives in the same order. A call that runs beside other communication must use a group that nobody else uses.
+collectives in the same order. Calls that overlap with other communication need a group that nobody else uses.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class InlineExecutor:
 
 
 class ThreadExecutor:
-    """Runs calls on a thread; on CUDA they also get a stream of their own.
+    """Runs calls on a second thread, on CUDA also on a second stream.
 
     A compression method waits for one collective before it issues the next. Waiting inside a callback of gloo would
     block the very threads that have to bring the answer: with two buckets they wait for each other. This thread may
@@ -82,6 +82,7 @@ class ThreadExecutor:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._error: BaseException | None = None
         self._calls: Queue[Callable[[], None] | None] = Queue()
+        # A daemon, so that a collective which never returns does not keep the process alive at its end.
         self._thread = threading.Thread(target=self._work, name="lightning_parallel-communication", daemon=True)
         self._thread.start()
 
@@ -120,6 +121,7 @@ class ThreadExecutor:
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
+                # `_run` catches every error of a call; `wait` must return in any case.
                 call()
             finally:
                 self._calls.task_done()
@@ -133,6 +135,7 @@ class ThreadExecutor:
             with torch.cuda.stream(self._stream):
                 future.set_result(call())
         except BaseException as error:
+            # Nobody may ask for the result, as in a hook of DDP: `wait` then raises the error.
             self._error = self._error or error
             future.set_exception(error)
 
@@ -150,6 +153,7 @@ class StreamExecutor:
 
     def submit(self, call: Callable[[], T]) -> Callable[[], T]:
         """Enqueue the kernels of `call` now; the stream of the caller waits for them when the result is taken."""
+        # Kernels that the caller enqueues later do not delay the call, which is the point of a second stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             value = call()

@@ -127,6 +127,7 @@ class GradientSession:
             Exception: The first error of the executor; the step is then dropped.
         """
         try:
+            # Buckets of a failed step are missing: the others must not be committed.
             self.executor.wait()
         except BaseException:
             self.discard()
@@ -143,6 +144,7 @@ class GradientSession:
             Exception: The first error of the executor.
         """
         self.wait()
+        # A step that ended since the last call, by a parameter that came again, has told nobody its verdict yet.
         self.applied = self.end_step() and self._earlier_applied
         self._earlier_applied = True
         return self.applied
@@ -168,11 +170,14 @@ class GradientSession:
         self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int] | None = None, copy: bool = False
     ) -> Mapping[str, Tensor]:
         """Reduce one bucket now and return its means; an error drops the step."""
+        # Nobody announces a backward pass: a parameter that comes again can only belong to the next one.
         if not self._added.isdisjoint(named_gradients):
             self._earlier_applied &= self.end_step()
         self._added.update(named_gradients)
+        # Copied here and not in `add`: on CUDA the copy then runs on the executor's stream, after the caller's kernels.
         if copy:
             named_gradients = {name: gradient.detach().clone() for name, gradient in named_gradients.items()}
+        # NCCL communicates tensors of its device only: the verdict is taken where the gradients are.
         for gradient in named_gradients.values():
             self._device = gradient.device
             break
@@ -187,6 +192,7 @@ class GradientSession:
     def end_step(self) -> bool:
         """Commit or roll back the open step; return whether the last step was applied."""
         step = self._step
+        # Closed first: an error in the verdict must not leave the step open for the next gradients.
         self._step = None
         self._added.clear()
         if step is None:
@@ -233,6 +239,8 @@ def fill_buckets(
     filled: dict[Hashable, int] = {}
     for name, num_bytes in sizes.items():
         key = kind(name)
+        # One bucket per kind is open at a time. Kinds alternate along a model (weights in 16 bits, norms in 32): a new
+        # bucket at each change would make many small messages.
         if key not in open_buckets:
             open_buckets[key] = []
             filled[key] = 0

@@ -259,7 +259,7 @@ def is_backward_running() -> bool:
 
     Autograd has no public function for it.
     """
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 # -- torch.amp, torch.optim --------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Checks of what users construct compressors with, and give as one.
+"""Arguments of compressors: their checks, values that change with the step, and seeded random numbers.
 
-All raise `TypeError` for a wrong type and `ValueError` for a value out of range; they name the argument, what was
-expected and what was found. A bool is no number; numbers of numpy are.
+The checks raise `TypeError` for a wrong type and `ValueError` for a value out of range; they name the argument, the
+expected and the found value. A bool is not a number; numbers of numpy are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def check_integer(name: str, value: object, least: Optional[int] = None) -> None:
-    """`value` must be an integer, of at least `least`."""
+    """Check that `value` is an integer, of at least `least`."""
     expected = f"`{name}` must be an integer{'' if least is None else f' of at least {least}'}"
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{expected}, got {value!r}")
@@ -36,32 +36,32 @@ def check_integer(name: str, value: object, least: Optional[int] = None) -> None
 
 
 def check_number(name: str, value: object) -> float:
-    """`value` must be a number; returned as a float."""
+    """Check that `value` is a number, and return it as a float."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be a number, got {value!r}")
     return float(value)
 
 
 def check_fraction(name: str, value: object) -> None:
-    """`value` must be a number in [0, 1)."""
+    """Check that `value` is a number in [0, 1)."""
     if not 0 <= check_number(name, value) < 1:
         raise ValueError(f"`{name}` must be in [0, 1), got {value!r}")
 
 
 def check_ratio(name: str, value: object) -> None:
-    """`value` must be a number in (0, 1]."""
+    """Check that `value` is a number in (0, 1]."""
     if not 0 < check_number(name, value) <= 1:
         raise ValueError(f"`{name}` must be in (0, 1], got {value!r}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """`value` must be True or False."""
+    """Check that `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"`{name}` must be True or False, got {value!r}")
 
 
 class StepValue:
-    """A ratio or rank by step: each value holds from its step until the next.
+    """A ratio or rank that changes with the step: each value holds from its step until the next.
 
         StepValue({0: 0.25, 100: 0.05, 200: 0.01})
 
@@ -87,7 +87,7 @@ class StepValue:
     def warm_up(
         cls, value: Union[int, float], steps: int, start: Union[int, float] = 0.25, stages: int = 4
     ) -> StepValue:
-        """From `start` to `value` in equal factors, reached after `steps` steps; integers if both are (ranks).
+        """Go from `start` to `value` in equal factors, within `steps` steps; through integers if both are (ranks).
 
         Source: Deep Gradient Compression, section 3.3 (25 %, 6.25 %, 1.6 %, 0.4 %, 0.1 %), arXiv 1712.01887.
         """
@@ -102,6 +102,7 @@ class StepValue:
         return cls({**found, steps: value})
 
     def __call__(self, step: int) -> float:
+        """Return the value at `step`."""
         return next(value for begin, value in reversed(self.values.items()) if begin <= step)
 
     def __repr__(self) -> str:
@@ -109,19 +110,22 @@ class StepValue:
 
 
 def value_at(value: Union[float, StepValue], step: int) -> float:
-    """A constant, or the schedule's value at `step`."""
+    """Return a constant, or the value of a `StepValue` at `step`."""
     return value(step) if isinstance(value, StepValue) else value
 
 
 def all_values(value: Union[float, StepValue]) -> list[float]:
-    """All values that `value` takes, the last one last."""
+    """Return all values that `value` takes, the last one last."""
     return list(value.values.values()) if isinstance(value, StepValue) else [value]
 
 
-def seeded_generator(device: torch.device, *purpose: object) -> torch.Generator:
-    """A generator seeded by `purpose` (seed, step, parameter name, ...): equal wherever and whenever it is asked for.
+def seeded_generator(device: torch.device, *purpose: object) -> Optional[torch.Generator]:
+    """Return a generator seeded by `purpose` (seed, step, parameter name, ...): equal wherever and whenever it is made.
 
-    The global generators are not touched, and nothing needs to be saved but the step.
+    The global generators are not touched, and a resumed run draws the same numbers without a saved generator state.
+    None on the meta device, where nothing is drawn.
     """
+    if device.type == "meta":
+        return None
     digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_parallel.compression.arguments import check_fraction, check_integer
 from lightning_parallel.compression.feedback import Feedback, FeedbackName, GradientBlock
-from lightning_parallel.compression.reducer import Method, Reducer
+from lightning_parallel.compression.method import Method
+from lightning_parallel.compression.reducer import Reducer
 from lightning_parallel.compression.wire import (
     AllReduceRequest,
     Codec,
@@ -22,44 +23,44 @@ from lightning_parallel.compression.wire import (
     ReduceScatterRequest,
     Requests,
     StepContext,
-    Traffic,
     split_by_rank,
 )
 
 __all__ = ["Compressor", "Dense"]
 
-_OF_THE_OUTER = {"feedback", "decay", "start_step", "min_numel"}  # what an encoding of values has no use for
+
+_OUTER_ARGUMENTS = {"feedback", "decay", "start_step", "min_numel"}  # without effect on an encoding of values
+
+# A checkpoint of `Auto` names the chosen compressor by its repr, so the order of arguments there must never change.
+_LAST_ARGUMENTS = ("feedback", "decay", "momentum", "start_step", "min_numel", "seed")
 
 
 class Compressor(Reducer, Method):
-    """A reducer that treats all tensors alike; the base of what users construct.
+    """A reducer that treats all tensors the same way; the base of those that users construct.
 
-    `a | b` sends what `a` selects encoded by `b`; the error feedback is then that of `a`.
+    `a | b` sends what `a` selects, encoded by `b`; the error feedback is then that of `a`.
 
     Args:
-        feedback: Error feedback: None, `classic`, `decayed` or `ef21`.
+        feedback: Error feedback: `classic`, `decayed`, `ef21` or None for none, which needs no memory.
         decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
         start_step: Steps with plain means before compression begins.
         min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
-        values: Encoding of what is sent, as `| values` would set it.
-        momentum: Momentum correction; the optimizer must then have none.
 
     Raises:
         TypeError: If an argument is of a wrong type.
         ValueError: If an argument is out of range, or a combination makes no sense.
     """
 
-    codecs: ClassVar[tuple[str, ...]] = ()  # names of the classes allowed as `values`
-    own_slots: ClassVar[frozenset[str]] = frozenset()  # in memory, besides those of the feedback
+    codecs: ClassVar[tuple[str, ...]] = ()  # names of the classes allowed after `|`
+    method_slots: ClassVar[frozenset[str]] = frozenset()  # in memory, besides those of the feedback
 
     def __init__(
         self,
-        feedback: Optional[FeedbackName],
+        *,
+        feedback: Optional[FeedbackName] = "classic",
         decay: Optional[float] = None,
         start_step: int = 0,
         min_numel: int = 1024,
-        values: Optional[Codec] = None,
-        momentum: float = 0.0,
     ) -> None:
         super().__init__()
         if feedback not in (None, "classic", "decayed", "ef21"):
@@ -68,18 +69,14 @@ class Compressor(Reducer, Method):
             check_fraction("decay", decay)
             if feedback != "decayed":
                 raise ValueError(f"`decay` is that of feedback='decayed', got decay={decay} with feedback={feedback!r}")
-        check_fraction("momentum", momentum)
         check_integer("start_step", start_step, least=0)
         check_integer("min_numel", min_numel, least=0)
-        if momentum and feedback != "classic":
-            raise ValueError(f"momentum correction accumulates in classic error feedback, got feedback={feedback!r}")
-        self.start_step, self.min_numel = start_step, min_numel
+        self.start_step = start_step
+        self.min_numel = min_numel
         self.decay = decay
-        self.feedback = Feedback(feedback, 0.5 if decay is None else decay, momentum)
+        self.feedback = Feedback(feedback, 0.5 if decay is None else decay)
         self.values: Codec = Exact()
-        self._dense = Dense(momentum)
-        if values is not None:
-            self._set_values(values)
+        self._dense = Dense()
 
     @abc.abstractmethod
     def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
@@ -87,31 +84,38 @@ class Compressor(Reducer, Method):
 
     @property
     def slots(self) -> frozenset[str]:
-        return self.own_slots | self.feedback.slots | self._dense.slots
+        """The slots of memory that it uses."""
+        return self.method_slots | self.feedback.slots | self._dense.slots
 
     @property
     def separate(self) -> bool:
+        """True if the encoding of values draws random numbers."""
         return self.values.stochastic
 
     def accepts(self, shape: Sequence[int]) -> bool:
-        """Whether a gradient of `shape` is worth compressing."""
+        """Return whether a gradient of `shape` is worth compressing."""
         return len(shape) >= 2 and math.prod(shape) >= max(self.min_numel, 1)
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
+        """Return this compressor, or the plain mean for small tensors and the first steps."""
         return self if step >= self.start_step and self.accepts(shape) else self._dense
 
     def requests(self, block: GradientBlock, step: StepContext) -> Requests:
+        """Replace the block's gradients by their mean, with error feedback around `compress`."""
         work = self.feedback.apply(block, step.memory, step.scale)
         yield from self.compress(work, block, step)
         self.feedback.update(block, step.memory, work, step.scale)
 
     def __or__(self, values: Codec) -> Compressor:
+        # A copy, as the parts of a composition may be used alone as well.
         composed = copy.deepcopy(self)
-        composed._set_values(values)
+        composed._encode_values(values)
         return composed
 
-    def _set_values(self, values: Codec) -> None:
+    def _encode_values(self, values: Codec) -> None:
+        """Send what is selected encoded by `values`."""
         allowed = f"one of {', '.join(self.codecs)}" if self.codecs else "nothing"
+        # Compressors that cannot encode values pass here: the next check says what could follow instead.
         if not isinstance(values, (Codec, Compressor)):
             raise TypeError(f"{type(self).__name__} can be followed by {allowed}, got {values!r}")
         if type(values).__name__ not in self.codecs:
@@ -122,7 +126,7 @@ class Compressor(Reducer, Method):
         if not isinstance(self.values, Exact):
             raise ValueError(f"{type(self).__name__} already encodes its values by {self.values!r}; use one encoding")
         settings = values._settings() if isinstance(values, Compressor) else {}
-        useless = {name: value for name, value in settings.items() if name in _OF_THE_OUTER and value is not None}
+        useless = {name: value for name, value in settings.items() if name in _OUTER_ARGUMENTS and value is not None}
         if useless:
             raise ValueError(
                 f"{', '.join(f'`{name}`' for name in useless)} would have no effect on the encoding of values, got "
@@ -130,18 +134,27 @@ class Compressor(Reducer, Method):
             )
         self.values = values
 
+    def _correct_momentum(self, momentum: float) -> None:
+        """Apply the momentum of SGD before the selection, and to the plain means."""
+        check_fraction("momentum", momentum)
+        if momentum and self.feedback.kind != "classic":
+            raise ValueError(
+                f"momentum correction accumulates in classic error feedback, got feedback={self.feedback.kind!r}"
+            )
+        self.feedback = Feedback(self.feedback.kind, self.feedback.decay, momentum)
+        self._dense = Dense(momentum)
+
     def _settings(self) -> dict[str, Any]:
-        """What it was made with where that is not the default, by argument; without the encoding of its values."""
+        """Return the arguments that differ from their defaults, without the encoding of values."""
         held = {**vars(self), "feedback": self.feedback.kind, "momentum": self.feedback.momentum}
-        arguments = inspect.signature(type(self)).parameters
         return {
             name: held[name]
-            for name, argument in arguments.items()
-            if name != "values" and name in held and held[name] != argument.default
+            for name, default in _defaults(type(self)).items()
+            if name != "values" and name in held and held[name] != default
         }
 
     def _main(self) -> dict[str, str]:
-        """The argument that is always shown, and how."""
+        """Return the argument that `repr` always shows, and how."""
         return {}
 
     def __repr__(self) -> str:
@@ -151,11 +164,27 @@ class Compressor(Reducer, Method):
         return alone if isinstance(self.values, Exact) else f"{alone} | {self.values!r}"
 
 
+def _defaults(compressor: type[Compressor]) -> dict[str, Any]:
+    """Return the default of each constructor argument, also of those that `**kwargs` passes to base classes."""
+    found: dict[str, Any] = {}
+    for base in compressor.__mro__:
+        if issubclass(base, Compressor) and "__init__" in vars(base):
+            parameters = inspect.signature(base).parameters.values()
+            for parameter in parameters:
+                if parameter.kind is not parameter.VAR_KEYWORD:
+                    found.setdefault(parameter.name, parameter.default)
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+                break
+    first = [name for name in found if name not in _LAST_ARGUMENTS]
+    return {name: found[name] for name in (*first, *_LAST_ARGUMENTS) if name in found}
+
+
 class Dense(Reducer, Method):
     """The plain mean, by all-reduce. Exact, linear and unbiased.
 
-    Gradients of 16 bits are summed in fp32 and travel as that, twice what `DistributedDataParallel` sends without a
-    hook: so do those of a compressor that are small, or come before its `start_step`. fp64 travels as it is.
+    Gradients of 16 bits are summed in fp32 and sent as that, twice the bytes of `DistributedDataParallel` without a
+    hook. The same holds for those gradients of a compressor that are small, or come before its `start_step`. fp64 is
+    sent as it is.
 
     Args:
         momentum: Applied to the mean here, where an optimizer without momentum expects it done (momentum correction).
@@ -171,21 +200,26 @@ class Dense(Reducer, Method):
         self.feedback = Feedback(momentum=momentum)
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
+        """Return this method for all parameters."""
         return self
 
     @property
     def slots(self) -> frozenset[str]:
+        """The velocity, with momentum."""
         return self.feedback.slots
 
     @property
     def scatters(self) -> bool:
+        """True without momentum, whose velocity is that of the whole mean."""
         return not self.feedback.momentum
 
     def requests(self, block: GradientBlock, step: StepContext) -> Requests:
+        """Replace the block's gradients by their mean."""
         block.allocate_outputs()
         if block.shard is not None:
             yield from self._shard_requests(block, block.shard, step)
             return
+        # One large contiguous gradient is summed where it lies.
         if len(block.names) == 1 and block.outputs[0] is block.gradients[0]:
             total = yield AllReduceRequest(block.outputs[0].unsqueeze(0))
         else:
@@ -200,14 +234,8 @@ class Dense(Reducer, Method):
         rows = torch.stack([gradient.to(block.dtype).flatten() for gradient in block.gradients])
         mine = yield ReduceScatterRequest(split_by_rank(rows, step.group.size, shard).flatten(1))
         step.watch(mine)
-        block.write_shard(mine.div_(step.group.size).view(-1, shard), step.group.rank)
+        block.write_shard(mine.div_(step.group.size).view(-1, shard), shard, step.group.rank)
         block.write_gradients(scale=1.0)
-
-    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
-        return [Traffic("all_reduce", element_bytes * math.prod(shape))]
-
-    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
-        return [Traffic("reduce_scatter", element_bytes * world_size * shard)]
 
     def __repr__(self) -> str:
         return f"Dense(momentum={self.feedback.momentum})" if self.feedback.momentum else "Dense()"
