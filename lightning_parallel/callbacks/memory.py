@@ -32,7 +32,18 @@ from lightning_parallel.compat.torch import (
 )
 from lightning_parallel.tracing.text import bytes_text
 
-__all__ = ["ActivationMeter", "MemoryAccumulator", "MemoryProfiler", "StorageSet", "held_bytes", "tensors_in"]
+__all__ = [
+    "HELD",
+    "ActivationMeter",
+    "MemoryAccumulator",
+    "MemoryProfiler",
+    "StorageSet",
+    "held_bytes",
+    "tensors_in",
+]
+
+HELD = ("parameters", "buffers", "gradients", "optimizer", "compression", "activations_peak")
+"""Keys of a rank in the report that add up to what training holds at its peak."""
 
 
 class MemoryAccumulator(Accumulator):

@@ -102,6 +102,7 @@ def raise_together(error: Exception | None, group: Group) -> None:
     failed = {rank: failure for rank, failure in zip(group.ranks, found) if failure is not None}
     if failed:
         name, message = next(iter(failed.values()))
+        # Only types that are made from a message alone; others may need arguments that are not known here.
         kind = {"ValueError": ValueError, "TypeError": TypeError}.get(name, RuntimeError)
         raise kind(f"{message}\n(found on rank {', '.join(map(str, failed))})")
 
@@ -162,6 +163,7 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
 @torch.no_grad()
 def _weighted_sum(tensor: Tensor) -> Tensor:
+    # Integers, because their sums do not depend on the order of additions, which differs between devices.
     words = _words(tensor)
     weights = _weights(tensor.device)
     parts = [words] if len(words) <= _CHUNK else words.split(_CHUNK)
@@ -195,7 +197,7 @@ def row_fingerprints(tensor: Tensor, elements: int = 256) -> Tensor:
     """Hash up to `elements` evenly spaced elements of each row to 64 bits, on the tensor's device: (rows,)."""
     flat = tensor.detach().reshape(len(tensor), -1)
     flat = flat[:, :: max(1, flat.shape[1] // elements)].contiguous()
-    if flat.element_size() not in _INTEGERS:
+    if flat.element_size() not in _INTEGERS:  # complex128
         flat = torch.view_as_real(flat).flatten(1)
     integers = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
     weights = 2 * torch.arange(integers.shape[1], device=flat.device) + 1

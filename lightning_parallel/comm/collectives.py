@@ -50,6 +50,7 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce `tensor` over `group` into a new tensor; in a group of one, return `tensor` itself."""
     if group.size == 1:
         return tensor
+    # `clone` alone would keep the strides, and collectives need contiguous memory.
     return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group, op)
 
 
@@ -131,6 +132,7 @@ def reduce_scatter(
 
 
 def _start_reduce_scatter(mine: Tensor, parts: list[Tensor], group: Group) -> Any:
+    # Tried rather than asked: whether gloo has it depends on the version of torch, and nothing tells.
     try:
         return dist.reduce_scatter(mine, parts, group=group.process_group, async_op=True)
     except RuntimeError as error:
@@ -149,6 +151,7 @@ class _AllReduceAndSlice:
 
     def wait(self) -> None:
         self._work.wait()
+        # Not before: until then the buffer holds partial sums.
         self._mine.copy_(self._part)
 
 

@@ -71,6 +71,7 @@ class Group:
         rank = dist.get_rank()
         if rank not in ranks:
             raise ValueError(f"rank {rank} is not a member of the given process group of ranks {ranks}")
+        # None stands for the default group, but its name and backend are those of the object.
         wrapped = dist.group.WORLD if process_group is None else process_group
         return cls(axis, ranks, ranks.index(rank), wrapped if len(ranks) > 1 else None)
 

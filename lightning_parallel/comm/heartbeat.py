@@ -29,6 +29,7 @@ class _Heartbeat:
         # The store outlives a run: an error that an earlier run of this process reported must not explain this one's.
         self.report("")
         self.stopped = threading.Event()
+        # A thread, because the main one may be inside a collective for as long as the slowest rank computes.
         self.thread = threading.Thread(target=self._beat, name="lightning_parallel-heartbeat", daemon=True)
         self.thread.start()
 

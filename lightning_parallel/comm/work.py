@@ -69,6 +69,7 @@ class Pending:
         tag: Tag of a message.
     """
 
+    # One is made for every collective of a step; slots keep that cheap.
     __slots__ = ("_bytes", "_dtype", "_flight", "_group", "_op", "_peer", "_result", "_tag", "_work")
 
     def __init__(
@@ -112,6 +113,7 @@ class Pending:
         """Let the backend note when the communication is over, which may be long before `wait` is called."""
         if flight.clock is not None:
             flight.complete = flight.clock.completion(self._work)
+        # The handles of this package, such as the all-reduce between two ranks, have no future: `wait` completes them.
         elif self._peer is None and self._group.backend == "gloo" and hasattr(self._work, "get_future"):
             with suppress(RuntimeError):  # some operations have no future
                 self._work.get_future().add_done_callback(self._note_completion)

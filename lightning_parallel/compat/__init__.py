@@ -67,16 +67,14 @@ class ParallelState:
         tensor_ranks: The tensor-parallel ranks that the module was divided over.
         sharding: What was divided how (`tensor.plan.Sharding`).
         engine: Its pipeline (`pipeline.engine.PipelineEngine`).
-        state_names: Keys of the whole module's `state_dict`, in order.
-        parameter_names: Names of the whole module's parameters, in order.
+        names: Names in the whole module, before it was cut (`checkpoint.ModelNames`).
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
     """
 
     tensor_ranks: tuple[int, ...] = ()
     sharding: Any = None
     engine: Any = None
-    state_names: tuple[str, ...] = ()
-    parameter_names: tuple[str, ...] = ()
+    names: Any = None
     skipped_steps: int = 0
 
     @classmethod

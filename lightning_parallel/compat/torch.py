@@ -27,6 +27,7 @@ from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 # The one base of all batch and instance normalization: a list of their public classes would miss those of users.
 from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 
 # Walks nested containers of tensors; `torch.utils.pytree` is not there in all supported versions.
 from torch.utils import _pytree as pytree
@@ -37,6 +38,11 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from lightning_parallel.compat import Patches
 
 __all__ = [
+    "TOTAL_NORM",
+    "clip_grad",
+    "non_persistent_buffers_of",
+    "norms_of",
+    "patch_unscale",
     "CPU_FLASH_ATTENTION",
     "FullyShardedGroup",
     "FullyShardedParameter",
@@ -85,6 +91,11 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the buffers that belong to the module itself, by name, to read or replace; see `parameters_of`."""
     return module._buffers
+
+
+def non_persistent_buffers_of(module: nn.Module) -> set[str]:
+    """Return the names of the module's own buffers that `state_dict` leaves out; `register_buffer` only writes them."""
+    return module._non_persistent_buffers_set
 
 
 def has_compiled_call(module: nn.Module) -> bool:
@@ -252,6 +263,25 @@ def is_backward_running() -> bool:
 
 
 # -- torch.amp, torch.optim --------------------------------------------------------------------------------------------
+
+# The function inside torch's `clip_grad_norm_` that takes the norm of a list of gradients: replacing it is the only
+# way to correct what modules compute that call `clip_grad_norm_` by themselves.
+TOTAL_NORM = "_get_total_norm" if hasattr(clip_grad, "_get_total_norm") else "get_total_norm"
+
+
+def norms_of(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    """Return the norm of each tensor, in one kernel for all on CUDA; the public function takes one tensor."""
+    return list(torch._foreach_norm(tensors, norm_type)) if tensors else []
+
+
+def patch_unscale(scaler: Any, change: Any, patches: Patches) -> None:
+    """Let `change` see and correct what a `GradScaler` found when it unscaled gradients: its overflow by device.
+
+    The scaler decides by itself, without a hook, whether it skips the step.
+    """
+    unscale = scaler._unscale_grads_
+    patches.replace(scaler, "_unscale_grads_", lambda *args, **kwargs: change(unscale(*args, **kwargs)))
+
 
 # -- used by callbacks: memory, operations, collectives -----
 

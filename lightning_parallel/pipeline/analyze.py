@@ -31,10 +31,10 @@ from lightning_parallel.pipeline.layer_stack import (
     outer_modules,
 )
 from lightning_parallel.pipeline.measure import count_parameters, measure
-from lightning_parallel.pipeline.partition import Balance, cut_layers
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, TensorLayout, device_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, dry_run, missing, watch_parameters
 from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.search import Balance, cut_layers
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.stage import REENTRANT, CutError, InterceptedModel, StageExit, StageForward
 from lightning_parallel.pipeline.stubs import StubOutputs, named_placeholders

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from lightning_parallel.pipeline.actions import Schedule, activations_held
-from lightning_parallel.pipeline.partition import stage_costs
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
+from lightning_parallel.pipeline.search import stage_costs
 from lightning_parallel.pipeline.simulate import Cost, Link
 
 __all__ = ["Costs", "PipelinePlan", "PlannedParameter", "TensorLayout", "device_of"]

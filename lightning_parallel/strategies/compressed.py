@@ -34,11 +34,9 @@ from lightning_parallel.compression import (
     compression_hook,
     warn_of_unmatched,
 )
-from lightning_parallel.strategies.skipping import skip
+from lightning_parallel.strategies.mesh_compression import KEY, drop_gradients
 
 __all__ = ["BUILD", "CompressedDDPStrategy", "SavesCompression", "SavesShardedCompression", "with_compressor"]
-
-KEY = "compression"  # of the state in a Lightning checkpoint
 
 
 class SavesCompression(Strategy):
@@ -99,7 +97,7 @@ class SavesCompression(Strategy):
     def _skip_step(self, names: Optional[Collection[str]] = None) -> None:
         """Leave no gradient of `names`, or none at all, behind: optimizers pass over parameters without one."""
         assert self.lightning_module is not None
-        skip(self.lightning_module, names)
+        drop_gradients(self.lightning_module, names)
 
 
 class SavesShardedCompression(SavesCompression):

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.compression.deepspeed_engine import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.strategies.compressed import SavesCompression
-from lightning_parallel.strategies.skipping import warn_of_skip
+from lightning_parallel.strategies.mesh_compression import warn_of_dropped_step
 
 __all__ = ["CompressedDeepSpeedStrategy"]
 
@@ -216,7 +216,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             return
         if not self._state.finish():
             assert self.lightning_module is not None
-            warn_of_skip(self.lightning_module)
+            warn_of_dropped_step(self.lightning_module)
 
     @override
     def teardown(self) -> None:

@@ -72,6 +72,7 @@ class Attention:
         single = Shard.packed(0, [heads], ranks)
         rules = {f"{name}_proj_weight": single for name in ("q", "k", "v")}
         rules |= {"in_proj_weight": packed, "in_proj_bias": packed, "out_proj.weight": single.along(1)}
+        # Separate projection weights exist only where keys or values have another size than queries.
         present = {name for name, _ in module.named_parameters()}
         return {name: rule for name, rule in rules.items() if name in present}
 
@@ -89,6 +90,7 @@ class Attention:
         layer.region = None
         layer.head_counts = tuple(size // layer.head_dim for size in heads.sizes)
         layer.first_head = heads.ranges[group.rank][0][0] // layer.head_dim
+        # By whole heads too: it takes in the features of the heads that this rank computes.
         Row(unit=layer.head_dim).apply(layer.out_proj, group)
         shard_parameters(layer, {name: rule for name, rule in rules.items() if name != "out_proj.weight"}, group)
 
@@ -120,6 +122,7 @@ class TransformerLayer:
 def _transformer_styles(module: nn.Module) -> dict[str, Style]:
     if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         raise TypeError(f"`TransformerLayer` applies to torch's own transformer layers, found {describe(module)}")
+    # A decoder layer also attends to the encoder's output.
     attentions = ["self_attn"] if isinstance(module, nn.TransformerEncoderLayer) else ["self_attn", "multihead_attn"]
     return {**{name: Attention() for name in attentions}, "linear1": Column(), "linear2": Row()}
 
@@ -197,7 +200,7 @@ class ParallelAttention(nn.MultiheadAttention):
         mask = None
         if attn_mask is not None:
             mask = _additive(attn_mask, q.dtype)
-            if mask.dim() == 3:  # (B H, L, S)
+            if mask.dim() == 3:  # (B H, L, S): a mask per head, of which this rank needs those of its heads
                 mask = mask.unflatten(0, (-1, self.num_heads)).narrow(1, self.first_head, q.shape[1])
         if key_padding_mask is not None:
             padding = _additive(key_padding_mask, q.dtype)[:, None, None, :]
@@ -208,6 +211,7 @@ class ParallelAttention(nn.MultiheadAttention):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Attend with q (B, h, L, D), k and v (B, h, S, D) -> (B, h, L, D), and the weights (B, h, L, S) if needed."""
+        # Dropout of the weights draws for this rank's heads only, so it needs this rank's random stream.
         dropout = self.dropout if self.training else 0.0
         with self.region.scope(q.device) if self.region is not None and dropout else nullcontext():
             if not need_weights:
@@ -219,6 +223,7 @@ class ParallelAttention(nn.MultiheadAttention):
             return weights @ v, weights
 
     def _full_weights(self, weights: Tensor, average: bool) -> Tensor:
+        # Averaged weights are a sum over heads, hence over ranks; single ones have to be gathered.
         if average:
             return reduce_from_group(weights.sum(1), self.group) / self.num_heads
         return gather_from_group(weights, self.group, 1, self.head_counts)
@@ -280,6 +285,7 @@ def guard_fast_path(root: nn.Module) -> None:
 
 @contextmanager
 def _no_fast_path() -> Iterator[None]:
+    # A process-wide switch, so it is set for the forward of a divided layer only.
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -317,6 +323,7 @@ def divide_by_heads(
         by_heads = _head_styles(attention, prefix, styles, heads)
         if not by_heads:
             continue
+        # No style says how a parameter that spans all heads, such as a norm over them, would be divided with them.
         others = _other_parameters(attention)
         if _sees_single_heads(attention, others, heads):
             styles.update(by_heads)

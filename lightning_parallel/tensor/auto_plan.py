@@ -118,6 +118,7 @@ def _regions(plan: Plan) -> list[str]:
 
 
 def _automatic(module: nn.Module, verifier: PlanVerifier, group: Group) -> Plan:
+    # Modules that have a style already are not looked at again: the model's own plan comes before the structure.
     found = Plan()
     for path, model in _hugging_face_models(module):
         found.add(path, _hugging_face_plan(model, group))
@@ -165,6 +166,7 @@ def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
             unknown.add(path.rpartition(".")[0])
         else:
             found.styles[path] = style
+    # A row-parallel layer without its column-parallel partner would take full features for this rank's.
     for path in [path for path in found.styles if path.rpartition(".")[0] in unknown]:
         del found.styles[path]
     divide_by_heads(model, found.styles, found.attributes, group)
@@ -192,6 +194,7 @@ def _discover(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Grou
     prefix = f"{path}." if path else ""
     for name, child in module.named_children():
         _discover(child, plan, verifier, group, prefix + name)
+    # Containers have no forward by which a division could be verified.
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is nn.Module.forward:
         return
     inside = plan.under(path)
@@ -200,6 +203,7 @@ def _discover(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Grou
         for name, child in module.named_modules()
         if name and is_linear(child) and not _belongs(name, inside.styles) and not read_elsewhere(module, name)
     ]
+    # A module around repeated blocks is not one region; its blocks have been planned above.
     repeated = any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.modules())
     if len(free) < 2 or repeated or any(_holds_blocks(child) for child in module.children()):
         return
@@ -261,6 +265,7 @@ def _candidates(module: nn.Module, opening: list[str], closing: str, group: Grou
             yield Plan({**columns, closing: Row(parts=(found.query_part(),))}, attributes)
     if set(outs) == {width}:
         yield Plan({**{name: Column() for name in opening}, closing: Row()})
+    # Several projections in one layer: gate and up make two, query, key and value three.
     for count in sorted({len(outs), *(out // width for out in outs)}):
         if count > 1 and set(outs) == {count * width}:
             yield from _fused(opening, closing, width, count, group)
@@ -293,6 +298,7 @@ def _divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> 
         if not isinstance(stack, (nn.ModuleList, nn.Sequential)) or len(stack) == 0 or not path:
             continue
         blocks = [f"{path}.{name}" for name, _ in stack.named_children()]
+        # All blocks of a stack or none: the sequence is divided before the first and gathered after the last.
         divided = [_sequence_plan(modules[block], plan.under(block), verifier) for block in blocks]
         accepted = [part for part in divided if part is not None]
         if len(accepted) == len(blocks):
@@ -327,6 +333,7 @@ def _embeddings_and_rest(module: nn.Module, plan: Plan, group: Group) -> None:
     for child in module.modules():
         if is_linear(child):
             weights[id(child.weight)] = weights.get(id(child.weight), 0) + 1
+    # A gathered output costs an all-gather but is right for any use of it.
     for path, child in module.named_modules():
         if _belongs(path, plan.styles) or not any(True for _ in child.parameters(recurse=False)):
             continue
@@ -335,6 +342,7 @@ def _embeddings_and_rest(module: nn.Module, plan: Plan, group: Group) -> None:
         if read_elsewhere(module, path):
             plan.notes[path] = "whole: its weight is read outside of its forward"
         elif is_native(child, nn.Embedding):
+            # A tied head is divided with its table, whatever the size.
             large = child.weight.numel() >= LARGE_TABLE * total or id(child.weight) in weights
             if large and child.weight.shape[0] >= group.size and _applies(Vocab(), child):
                 plan.styles[path] = Vocab()

@@ -256,6 +256,7 @@ def no_view(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 
 def _slices(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Sequence[int]:
+    # Checked before any communication: a rank that raised later would leave the others waiting.
     extent = x.shape[dim]
     if sizes is None and extent % group.size:
         raise ValueError(f"dimension {dim} of {extent} does not divide over {group.size} ranks; pass the sizes")
@@ -266,6 +267,7 @@ def _slices(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> S
 
 
 def _slice(x: Tensor, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    # A copy: a view would keep the full tensor alive, and could not be changed in place by the caller.
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
 
 
@@ -277,10 +279,11 @@ class _CopyToGroup(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.view_as(x)  # an alias, so that the output has a separate `grad_fn`
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Each rank did a part of the work with `x`; their gradients add up.
         return reduce_from_group(grad, ctx.group), None
 
 
@@ -292,6 +295,7 @@ class _ReduceFromGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Every summand has the gradient of the sum, and that is equal on all ranks already.
         return copy_to_group(grad, ctx.group), None
 
 
@@ -314,6 +318,7 @@ class _GatherFromGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # All ranks computed the same from the output, so `grad` is the full gradient on each of them.
         return scatter_to_group(grad, *ctx.args), None, None, None
 
 
@@ -325,6 +330,7 @@ class _AllGatherToGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Each rank did a part of the work with the output, so the gradients have to be summed before they are sliced.
         return reduce_scatter_to_group(grad, *ctx.args), None, None, None
 
 
@@ -373,10 +379,12 @@ class _BroadcastToGroup(Function):
     def forward(ctx: Any, x: Tensor, group: Group, source: int) -> Tensor:
         ctx.group = group
         ctx.source = source
+        # `broadcast_` writes into its argument, and the caller's tensor must stay as it is.
         return comm.broadcast_(x.clone(memory_format=torch.contiguous_format), group, source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Only the source needs the sum, but there is no reduction to a single rank in `comm`.
         total = comm.all_reduce(grad, ctx.group)
         return total if ctx.group.rank == ctx.source else torch.zeros_like(total), None, None
 
@@ -386,11 +394,13 @@ class _SendTo(Function):
     def forward(ctx: Any, x: Tensor, group: Group, to: int, tag: int) -> Tensor:
         ctx.args = group, to, tag
         ctx.like = x.shape, x.dtype, x.device
+        # Waits: a contiguous `x` is sent from its own memory, which the caller may change after this.
         comm.isend(x.contiguous(), group, to, tag).wait()
         return torch.zeros((), dtype=x.dtype, device=x.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # The receiving rank sends the gradient back under the same tag.
         group, to, tag = ctx.args
         shape, dtype, device = ctx.like
         received = comm.irecv(torch.empty(shape, dtype=dtype, device=device), group, to, tag).wait()
@@ -406,4 +416,4 @@ class _ReceiveFrom(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         comm.isend(grad.contiguous(), *ctx.args).wait()
-        return torch.zeros(()), None, None, None, None
+        return torch.zeros(()), None, None, None, None  # the gradient of the anchor, which nobody reads

@@ -52,6 +52,7 @@ def is_linear(module: nn.Module) -> bool:
 def is_native(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Return whether `module` computes with an ordinary floating-point weight by the `forward` of `kind`."""
     weight = parameters_of(module).get("weight")
+    # A lazy module has no sizes before its first batch; quantised weights are not floating-point.
     ordinary = weight is not None and not is_lazy(weight) and weight.is_floating_point()
     return isinstance(module, kind) and ordinary and _has_class_forward(module) and only_wraps(type(module), kind)
 
@@ -133,6 +134,7 @@ def heads_of(module: nn.Module, config: Any = None) -> AttentionHeads | None:
     queries = _first_count(sources, QUERY_NAMES)
     if queries is None:
         return None
+    # Without a count of key/value heads there are as many as query heads.
     keys = _first_count(sources, KEY_VALUE_NAMES) or queries
     size = _first_count(sources, SIZE_NAMES)
     if size is None:
@@ -177,6 +179,7 @@ def local_attributes(module: nn.Module, heads: AttentionHeads, group: Group) -> 
 # --------------------------------------------------------------------------------------------------------------- code
 
 STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+# Only the user's code is read; the classes of these packages are skipped.
 LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "builtins")
 HARMLESS = {"dtype", "device", "requires_grad", "is_cuda"}  # equal for a shard and the full tensor
 SIZES = ("weight", "bias", "in_features", "out_features", "num_embeddings")
@@ -195,6 +198,7 @@ def computes_with_parameters(module: nn.Module) -> bool:
 
     Torch's own modules do; others if their code shows it.
     """
+    # The last two classes are `nn.Module` and `object`.
     if any(base.__module__.startswith("torch.") and "forward" in vars(base) for base in type(module).__mro__[:-2]):
         return True
     return any(_reads(method, name) for method in _methods(type(module)) for name in parameters_of(module))
@@ -203,6 +207,7 @@ def computes_with_parameters(module: nn.Module) -> bool:
 @_cached
 def only_wraps(kind: type[nn.Module], inherited: type[nn.Module]) -> bool:
     """Return whether the `forward` of `kind`, if it has one, leaves the computation to that of its base `inherited`."""
+    # A forward that calls the inherited one and reads no sizes goes on working when `convert` replaces the latter.
     bases = kind.__mro__[: kind.__mro__.index(inherited)]
     forwards = [_parsed(vars(base)["forward"]) for base in bases if "forward" in vars(base)]
     return all(

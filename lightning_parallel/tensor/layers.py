@@ -101,6 +101,7 @@ class Column:
     sequence_dim: int | None = None
 
     def __post_init__(self) -> None:
+        # The gathered output would hold shared features more than once.
         if self.gather_output and any(isinstance(part, ShardPart) and part.shared for part in self.parts or ()):
             raise ValueError("`gather_output=True` cannot be combined with features that several ranks share")
 
@@ -191,6 +192,7 @@ class Vocab:
         """See `Style`."""
         if not is_native(module, nn.Embedding):
             raise TypeError(f"`Vocab` applies to `nn.Embedding`, found {describe(module)}")
+        # These act on the rows that are looked up, and tokens that other ranks hold look up row 0 here.
         used = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
         if used:
             raise ValueError(f"a vocabulary-parallel embedding cannot have {', '.join(f'`{name}`' for name in used)}")
@@ -269,7 +271,7 @@ class ColumnLinear(_ParallelLinear):
         y = column_linear(input, self.weight, self.bias, self.inputs, self.transposed)
         if self.gather_output:
             return _gather_features(y, self.feature_rule, self.group)
-        if self.region is not None and self.training:
+        if self.region is not None and self.training:  # dropout draws in training only
             self.region.open(y.device)
         return y
 
@@ -293,7 +295,7 @@ class RowLinear(_ParallelLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in / ranks), or (..., in) if the layer divides its input, to (..., out)."""
         if self.region is not None:
-            self.region.close()
+            self.region.close()  # the output is equal on all ranks again, and so must be the dropout that follows
         x = input
         if self.split_input:
             x = _split_features(x, self.feature_rule, self.group)
@@ -331,10 +333,12 @@ class VocabEmbedding(nn.Embedding):
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(f"tokens must be in [0, {self.num_embeddings}), found {int(low)} to {int(high)}")
         elsewhere = (tokens < self.first) | (tokens >= self.stop)
+        # Only the rank that holds the padding row has to keep gradients from it.
         padding = self.padding_idx
         if padding is not None:
             padding = padding - self.first if self.first <= padding < self.stop else None
         rows = F.embedding((tokens - self.first).masked_fill(elsewhere, 0), self.weight, padding)
+        # Each token is nonzero on one rank, so the sum over the ranks is the full lookup.
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.lengths is None:
             return reduce_from_group(rows, self.group)
@@ -370,6 +374,7 @@ def _gather_features(y: Tensor, rule: Shard, group: Group) -> Tensor:
 
 
 def _split_features(x: Tensor, rule: Shard, group: Group) -> Tensor:
+    # The collective takes consecutive slices; packed parts are brought into the order of the shards first.
     if not rule.consecutive:
         x = torch.cat([rule.split(x, rank) for rank in range(group.size)], -1)
     return scatter_to_group(x, group, -1, rule.sizes)
@@ -389,6 +394,7 @@ def convert(module: nn.Module, layer: type[L]) -> L:
     return module
 
 
+# Cached, so that all converted modules of a class share one class again.
 @cache
 def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     if issubclass(layer, original):
@@ -416,6 +422,7 @@ def shard_parameters(module: nn.Module, rules: Mapping[str, Shard], group: Group
         if known is not None and known != rule:
             raise ValueError(f"`{name}` is tied to a parameter that is divided in another way: {known}, not {rule}")
         if known is None:
+            # The object stays: optimizers, hooks and tied modules hold references to it.
             parameter.data = rule.split(parameter.data, group.rank)
             if parameter.grad is not None:
                 parameter.grad = rule.split(parameter.grad, group.rank)

@@ -33,6 +33,7 @@ __all__ = ["SequenceLengths", "SharedInputs", "column_linear", "compute_dtype", 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer computes on `x`: that of autocast where it applies."""
+    # Autocast never casts double precision.
     if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
@@ -159,11 +160,12 @@ class SharedInputs:
         key = (version_of(x), dtype, current_graph_task_id())
         if self._entry is None or self._source is None or self._source() is not x or self._key != key:
             gradient = _InputGradient(self, self._sizes(x))
+            # Weakly: this cache must not keep an activation alive that the model has dropped.
             # The copy is held until `x` is gone, its gradient is known, or another input comes.
             self._source = weakref.ref(x, self._forget)
             self._key = key
             self._entry = _ColumnInputFunction.apply(x, dtype, gradient), gradient
-        self._entry[1].expected += 1
+        self._entry[1].expected += 1  # each layer that reads the input adds a part in backward
         return self._entry
 
     def _sizes(self, x: Tensor) -> list[int] | None:
@@ -220,7 +222,7 @@ class _InputGradient:
         if self.total is None:
             self.total = grad @ weight
         else:
-            self.total.addmm_(grad, weight)
+            self.total.addmm_(grad, weight)  # in place, instead of one more tensor of the input's size per layer
         self.seen += 1
         if self.seen == self.expected:
             self.pending = self._start(self.total.view(shape))
@@ -229,12 +231,14 @@ class _InputGradient:
         group, lengths = self.inputs.group, self.inputs.lengths
         if lengths is None:
             return comm.all_reduce_(total, group, async_op=True)
+        # With sequence parallelism a rank needs the gradient of its part of the sequence only.
         return comm.reduce_scatter(total, group, lengths.dim, self.sizes, async_op=True)
 
     def collect(self, shape: torch.Size) -> Tensor | None:
         """Return the full gradient; None if no layer has contributed."""
         if self.total is None:
             return None
+        # If some layer that read the input got no gradient, the count was never reached and nothing was started.
         pending = self.pending if self.pending is not None else self._start(self.total.view(shape))
         self._clear()
         self.inputs.release(self)
@@ -246,6 +250,7 @@ class _ColumnInputFunction(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, gradient: _InputGradient) -> Tensor:
+        # The layers return None as the gradient of their input; zeros of its size would be made and added otherwise.
         ctx.set_materialize_grads(False)
         ctx.gradient = gradient
         ctx.dtype = x.dtype
@@ -266,6 +271,7 @@ class _ColumnLinearFunction(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: _InputGradient | None, transposed: bool
     ) -> Tensor:
         matrix = weight.to(x.dtype)
+        # A frozen weight needs no gradient, and its layer no input in backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)
         ctx.shape = x.shape
         ctx.gradient = gradient
@@ -312,12 +318,14 @@ class _RowLinearFunction(Function):
         else:
             ctx.sizes = lengths.divide(y.shape[lengths.dim])
             y = no_view(comm.reduce_scatter(y, group, lengths.dim, ctx.sizes))
+        # After the sum over the ranks, as each rank holds the full bias.
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     @staticmethod
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, matrix = ctx.saved_tensors
+        # Without sequence parallelism the gradient of y is equal on all ranks already: no communication.
         local = grad.reshape(-1, grad.shape[-1])
         rows = local
         if ctx.lengths is not None:
@@ -326,6 +334,7 @@ class _RowLinearFunction(Function):
         if ctx.needs_input_grad[0]:
             dx = (rows @ (matrix.t() if ctx.transposed else matrix)).view(ctx.shape).to(ctx.input_dtype)
         dw, _ = _parameter_gradients(ctx, x, rows, bias=False)
+        # The bias was added to this rank's positions only; see `Row.partial`.
         db = local.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None, None
 
@@ -334,6 +343,7 @@ def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) ->
     rows = x.reshape(-1, x.shape[-1])
     factor = matrix if transposed else matrix.t()
     y = rows @ factor if bias is None else torch.addmm(bias.to(x.dtype), rows, factor)
+    # `y.view` would be a view that a custom function returns, which the model could not change in place.
     return no_view(y, (*x.shape[:-1], factor.shape[1]))
 
 

@@ -64,6 +64,7 @@ def cross_entropy(
     _check(logits, target, rule, group, dim, reduction, label_smoothing)
     classes = _Classes(rule.ranges[group.rank][0][0], rule.full_size, group, label_smoothing)
     valid = target != ignore_index
+    # On other devices this check would wait for the device.
     if target.device.type == "cpu" and not ((target >= 0) & (target < classes.count) | ~valid).all():
         raise IndexError(f"targets must be in [0, {classes.count}) or {ignore_index}, found {target.unique().tolist()}")
     losses = _CrossEntropy.apply(logits.movedim(dim, -1), target, valid, weight, classes)
@@ -128,7 +129,7 @@ class _CrossEntropy(Function):
         parts = [None, z.gather(-1, index).squeeze(-1).masked_fill(~held, 0.0)]
         if classes.smoothing:
             parts.append((z if local_w is None else z * local_w).sum(-1))
-        p = z.exp_()
+        p = z.exp_()  # in place, after the terms that need z: the logits are the largest tensor of many models
         parts[0] = p.sum(-1)
         s, z_target, *z_sum = comm.all_reduce_(torch.stack(parts), classes.group).unbind()
         p /= s.unsqueeze(-1)
@@ -139,6 +140,7 @@ class _CrossEntropy(Function):
         losses = (1 - a) * w_target * (log_s - z_target)
         if z_sum:
             losses += a / classes.count * (w_total * log_s - z_sum[0])
+        # Backward needs the probabilities only, so the logits are not kept.
         ctx.save_for_backward(p, index, held, valid, w_target, local_w)
         ctx.classes = classes
         ctx.w_total = w_total

@@ -101,6 +101,7 @@ class Plan:
 
     def add(self, prefix: str, other: Plan) -> None:
         """Add `other`, whose paths are relative to `prefix`."""
+        # An empty path inside `other` stands for the module at `prefix` itself.
         start = f"{prefix}." if prefix else ""
         self.styles |= {start + path: style for path, style in other.styles.items()}
         self.attributes |= {(start + path).rstrip("."): values for path, values in other.attributes.items()}
@@ -163,6 +164,7 @@ def parse_plan(module: nn.Module, plan: Mapping[str, str | Style], group: Group)
     """
     modules = dict(module.named_modules())
     owners = [path for path, owner in modules.items() if any(True for _ in owner.parameters())]
+    # All problems are collected before one error is raised, so that a plan is corrected in one go.
     problems: list[str] = []
     parsed = Plan()
     for pattern, wanted in plan.items():
@@ -217,11 +219,14 @@ def _resolve(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan, ranks
     """Settle one group of modules that share parameters; return whether the plan had to change."""
     if not any(path in plan.styles for path in tied):
         return False
+    # Code that reads a weight directly expects the full one.
     if any(read_elsewhere(module, path) for path in tied):
         _leave_whole(plan, tied, "whole: other code reads its weight, or that of a module that shares it")
         return True
     if _agree(plan.styles, tied, ranks):
         return False
+    # Embedding and head use the same rows of one table; the head has to gather its output, as nobody expects the
+    # logits of some tokens only.
     by_vocabulary: dict[str, Style] = {}
     if all(is_native(owner, nn.Embedding) or is_linear(owner) for owner in tied.values()):
         by_vocabulary = {
@@ -250,13 +255,15 @@ def _rules(style: Style | None, module: nn.Module, ranks: int) -> dict[str, Shar
     try:
         return style.rules(module, ranks) if style is not None else {}
     except (TypeError, ValueError):
-        return {}
+        return {}  # a style that does not apply divides nothing; `apply_plan` reports it
 
 
 def _leave_whole(plan: Plan, paths: Iterable[str], note: str) -> None:
     """Remove the modules from the plan, and the layers that exchange divided features with them."""
     for path in paths:
         style = plan.styles.pop(path, None)
+        # A whole column layer hands all features to a row layer that expects this rank's, so the whole region must be
+        # left undivided, and an attention in it has all of its heads again.
         if _is_half(style):
             around = _region(plan, path, Row if isinstance(style, Column) else Column)
             for other in [other for other in plan.styles if other.startswith(around)]:
@@ -322,8 +329,10 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
     if problems:
         raise ValueError("the model cannot be divided:\n" + "\n".join(f"  {line}" for line in problems))
     shapes = {name: tuple(full_shape(parameter)) for name, parameter in module.named_parameters()}
+    # Ranks that divide differently would hang in a collective of the first step.
     comm.agree("the tensor-parallel plan", sorted((path, repr(style)) for path, style in plan.styles.items()), group)
     comm.agree("the shapes of the model's parameters", shapes, group)
+    # Styles describe full modules, so the rules are read before the first module is changed.
     shards, partial = _rules_by_name(module, modules, plan, group.size)
     for path, style in plan.styles.items():
         style.apply(modules[path], group)
@@ -332,6 +341,7 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
         full_attributes[path] = {name: getattr(modules[path], name) for name in values}
         for name, value in values.items():
             setattr(modules[path], name, value)
+    # After all layers: a region is found by the divided layers inside one module.
     connect_random_regions(module, group)
     for owner, first, last in plan.sequence_regions:
         divide_sequence(modules[owner], modules[first], modules[last], group)
@@ -353,7 +363,7 @@ def _rules_by_name(
         prefix = f"{path}." if path else ""
         for name, rule in style.rules(modules[path], ranks).items():
             shards[canonical[prefix + name]] = rule
-            if rule.replicated:
+            if rule.replicated:  # shared heads: each holder has the gradient from the query heads on its rank
                 partial.add(canonical[prefix + name])
         partial |= {canonical[prefix + name] for name in style.partial(modules[path])}
     return shards, frozenset(partial)
@@ -420,6 +430,7 @@ def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tu
     for owner, names in owners.items():
         largest = max(names, key=lambda name: math.prod(sharding.full_shapes[name]))
         style = _style_of(owner, names, sharding)
+        # Layer numbers are replaced by `*`: modules of repeated layers with the same key share a row.
         pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", f"{owner}.")
         note = sharding.plan.notes.get(owner, "")
         key = (pattern, style, _shape(sharding.full_shapes[largest]), _shape(local_shapes[largest]), note)

@@ -23,6 +23,7 @@ from lightning_parallel.comm import Group
 
 __all__ = ["RandomRegion", "connect_random_regions"]
 
+# The increment of SplitMix64, 2^64 over the golden ratio: it keeps the seeds of neighbouring ranks far apart.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -55,6 +56,7 @@ class RandomRegion:
             return
         generator = _default_generator(device)
         self._state_before = _state(generator)
+        # Drawn from the replicated state, then made different by rank: restoring that state restores all streams.
         self._seed = _mix(_draw(generator) + (self.group.rank + 1) * _GOLDEN)
         generator.manual_seed(self._seed)
         self._state_opened = _state(generator)
@@ -101,6 +103,7 @@ def connect_random_regions(root: nn.Module, group: Group) -> None:
 def _connect(module: nn.Module, region: RandomRegion) -> list[nn.Module]:
     """Connect the regions inside `module`; return the layers that have no counterpart yet."""
     end = getattr(module, "region_end", None)
+    # Attention opens and closes the region by itself, around its dropout.
     if end == "inside":
         module.region = region  # type: ignore[assignment]
         return []

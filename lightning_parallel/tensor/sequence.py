@@ -53,6 +53,7 @@ def sequence_parallel_styles(block: nn.Module, styles: Mapping[str, Style], dim:
             raise ValueError(f"`{path}` cannot be sequence-parallel with {style}; use `Column()` and `Row()` in pairs")
         result[path] = style if isinstance(style, Replicate) else replace(style, sequence_dim=dim)
     for path, module in block.named_modules():
+        # Norms and other layers see this rank's positions only.
         if any(True for _ in module.parameters(recurse=False)) and not isinstance(result.get(path), (Column, Row)):
             result[path] = Replicate(partial_gradient=True)
     return result
@@ -69,7 +70,7 @@ def divide_sequence(owner: nn.Module, first: nn.Module, last: nn.Module, group: 
 
     def scatter_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden = scatter_to_group(args[0], group, dim, lengths.divide(args[0].shape[dim]))
-        if module.training:
+        if module.training:  # dropout between the layers draws for different positions on each rank
             region.open(hidden.device)
         return (hidden, *args[1:])
 

@@ -117,6 +117,7 @@ class Shard:
     ranges: tuple[tuple[Range, ...], ...]
 
     def __post_init__(self) -> None:
+        # Ranges may overlap (shared heads), but an element that nobody holds would be lost in `merge`.
         covered = 0
         for start, stop in sorted(chain.from_iterable(self.ranges)):
             if start > covered:
@@ -154,6 +155,8 @@ class Shard:
     def ranks(self) -> int:
         """Number of ranks that the tensor is divided over."""
         return len(self.ranges)
+
+    # Layers read these in every forward, and a frozen rule never changes.
 
     @cached_property
     def full_size(self) -> int:
@@ -221,6 +224,7 @@ class Shard:
 
     def owned(self, local: Tensor, rank: int) -> Tensor:
         """Return the part of a shard that no lower rank holds, so that all ranks together count each element once."""
+        # An element belongs to the first of its holders, the one that `merge` takes it from.
         mine = sorted((at, size) for owner, at, size in _sources(self) if owner == rank)
         if sum(size for _, size in mine) == self.sizes[rank]:
             return local
@@ -228,6 +232,7 @@ class Shard:
         return torch.cat(slices, self.dim) if slices else local.narrow(self.dim, 0, 0)
 
 
+# Cached: the many layers of a model have few different rules, and equal rules are then the same object.
 @cache
 def _packed(dim: int, parts: tuple[ShardPart, ...], ranks: int) -> Shard:
     per_rank: list[list[Range]] = [[] for _ in range(ranks)]
@@ -246,6 +251,7 @@ def _sources(rule: Shard) -> tuple[tuple[int, int, int], ...]:
     found: list[tuple[int, int, int]] = []
     for start, stop in zip(bounds, bounds[1:]):
         rank, at = next(_holders(rule, start))
+        # Ranges that follow each other in one shard become one slice, so that `merge` copies few large ones.
         last = found[-1] if found else None
         if last is not None and last[0] == rank and last[1] + last[2] == at:
             found[-1] = (rank, last[1], last[2] + stop - start)
@@ -287,6 +293,7 @@ def reduce_partial_(gradients: Mapping[str, Tensor], rules: Mapping[str, Shard],
             kinds.setdefault((gradient.dtype, gradient.device), []).append(
                 (gradient, gradient if rule is None else _spread(gradient, rule, group.rank), rule)
             )
+    # Names come in the same order on all ranks, so the messages have the same layout.
     for entries in kinds.values():
         flat = torch.cat([whole.reshape(-1) for _, whole, _ in entries])
         comm.all_reduce_(flat, group)

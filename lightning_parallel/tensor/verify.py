@@ -116,6 +116,7 @@ class PlanVerifier:
         outputs, gradients = _run(divided, x)
         full_outputs, full_gradients = expected
         right = len(outputs) == len(full_outputs) and all(map(_close, outputs, full_outputs))
+        # Sorted: `partial` is a set, and all ranks must reduce in the same order.
         reduce_partial_({name: gradients[name] for name in sorted(sharding.partial)}, sharding.shards, self.group)
         # Some gradients are zero up to rounding, such as that of a bias of attention keys.
         largest = max((float(full.abs().max()) for full in full_gradients.values() if full.numel()), default=0.0)
@@ -156,6 +157,7 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
 
 
 def _copy(block: nn.Module) -> nn.Module:
+    # Double precision tells rounding from a wrong division; `eval` switches off dropout, which would differ.
     return copy.deepcopy(block).to(_device(), torch.float64).eval().requires_grad_(True)
 
 

@@ -183,7 +183,10 @@ PLAN = {"net.0": "column", "net.2": "row"}
 STRATEGIES = {
     "ddp": (2, lambda compression: CompressedDDPStrategy(compression)),
     "fsdp": (2, lambda compression: CompressedFSDPStrategy(compression)),
-    "tensor": (4, lambda compression: TensorParallelStrategy(2, plan=PLAN, compression=compression)),
+    "tensor": (
+        4,
+        lambda compression: TensorParallelStrategy(tensor_parallel_size=2, plan=PLAN, compression=compression),
+    ),
     "hybrid": (
         4,
         lambda compression: HybridParallelStrategy(

@@ -295,7 +295,10 @@ class Wandering(Sampler):
 
 LAYOUTS = {
     "tensor": (Net, lambda: TensorParallelStrategy(tensor_parallel_size=2)),
-    "pipeline": (Deep, lambda: HybridParallelStrategy(1, 2, num_microbatches=2)),
+    "pipeline": (
+        Deep,
+        lambda: HybridParallelStrategy(data_parallel_size=1, pipeline_parallel_size=2, num_microbatches=2),
+    ),
 }
 
 

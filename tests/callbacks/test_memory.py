@@ -162,8 +162,11 @@ def test_one_process(capsys):
 LAYOUTS = {
     "ddp": (DDPStrategy, 2),
     "tensor": (lambda: TensorParallelStrategy(tensor_parallel_size=2), 1),
-    "pipeline": (lambda: PipelineParallelStrategy(2, num_microbatches=2), 1),
-    "interleaved": (lambda: PipelineParallelStrategy(2, schedule="interleaved_1f1b", virtual_stages=2), 1),
+    "pipeline": (lambda: PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2), 1),
+    "interleaved": (
+        lambda: PipelineParallelStrategy(pipeline_parallel_size=2, schedule="interleaved_1f1b", virtual_stages=2),
+        1,
+    ),
     "compressed": (lambda: CompressedDDPStrategy(TopK(0.1, min_numel=16)), 2),
 }
 
@@ -208,7 +211,7 @@ def test_schedules_hold_as_many_microbatches_as_they_should(group):
     # Per sample and block, in float64: input, mean and deviation of the norm; inputs of `up`, GELU and `down`.
     block = 8 * (8 + 1 + 1 + 8 + 16 + 16)
     for schedule, in_flight in (("gpipe", 4), ("1f1b", 2)):
-        strategy = PipelineParallelStrategy(2, schedule=schedule, num_microbatches=4)
+        strategy = PipelineParallelStrategy(pipeline_parallel_size=2, schedule=schedule, num_microbatches=4)
         report = fit(Deep(), strategy, group, 1)
         assert report["ranks"][0]["activations_peak"] == in_flight * 2 * strategy.engine.layers_per_stage[0] * block
 
@@ -226,7 +229,14 @@ def test_fsdp_pieces_and_activations_without_gathered_parameters(group):
 @distributed(world_size=4)
 def test_tensor_x_pipeline(group):
     module = Deep()
-    report = fit(module, HybridParallelStrategy(1, 2, 2, num_microbatches=2), group, 1)
+    report = fit(
+        module,
+        HybridParallelStrategy(
+            data_parallel_size=1, pipeline_parallel_size=2, tensor_parallel_size=2, num_microbatches=2
+        ),
+        group,
+        1,
+    )
     assert report["ranks"][group.rank]["parameters"] == size(*module.parameters())
     assert [row["stage"] for row in report["stages"]] == [0, 0, 1, 1]
     whole = size(*Deep().parameters())

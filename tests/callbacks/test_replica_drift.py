@@ -219,7 +219,13 @@ LAYOUTS = {
     "tensor": (Net, lambda: TensorParallelStrategy(tensor_parallel_size=4), 1),
     "tensor x data": (Net, lambda: TensorParallelStrategy(tensor_parallel_size=2), 2),
     "tied stages": (Tied, lambda: HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=2), 2),
-    "all": (Deep, lambda: HybridParallelStrategy(1, 2, 2, num_microbatches=2), 1),
+    "all": (
+        Deep,
+        lambda: HybridParallelStrategy(
+            data_parallel_size=1, pipeline_parallel_size=2, tensor_parallel_size=2, num_microbatches=2
+        ),
+        1,
+    ),
 }
 
 

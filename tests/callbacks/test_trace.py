@@ -11,8 +11,13 @@ import torch
 
 from lightning_parallel import tracing
 from lightning_parallel.callbacks.clocks import ClockOffset, compare_clocks
-from lightning_parallel.callbacks.kineto import add_kineto
-from lightning_parallel.callbacks.trace import TraceAccumulator, chrome_trace, read_trace, write_trace
+from lightning_parallel.callbacks.report.trace import (
+    TraceAccumulator,
+    add_kineto,
+    chrome_trace,
+    read_trace,
+    write_trace,
+)
 from lightning_parallel.tracing import Recorder, Span, Window
 from tests.callbacks.conftest import TRACED_STEPS
 from tests.harness import distributed, run_script, start_script
@@ -111,7 +116,7 @@ def test_every_message_has_an_arrow_and_is_sent_before_it_is_received(trace):
         assert sent["ts"] + sent["dur"] <= received["ts"] + received["dur"] + 1e-6
 
 
-# --------------------------------------------------------------------------------------------------- made-up spans
+# ---------------------------------------------------------------------------------------------------- written spans
 
 
 def test_messages_are_matched_by_tag_whatever_their_order():

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lightning_parallel import comm
-from lightning_parallel.pipeline.choose import Workload, choose_schedule
 from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.pipeline.search import Workload, choose_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
 from tests.harness import distributed
 from tests.pipeline.models import Sleep, pipeline

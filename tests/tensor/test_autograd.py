@@ -1,8 +1,11 @@
 """Each differentiable collective against the gradient of one process that holds all ranks' tensors."""
 
+import inspect
+
 import pytest
 import torch
 
+from lightning_parallel import tensor
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor import autograd as c
 from tests.harness import distributed, recorded_communication, run
@@ -77,30 +80,30 @@ def duals(group):
 
 
 @distributed(world_size=3)
-def test_alike_operations(group):
+def test_operations_with_equal_tensors(group):
     """Operations whose contract is that one side is the same on every rank."""
     n, rank, sizes = group.size, group.rank, UNEVEN[3]
     x = torch.randn(2, 5, dtype=torch.double, generator=torch.Generator().manual_seed(3))
     own = torch.randn(2, 5, dtype=torch.double, generator=torch.Generator().manual_seed(4 + rank))
     every = [torch.randn(2, 5, dtype=torch.double, generator=torch.Generator().manual_seed(4 + r)) for r in range(n)]
-    # copy: x is alike, the work differs; the gradient is the sum
+    # copy: x is equal, the work differs; the gradient is the sum
     leaf = x.clone().requires_grad_()
     (c.copy_to_group(leaf, group) * own).sum().backward()
     torch.testing.assert_close(leaf.grad, sum(every))
-    # reduce: the work after it is alike
+    # reduce: the work after it is equal
     leaf = own.clone().requires_grad_()
     y = c.reduce_from_group(leaf, group)
     torch.testing.assert_close(y, sum(every))
     (y * x).sum().backward()
     torch.testing.assert_close(leaf.grad, x)
-    # scatter: x is alike, the work differs; every rank has the whole gradient
+    # scatter: x is equal, the work differs; every rank has the whole gradient
     leaf = x.clone().requires_grad_()
     part = c.scatter_to_group(leaf, group, 1, sizes)
     start = sum(sizes[:rank])
     assert torch.equal(part, x[:, start : start + sizes[rank]])
     (part * own[:, : sizes[rank]]).sum().backward()
     torch.testing.assert_close(leaf.grad, torch.cat([e[:, :size] for e, size in zip(every, sizes)], 1))
-    # gather: the work after it is alike
+    # gather: the work after it is equal
     leaf = own[:, : sizes[rank]].clone().requires_grad_()
     y = c.gather_from_group(leaf, group, 1, sizes)
     torch.testing.assert_close(y, torch.cat([e[:, :size] for e, size in zip(every, sizes)], 1))
@@ -168,3 +171,12 @@ def test_bad_sizes_are_refused_before_communication(group):
         c.reduce_scatter_to_group(x, group, 0, [1, 2])
     with pytest.raises(ValueError, match="must differ"):
         c.all_to_all_in_group(x, group, 1, -1)
+
+
+def test_the_package_exports_every_collective_and_says_what_both_passes_do():
+    names = set(c.__all__) - {"no_view"}
+    assert names <= set(tensor.__all__)
+    for name in names:
+        text = inspect.getdoc(getattr(tensor, name))
+        assert "Forward: " in text, name
+        assert "Backward: " in text, name
