@@ -311,6 +311,7 @@ class PipelineStages:
     Attributes:
         stages: The stages of this rank.
         stage_of: The stage of each layer.
+        num_stages: Stages of the whole pipeline.
         tied: Name of each parameter that several ranks hold -> where it is.
         stubs: Outputs of modules of other stages.
     """
@@ -321,17 +322,13 @@ class PipelineStages:
         self.device = device
         self.stages = plan.stages_of_rank(rank)
         self.stage_of = plan.stage_of
+        self.num_stages = plan.num_stages
         self.stubs = StubOutputs(device)
         stack = LayerStack.at(module, plan.container)
         self.tied = self._find_tied()
         self._intercepted = InterceptedModel(module, stack, self._holds)
         self._free(stack)
         self._hidden = self._stand_ins(stack)
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
-        return self.plan.num_stages
 
     @contextmanager
     def handled_by(self, handler: Any) -> Iterator[None]:
