@@ -60,17 +60,17 @@ class Policy(Reducer):
 
     @property
     def linear(self) -> bool:
-        """True if all rules are."""
+        """True if all rules are linear."""
         return all(rule.linear for rule in self._compressors)
 
     @property
     def unbiased(self) -> bool:
-        """True if all rules are."""
+        """True if all rules are unbiased."""
         return all(rule.unbiased for rule in self._compressors)
 
     @property
     def collective(self) -> str:
-        """That of all rules, or `mixed`."""
+        """The collective of all rules, or `mixed`."""
         found = {rule.collective for rule in self._compressors}
         if not found:
             return "all_reduce"
@@ -141,17 +141,17 @@ class Auto(Reducer):
 
     @property
     def linear(self) -> bool:
-        """That of the choice, as `unbiased` and `collective`; before it, of plain means."""
+        """True if the choice is linear; plain means, before it is made, are."""
         return self._chosen.linear
 
     @property
     def unbiased(self) -> bool:
-        """That of the choice."""
+        """True if the choice is unbiased."""
         return self._chosen.unbiased
 
     @property
     def collective(self) -> str:
-        """That of the choice."""
+        """The collective of the choice."""
         return self._chosen.collective
 
     @property

@@ -88,12 +88,12 @@ class PowerSGD(Compressor):
 
     @property
     def linear(self) -> bool:
-        """True if its encoding is, without the running means of `ef21`."""
+        """True if the encoding is linear, unless `ef21` adds its running mean."""
         return self.values.linear and self.feedback.kind != "ef21"
 
     @property
     def collective(self) -> str:
-        """That of the encoding."""
+        """The collective of the encoding."""
         return self.values.collective
 
     def accepts(self, shape: Sequence[int]) -> bool:

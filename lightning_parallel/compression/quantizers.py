@@ -212,7 +212,7 @@ class Quantize(Quantizer):
         return mean, rest.sub_(rows).neg_() if keep else None
 
     def _mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool, mean: Tensor) -> Requests:
-        """Put the mean of `rows` (rows, n) into `mean`; they become what was not sent, if that is to `keep`."""
+        """Write the mean of `rows` (rows, n) into `mean`; with `keep`, leave in `rows` what was not sent."""
         size, rank, n = step.group.size, step.group.rank, rows.shape[1]
         chunk = math.ceil(n / size)
         noise = self._noise(rows, step, purpose)
@@ -233,7 +233,7 @@ class Quantize(Quantizer):
     def _mean_part(
         self, rows: Tensor, step: StepContext, chunk: int, noise: Optional[torch.Generator], keep: bool
     ) -> Generator[Request, Tensor, Tensor]:
-        """The first phase: this rank's part (rows, chunk) of the mean. The last parts of `rows` may be short."""
+        """Run the first phase and return this rank's part (rows, chunk) of the mean. The last parts may be short."""
         size = step.group.size
         packed = self._new_packed(rows, size, len(rows), chunk)
         for index, row in enumerate(packed):
@@ -306,14 +306,14 @@ class Quantize(Quantizer):
                 piece.view(levels.shape).copy_(levels).mul_(some)
 
     def _pieces(self, rows: Tensor, n: int) -> Iterator[tuple[int, int]]:
-        """Ranges of groups to look at in one go."""
+        """Yield the ranges of groups to encode or decode at once."""
         groups, extent = self._grouping(n)
         count = max(1, _PIECE // (len(rows) * extent)) if rows.device.type == "cpu" else groups
         for begin in range(0, groups, count):
             yield begin, min(begin + count, groups)
 
     def _new_packed(self, like: Tensor, *shape: int) -> Tensor:
-        """Room for packed rows of `shape[-1]` numbers."""
+        """Return an uninitialised tensor for packed rows of `shape[-1]` numbers."""
         return like.new_empty(*shape[:-1], self._packed_bytes(shape[-1]), dtype=torch.uint8)
 
     def _scales(self, packed: Tensor, n: int) -> Tensor:
@@ -321,7 +321,7 @@ class Quantize(Quantizer):
         return from_bytes(packed[..., -4 * groups :], torch.float32)
 
     def _grouping(self, n: int) -> tuple[int, int]:
-        """Number and extent of the equal groups that `n` elements are padded to."""
+        """Return number and extent of the equal groups that `n` elements are padded to."""
         # Equal groups, rather than full ones and a rest, so that a row can be viewed as (groups, extent).
         groups = math.ceil(n / _GROUP)
         extent = math.ceil(n / groups)

@@ -159,17 +159,17 @@ class RandomK(Sparsifier):
 
     @property
     def linear(self) -> bool:
-        """True if the encoding of the values is, without the running means of `ef21`."""
+        """True if the encoding of the values is linear, unless `ef21` adds its running mean."""
         return self.values.linear and self.feedback.kind != "ef21"
 
     @property
     def unbiased(self) -> bool:
-        """True without error feedback, if the encoding of the values is."""
+        """True without error feedback, if the encoding of the values is unbiased."""
         return self.feedback.kind is None and self.values.unbiased
 
     @property
     def collective(self) -> str:
-        """That of the encoding of the values."""
+        """The collective of the encoding of the values."""
         return self.values.collective
 
     def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
@@ -230,7 +230,7 @@ class BlockTopK(Sparsifier):
 
     @property
     def collective(self) -> str:
-        """That of the encoding of the values."""
+        """The collective of the encoding of the values."""
         return self.values.collective
 
     def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:

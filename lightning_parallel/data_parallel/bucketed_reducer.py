@@ -254,7 +254,7 @@ class GradientReducer:
             return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
     def _gradient(self, name: str) -> Tensor:
-        """The gradient of a parameter; zeros where it has none."""
+        """Return the gradient of a parameter; zeros if it has none."""
         parameter = self._active[name]
         if parameter.grad is None:
             return torch.zeros_like(parameter)
@@ -266,7 +266,7 @@ class GradientReducer:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a backward pass has brought gradients and `reduce()` has not been called."""
+        """True if a backward pass has brought gradients and `reduce()` has not been called."""
         return self._touched
 
     @torch.no_grad()
@@ -296,7 +296,7 @@ class GradientReducer:
         self._touched = False
 
     def _gradient_of(self, name: str) -> Tensor:
-        """The gradient of a parameter in its place; zeros are put there where it has none."""
+        """Return the gradient of a parameter, after putting zeros there if it has none."""
         gradient = self._gradient(name)
         self._active[name].grad = gradient
         return gradient
