@@ -24,14 +24,17 @@ from lightning_parallel.comm.collectives import (
     reduce_scatter,
     row_fingerprints,
 )
-from lightning_parallel.comm.executor import (
+from lightning_parallel.comm.gradient_session import (
     Executor,
+    GradientSession,
     InlineExecutor,
+    MeanReducer,
+    MeanStep,
     StreamExecutor,
     ThreadExecutor,
+    fill_buckets,
     overlapping_executor,
 )
-from lightning_parallel.comm.gradient_session import GradientSession, MeanReducer, MeanStep, fill_buckets
 from lightning_parallel.comm.groups import Group, MeshGroups
 from lightning_parallel.comm.work import PROFILING, Pending, dry_run
 
