@@ -21,8 +21,7 @@ From the outside in:
 A step that is dropped leaves non-finite gradients on every rank and makes `reduce_` return False.
 """
 
-from lightning_parallel.compression.arguments import StepValue
-from lightning_parallel.compression.compressor import Compressor, Dense
+from lightning_parallel.compression.compressor import Compressor, Dense, StepValue
 from lightning_parallel.compression.ddp import HookState, compression_hook
 from lightning_parallel.compression.deepspeed_engine import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.compression.fsdp import (

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compression.arguments import check_fraction, check_integer
-from lightning_parallel.compression.compressor import Compressor, Dense
+from lightning_parallel.compression.compressor import Compressor, Dense, check_fraction, check_integer
 from lightning_parallel.compression.compressor_state import Memory
 from lightning_parallel.compression.method import Method
 from lightning_parallel.compression.powersgd import PowerSGD

@@ -9,8 +9,7 @@ from typing import Any, Literal, Optional, Union
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.arguments import check_flag, check_integer, seeded_generator
-from lightning_parallel.compression.compressor import Compressor
+from lightning_parallel.compression.compressor import Compressor, check_flag, check_integer, seeded_generator
 from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
 from lightning_parallel.compression.wire import (
     AllGatherRequest,

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.arguments import (
+from lightning_parallel.compression.compressor import (
+    Compressor,
     StepValue,
     all_values,
     check_integer,
@@ -17,7 +18,6 @@ from lightning_parallel.compression.arguments import (
     seeded_generator,
     value_at,
 )
-from lightning_parallel.compression.compressor import Compressor
 from lightning_parallel.compression.feedback import GradientBlock
 from lightning_parallel.compression.wire import (
     AllGatherRequest,
