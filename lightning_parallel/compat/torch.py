@@ -17,9 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+# -- used by strategies.deferred_init: imports -----
+# The documented way out of `__torch_function__` for subclasses; it has no other name.
+from torch._C import DisableTorchFunctionSubclass
+
 # -- used by tensor: imports -----
 # The id of the backward pass that is running, -1 outside of one: no public function tells two passes apart.
 from torch._C import _current_graph_task_id as current_graph_task_id
+
+# Lets C++ code that asks for the address of a tensor's data raise an error instead of reading address zero.
+from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
+
+# Exchanges what two tensor objects stand for. `torch.utils.swap_tensors` refuses tensors with weak references, which
+# recurrent layers keep of their weights, and exchanges attributes too.
+from torch._C import _swap_tensor_impl as swap_tensor_impl
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX
@@ -39,23 +50,22 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from lightning_parallel.compat import Patches
 
 __all__ = [
-    "TOTAL_NORM",
-    "clip_grad",
-    "non_persistent_buffers_of",
-    "norms_of",
-    "patch_unscale",
     "CPU_FLASH_ATTENTION",
+    "DisableTorchFunctionSubclass",
     "FullyShardedGroup",
     "FullyShardedParameter",
     "NormalizationBase",
+    "TOTAL_NORM",
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",
     "buffers_of",
+    "clip_grad",
     "current_graph_task_id",
     "ddp_comm_hooks",
     "ddp_ignored_names",
     "default_store",
     "flight_recorder_entries",
+    "forbid_data_access",
     "fsdp1_comm_hook",
     "fsdp1_gradient_views",
     "fsdp1_parameter_offsets",
@@ -66,11 +76,18 @@ __all__ = [
     "install_fsdp1_comm_hook",
     "intercepted_all_reduce",
     "is_backward_running",
+    "make_subclass",
+    "move_tensor_hooks",
+    "non_persistent_buffers_of",
+    "norms_of",
     "overload_packet",
     "parameters_of",
+    "patch_unscale",
     "pytree",
+    "schema_of",
     "sharded_flat_parameters",
     "storage_address",
+    "swap_tensor_impl",
     "unsafe_view",
     "version_of",
 ]
@@ -260,6 +277,26 @@ def is_backward_running() -> bool:
     Autograd has no public function for it.
     """
     return current_graph_task_id() != -1
+
+
+# -- used by strategies.deferred_init -----
+
+# Makes a tensor of another class, and lets the class answer for the device, in C++ as well: what fake tensors are made
+# with. The public `as_subclass` cannot claim a device.
+make_subclass = Tensor._make_subclass
+
+
+def schema_of(operation: Any) -> Any:
+    """Return the schema of an operator: which arguments it takes, which it writes, what it returns."""
+    return operation._schema
+
+
+def move_tensor_hooks(source: Tensor, target: Tensor) -> None:
+    """Register on `target` the hooks for gradients that `source` has; they can be added in public, but not read."""
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook)
+    for hook in (source._post_accumulate_grad_hooks or {}).values():
+        target.register_post_accumulate_grad_hook(hook)
 
 
 # -- torch.amp, torch.optim --------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, Optional, Union
 
@@ -26,6 +27,7 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.mesh import DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies import processes
+from lightning_parallel.strategies.deferred_init import deferred_init
 
 __all__ = ["MeshProcesses", "StartMethod"]
 
@@ -58,6 +60,7 @@ class MeshProcesses(ParallelStrategy):
         self._mesh: Mesh | None = None
         self._groups: MeshGroups | None = None
         self._device_mesh: DeviceMesh | None = None
+        self._built_apart = False
 
     # ---------------------------------------------------------------------------------- processes, ranks, groups
 
@@ -154,6 +157,20 @@ class MeshProcesses(ParallelStrategy):
         heartbeat.start()
         processes.share_random_state(self.groups.replica)
         set_device_mesh(self.module, self.device_mesh)
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: Optional[bool] = None) -> Generator[None, None, None]:
+        """Build modules deferred: `setup` makes what this rank owns of them, equal to one process with the same seed.
+
+        Args:
+            empty_init: Without effect, since large tensors get no memory anyway.
+        """
+        if self._groups is None:
+            # In `trainer.init_module()` the ranks have not met: nobody knows whether they draw the same numbers.
+            self._built_apart = True
+        with deferred_init(self.root_device), self.precision_plugin.tensor_init_context():
+            yield
 
     @override
     def on_exception(self, exception: BaseException) -> None:
