@@ -126,11 +126,11 @@ def test_a_model_built_before_the_ranks_meet_is_that_of_the_first(group):
     trainer = trainer_for(strategy, 2, max_epochs=1)
     torch.manual_seed(7 + group.rank)
     with trainer.init_module(empty_init=True):
-        module = Built("plain", build("plain"))
+        module = Built("llama", build("llama"))
     trainer.fit(module, data())
     found = trainer.strategy.lightning_module_state_dict()
     torch.manual_seed(7)
-    weights = run(Built("plain", build("plain")), "auto", 1)
+    weights = run(Built("llama", build("llama")), "auto", 1)
     if group.rank == 0:
         for name, value in weights.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
