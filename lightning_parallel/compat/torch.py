@@ -10,11 +10,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# -- used by pipeline: imports -----
+# Runs operators on a tensor subclass without its `__torch_function__`: documented, but in this private module only.
+from torch._C import DisableTorchFunctionSubclass
 
 # -- used by tensor: imports -----
 # The id of the backward pass that is running, -1 outside of one: no public function tells two passes apart.
@@ -44,30 +49,38 @@ __all__ = [
     "norms_of",
     "patch_unscale",
     "CPU_FLASH_ATTENTION",
+    "DisableTorchFunctionSubclass",
     "FullyShardedGroup",
     "FullyShardedParameter",
     "NormalizationBase",
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",
     "buffers_of",
+    "children_of",
     "current_graph_task_id",
     "ddp_comm_hooks",
     "ddp_ignored_names",
     "default_store",
+    "device_of_scaler",
     "flight_recorder_entries",
+    "forward_hooks_of",
     "fsdp1_comm_hook",
     "fsdp1_gradient_views",
     "fsdp1_parameter_offsets",
     "fsdp1_replica_group",
+    "fsdp1_synchronizes",
     "fully_sharded_groups",
     "has_compiled_call",
     "has_unsharded_storage",
     "install_fsdp1_comm_hook",
     "intercepted_all_reduce",
     "is_backward_running",
+    "make_wrapper_subclass",
     "overload_packet",
     "parameters_of",
     "pytree",
+    "remove_ddp_hooks",
+    "schema_of",
     "sharded_flat_parameters",
     "storage_address",
     "unsafe_view",
@@ -98,6 +111,21 @@ def non_persistent_buffers_of(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+# -- used by pipeline -----
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the modules registered in `module` itself, by name: `named_children` leaves out repeated ones and None."""
+    return module._modules
+
+
+_HookDicts = tuple[dict[int, Any], dict[int, Any]]
+
+# Returns the hooks that run after and before a module's `forward`, by id, to read or replace. They are registered in
+# public, but those of others cannot be seen. Written in C: stubs ask it of every submodule at every call.
+forward_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_forward_hooks", "_forward_pre_hooks")
+
+
 def has_compiled_call(module: nn.Module) -> bool:
     """Return whether `module.compile()` was called; `torch.compile(module)` has a public class instead."""
     return getattr(module, "_compiled_call_impl", None) is not None
@@ -114,6 +142,16 @@ WRAPPER_PREFIXES = (FSDP_PREFIX, CHECKPOINT_PREFIX, "_orig_mod.")
 def ddp_ignored_names(module: nn.Module) -> Collection[str]:
     """Return the names of parameters that DDP was told to ignore; torch has only a setter for them, a private one."""
     return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+
+
+def remove_ddp_hooks(model: DistributedDataParallel) -> None:
+    """Take the hooks of DDP off the module's parameters, so that it can be wrapped anew; deleting DDP leaves them."""
+    model._remove_autograd_hooks()
+
+
+def fsdp1_synchronizes(model: FullyShardedDataParallel) -> bool:
+    """Return whether the backward pass just run reduced gradients: False under `no_sync`, which has no getter."""
+    return model._sync_gradients
 
 
 def fsdp1_comm_hook(unit: FullyShardedDataParallel) -> Any:
@@ -251,6 +289,17 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+# -- used by pipeline -----
+
+# Makes a tensor without data that claims a shape, a dtype and a device: all wrapper subclasses use it, torch's as well.
+make_wrapper_subclass = Tensor._make_wrapper_subclass
+
+
+def schema_of(operation: Any) -> Any:
+    """Return the schema of an operator: which arguments it takes, which it writes, what it returns."""
+    return operation._schema
+
+
 # compression
 
 
@@ -281,6 +330,11 @@ def patch_unscale(scaler: Any, change: Any, patches: Patches) -> None:
     """
     unscale = scaler._unscale_grads_
     patches.replace(scaler, "_unscale_grads_", lambda *args, **kwargs: change(unscale(*args, **kwargs)))
+
+
+def device_of_scaler(scaler: Any) -> str:
+    """Return the type of the device that a `GradScaler` was made for, which its constructor only takes."""
+    return scaler._device
 
 
 # -- used by callbacks: memory, operations, collectives -----
