@@ -195,7 +195,7 @@ def memory(group: Group, console: Console, repeats: int) -> None:
             peaks.append(live.peak)
         # A stage keeps its output, and its input if that was received.
         message = rows * width * 4
-        kept = statistics.mean(1 + (stage > 0) for stage in engine.stages.stages) * message
+        kept = statistics.mean(1 + (stage > 0) for stage in engine.stages) * message
         planned = schedule.max_in_flight[group.rank]
         beyond = (peaks[1] - peaks[0] - (planned - 1) * kept) / message
         for rank, facts in enumerate(comm.all_gather_object((f"{peaks[1]:,}", str(planned), f"{beyond:.1f}"), group)):

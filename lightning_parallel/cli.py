@@ -66,7 +66,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 def _report(options: argparse.Namespace) -> None:
     # Imported here and below: callbacks load torch and Lightning, which a drawing does not need.
-    from lightning_parallel.callbacks.report.report_files import rebuild
+    from lightning_parallel.callbacks.report.profile_report import rebuild
 
     if len(options.runs) > 2:
         raise ValueError(f"expected one run, or two to compare, got {len(options.runs)}")
@@ -80,7 +80,7 @@ def _report(options: argparse.Namespace) -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     from lightning_parallel.callbacks.report.comparison import changes, render_comparison
-    from lightning_parallel.callbacks.report.report_files import read_report
+    from lightning_parallel.callbacks.report.profile_report import read_report
 
     if options.kineto:
         raise ValueError("traces can be added to one run; give one RUN_DIR with --kineto")
@@ -108,7 +108,7 @@ def _timeline_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _timeline(options: argparse.Namespace) -> None:
-    from lightning_parallel.callbacks.report.report_files import read_report
+    from lightning_parallel.callbacks.report.profile_report import read_report
 
     folder, report = read_report(options.run_dir)
     step = report["reports"].get("PipelineTimeline", {}).get("timeline")

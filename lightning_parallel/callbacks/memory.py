@@ -30,6 +30,7 @@ from lightning_parallel.compat.torch import (
     storage_address,
     version_of,
 )
+from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.tracing.text import bytes_text
 
 __all__ = [
@@ -259,10 +260,10 @@ _HEADERS = {
 def _stages(strategy: Strategy) -> dict[int, set[str]]:
     """Return the parameter names of each pipeline stage of this rank; one of several stages counts for the first."""
     engine = getattr(strategy, "engine", None)
-    if engine is None:
+    if not isinstance(engine, PipelineEngine):
         return {}
     names: dict[int, set[str]] = {stage: set() for stage in engine.stages}
-    for name, stages in engine.parameter_stages.items():
+    for name, stages in engine.plan.parameter_stages.items():
         mine = [stage for stage in stages if stage in names]
         if mine:
             names[mine[0]].add(name)

@@ -4,36 +4,37 @@ All communication passes through this package: each call names its group, can be
 peer into an error that names the lost ranks. A group of one rank communicates nothing and needs no process group.
 """
 
-from lightning_parallel.comm.agreement import (
+from lightning_parallel.comm.collectives import (
     agree,
+    all_gather,
     all_gather_object,
+    all_reduce,
+    all_reduce_,
+    all_to_all,
     barrier,
+    broadcast_,
     broadcast_from,
     broadcast_object,
     equal_everywhere,
     fingerprint,
     fingerprints,
-    raise_together,
-    row_fingerprints,
-)
-from lightning_parallel.comm.collectives import (
-    all_gather,
-    all_reduce,
-    all_reduce_,
-    all_to_all,
-    broadcast_,
     irecv,
     isend,
+    raise_together,
     reduce_scatter,
+    row_fingerprints,
 )
-from lightning_parallel.comm.executor import (
+from lightning_parallel.comm.gradient_session import (
     Executor,
+    GradientSession,
     InlineExecutor,
+    MeanReducer,
+    MeanStep,
     StreamExecutor,
     ThreadExecutor,
+    fill_buckets,
     overlapping_executor,
 )
-from lightning_parallel.comm.gradient_session import GradientSession, MeanReducer, MeanStep, fill_buckets
 from lightning_parallel.comm.groups import Group, MeshGroups
 from lightning_parallel.comm.work import PROFILING, Pending, dry_run
 

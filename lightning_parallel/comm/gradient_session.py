@@ -1,32 +1,194 @@
-"""One path for gradients: a session takes them from whoever runs backward, and replaces them by their mean.
+"""One path for gradients: a session that is fed during backward, and the executor that its communication runs on.
 
-    source                                        executor     bucket by bucket
-    hooks on parameters (`data_parallel`)         thread       on copies, while backward runs
-    `DistributedDataParallel`                     thread       while backward runs; on CUDA on a stream
-    `FullyShardedDataParallel`, `fully_shard`     inline       where FSDP communicates
-    DeepSpeed                                     inline       where DeepSpeed communicates
-
-    source:    add(named) ... add(named) ... add(named) ... finish() -> True if the step was applied
-    executor:      [ bucket 0 ]      [ bucket 1 ]  [ bucket 2 ]
-
-All buckets between two calls of `finish` are one step of the reducer. A step is a transaction: it is committed if every
-gradient was finite on every rank, and otherwise leaves no trace in the reducer.
+session = GradientSession(reducer, executor)
+session.add({name: gradient})        # from our own hooks, DDP, FSDP or DeepSpeed, as gradients become ready
+session.finish()                     # whether the step counts: False if a gradient was not finite on some rank
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from queue import Queue
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_parallel.comm.collectives import all_reduce_
-from lightning_parallel.comm.executor import Executor, InlineExecutor
 from lightning_parallel.comm.groups import Group
 
-__all__ = ["GradientSession", "MeanReducer", "MeanStep", "fill_buckets"]
+__all__ = [
+    "Executor",
+    "GradientSession",
+    "InlineExecutor",
+    "MeanReducer",
+    "MeanStep",
+    "StreamExecutor",
+    "ThreadExecutor",
+    "fill_buckets",
+    "overlapping_executor",
+]
+
+
+T = TypeVar("T")
+
+
+class Executor(Protocol):
+    """Runs calls one after another, in the order in which they were submitted.
+
+    Attributes:
+        overlaps_host: True if calls run while the host goes on, so that they may block.
+    """
+
+    overlaps_host: bool
+
+    def submit(self, call: Callable[[], T]) -> Callable[[], T]:
+        """Run `call` after everything submitted before; it sees what the current stream has done so far.
+
+        Returns:
+            A function that waits for the call and returns its result, or raises its error. Executors that run the call
+            at once raise its error here.
+        """
+
+    def wait(self) -> None:
+        """Wait for all submitted calls, and raise the first error of a call since the last `wait`."""
+
+    def close(self) -> None:
+        """Finish the submitted calls and accept no more."""
+
+
+class InlineExecutor:
+    """Runs each call at once, in the calling thread."""
+
+    overlaps_host = False
+
+    def submit(self, call: Callable[[], T]) -> Callable[[], T]:
+        """Run `call` now."""
+        value = call()
+        return lambda: value
+
+    def wait(self) -> None:
+        """Do nothing: every call has returned."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class ThreadExecutor:
+    """Runs calls on a second thread, on CUDA also on a second stream.
+
+    A compression method waits for one collective before it issues the next. Waiting inside a callback of gloo would
+    block the very threads that have to bring the answer: with two buckets they wait for each other. This thread may
+    wait, and being one it gives the collectives one order on all ranks.
+
+    Args:
+        device: Device of the tensors that the calls work on.
+    """
+
+    overlaps_host = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._error: BaseException | None = None
+        self._calls: Queue[Callable[[], None] | None] = Queue()
+        # A daemon, so that a collective which never returns does not keep the process alive at its end.
+        self._thread = threading.Thread(target=self._work, name="lightning_parallel-communication", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], T]) -> Callable[[], T]:
+        """Run `call` on the thread; the stream of the caller waits for it when its result is taken."""
+        future: Future[T] = Future()
+        stream = self._stream
+        # The event orders the call after what the caller has enqueued: its kernels may not have run yet.
+        ready = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
+        self._calls.put(partial(self._run, call, future, ready))
+
+        def result() -> T:
+            value = future.result()
+            self._join_stream()
+            return value
+
+        return result
+
+    def wait(self) -> None:
+        """Wait for the calls, and let the current stream wait for their kernels."""
+        self._calls.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        self._join_stream()
+
+    def close(self) -> None:
+        """End the thread when it has run what was submitted; after 5 s it is left alone."""
+        self._calls.put(None)
+        self._thread.join(timeout=5)
+
+    def _join_stream(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                # `_run` catches every error of a call; `wait` must return in any case.
+                call()
+            finally:
+                self._calls.task_done()
+
+    def _run(self, call: Callable[[], T], future: Future[T], ready: torch.cuda.Event | None) -> None:
+        try:
+            if self._stream is None or ready is None:
+                future.set_result(call())
+                return
+            self._stream.wait_event(ready)
+            with torch.cuda.stream(self._stream):
+                future.set_result(call())
+        except BaseException as error:
+            # Nobody may ask for the result, as in a hook of DDP: `wait` then raises the error.
+            self._error = self._error or error
+            future.set_exception(error)
+
+
+class StreamExecutor:
+    """Runs each call at once on a CUDA stream that waits for the stream of the caller.
+
+    The collectives of NCCL do not block the host, so a second stream is enough for them to overlap with backward.
+    """
+
+    overlaps_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, call: Callable[[], T]) -> Callable[[], T]:
+        """Enqueue the kernels of `call` now; the stream of the caller waits for them when the result is taken."""
+        # Kernels that the caller enqueues later do not delay the call, which is the point of a second stream.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            value = call()
+
+        def result() -> T:
+            self.wait()
+            return value
+
+        return result
+
+    def wait(self) -> None:
+        """Let the current stream wait for the kernels of all calls."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        """Let the current stream wait for the kernels of all calls."""
+        self.wait()
+
+
+def overlapping_executor(device: torch.device) -> Executor:
+    """Return a new executor that runs the reduction of gradients on `device` while backward goes on."""
+    return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor(device)
+
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in backward
 
@@ -127,6 +289,7 @@ class GradientSession:
             Exception: The first error of the executor; the step is then dropped.
         """
         try:
+            # Buckets of a failed step are missing: the others must not be committed.
             self.executor.wait()
         except BaseException:
             self.discard()
@@ -143,6 +306,7 @@ class GradientSession:
             Exception: The first error of the executor.
         """
         self.wait()
+        # A step that ended since the last call, by a parameter that came again, has told nobody its verdict yet.
         self.applied = self.end_step() and self._earlier_applied
         self._earlier_applied = True
         return self.applied
@@ -168,11 +332,14 @@ class GradientSession:
         self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int] | None = None, copy: bool = False
     ) -> Mapping[str, Tensor]:
         """Reduce one bucket now and return its means; an error drops the step."""
+        # Nobody announces a backward pass: a parameter that comes again can only belong to the next one.
         if not self._added.isdisjoint(named_gradients):
             self._earlier_applied &= self.end_step()
         self._added.update(named_gradients)
+        # Copied here and not in `add`: on CUDA the copy then runs on the executor's stream, after the caller's kernels.
         if copy:
             named_gradients = {name: gradient.detach().clone() for name, gradient in named_gradients.items()}
+        # NCCL communicates tensors of its device only: the verdict is taken where the gradients are.
         for gradient in named_gradients.values():
             self._device = gradient.device
             break
@@ -187,6 +354,7 @@ class GradientSession:
     def end_step(self) -> bool:
         """Commit or roll back the open step; return whether the last step was applied."""
         step = self._step
+        # Closed first: an error in the verdict must not leave the step open for the next gradients.
         self._step = None
         self._added.clear()
         if step is None:
@@ -233,6 +401,8 @@ def fill_buckets(
     filled: dict[Hashable, int] = {}
     for name, num_bytes in sizes.items():
         key = kind(name)
+        # One bucket per kind is open at a time. Kinds alternate along a model (weights in 16 bits, norms in 32): a new
+        # bucket at each change would make many small messages.
         if key not in open_buckets:
             open_buckets[key] = []
             filled[key] = 0

@@ -6,6 +6,7 @@ They exist under these names in torch 2.6 to 2.13; `tests/test_compat.py` says w
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -284,9 +285,8 @@ def default_store() -> dist.Store:
 unsafe_view = torch.ops.aten._unsafe_view.default
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return the counter of in-place changes, which autograd checks too: no public name says if a tensor changed."""
-    return tensor._version
+# The counter of a tensor's in-place changes, which autograd checks too: no public name says if a tensor changed.
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 # -- used by pipeline -----
@@ -308,7 +308,7 @@ def is_backward_running() -> bool:
 
     Autograd has no public function for it.
     """
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
 # -- torch.amp, torch.optim --------------------------------------------------------------------------------------------

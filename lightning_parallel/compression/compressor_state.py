@@ -1,8 +1,15 @@
-"""Tensors by slot and parameter name, with a transaction: what a step writes replaces the old only at `commit`.
+"""The state of a reducer: tensors by slot and parameter name, as a transaction, and on its way to a checkpoint.
 
-Parameters of one shape are kept in one stacked tensor, so that methods work on a batch. Each stack has two buffers: a
-step reads the current one and writes the other, and committing exchanges them. Nothing is copied, and dropping a step
-restores every bit, at the price of a second buffer.
+What a step writes replaces the old values at `commit` only. Parameters of one shape are kept in one stacked tensor, so
+that methods work on a batch. Each stack has two buffers: a step reads the current one and writes the other, and
+committing exchanges them. Nothing is copied, and dropping a step restores every bit, at the price of a second buffer.
+
+In a checkpoint a state is `{"version", "layout", "step", "world_size", slot: {parameter: tensor}, ...}`:
+
+    layout      made by           what a slot holds per parameter
+    local       state_dict()      this rank's tensor
+    stacked     gather_state()    (ranks, *shape); replicated slots as they are
+    mean        gather_state()    the mean over the ranks; replicated slots as they are
 """
 
 from __future__ import annotations
@@ -26,7 +33,7 @@ class _StackKey(NamedTuple):
 
 
 class Memory:
-    """Named tensors in slots (`residual`, `factor`, ...), changed by staging and committing."""
+    """Named tensors in slots (`residual`, `left`, ...), changed by staging and committing."""
 
     def __init__(self) -> None:
         self._current: dict[str, dict[str, Tensor]] = {}
@@ -35,11 +42,11 @@ class Memory:
         self._discarded: list[_StackKey] = []
 
     def holds(self, slot: str, name: str) -> bool:
-        """Whether there is a committed tensor."""
+        """Return whether there is a committed tensor."""
         return name in self._current.get(slot, {})
 
     def read(self, slot: str, name: str, device: torch.device, shape: Sequence[int | None]) -> Tensor | None:
-        """The committed tensor, on `device`; None if there is none yet.
+        """Return the committed tensor, on `device`; None if there is none yet.
 
         Args:
             shape: The expected one; None stands for any extent.
@@ -59,7 +66,7 @@ class Memory:
     def stage(
         self, slot: str, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """An uninitialised tensor (names, *shape) whose rows become the new values of `names` at `commit`.
+        """Return an uninitialised tensor (names, *shape) whose rows become the new values of `names` at `commit`.
 
         Within one step the same names give the same tensor.
         """
@@ -75,14 +82,16 @@ class Memory:
         return spare
 
     def discard(self, slot: str, names: Sequence[str]) -> None:
-        """Hold nothing for `names` in `slot` after `commit`."""
+        """Remove the values of `names` in `slot` at `commit`."""
         self._discarded.append(_StackKey(slot, tuple(names)))
 
     def commit(self) -> None:
+        """Replace the old values by the staged ones."""
         for slot_name, names in self._discarded:
             for name in names:
                 self._current.get(slot_name, {}).pop(name, None)
         for key, buffer in self._staged.items():
+            # The tensor staged becomes the current one, and the current one the spare for the next step.
             self._buffers[key] = [*self._buffers[key][-1:], buffer]
             slot = self._current.setdefault(key.slot, {})
             slot.update(zip(key.names, buffer.unbind()))
@@ -91,13 +100,15 @@ class Memory:
         self._staged, self._discarded = {}, []
 
     def rollback(self) -> None:
+        """Keep the old values, and the staged tensors as spare buffers."""
         for key, buffer in self._staged.items():
             current = self._buffers[key][-1:]
             self._buffers[key] = [buffer, *current] if current else []
         self._staged, self._discarded = {}, []
 
     def _forget_regrouped(self) -> None:
-        """Drop stacks whose names are now stacked in other company, as after buckets were rebuilt."""
+        """Drop stacks whose names are now stacked with others, as after buckets were rebuilt."""
+        # Their rows are no longer read; kept, they would be as large as the memory itself.
         owner = {(key.slot, name): key for key in self._staged for name in key.names}
         stale = [
             key
@@ -108,7 +119,7 @@ class Memory:
             del self._buffers[key]
 
     def items(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Slot, name and committed tensor, in sorted order."""
+        """Yield slot, name and committed tensor, in sorted order."""
         for slot in sorted(self._current):
             for name in sorted(self._current[slot]):
                 yield slot, name, self._current[slot][name]
@@ -122,7 +133,7 @@ class Memory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held, second buffers included."""
+        """Bytes held, with the second buffers."""
         stacked = {id(buffer): buffer for buffers in self._buffers.values() for buffer in buffers}
         named = {(key.slot, name) for key in self._buffers for name in key.names}
         loose = [tensor for slot, name, tensor in self.items() if (slot, name) not in named]
@@ -137,13 +148,13 @@ VERSION = 1
 LAYOUTS = ("local", "stacked", "mean")
 COMBINED = ("mesh", "pieces")  # of several states, by the strategies that cut models
 REPLICATED = {"left", "right", "mean_estimate"}  # equal on all ranks by construction
-CHUNKED = {"server_residual"}  # rank r holds part r of the flattened parameter, which adds to the mean of `residual`
+CHUNKED = {"server_residual"}  # rank r holds part r of the flattened parameter: an addition to the mean of `residual`
 
 Slots = dict[str, dict[str, Tensor]]
 
 
 def local_state(memory: Memory, step: int, world_size: int) -> dict[str, Any]:
-    """This rank's state."""
+    """Return a copy of this rank's state."""
     state = _header("local", step, world_size)
     for slot, name, tensor in memory.items():
         state.setdefault(slot, {})[name] = tensor.detach().clone()
@@ -151,9 +162,10 @@ def local_state(memory: Memory, step: int, world_size: int) -> dict[str, Any]:
 
 
 def gather_state(memory: Memory, step: int, group: Group, exact: bool) -> dict[str, Any]:
-    """The state of all ranks, on the first one."""
+    """Return the state of all ranks, on the first one."""
     first = group.rank == 0
     state = _header("stacked" if exact else "mean", step, group.size)
+    # Otherwise the collectives below would pair up different parameters, or wait forever.
     comm.agree("the compression state's parameters", [(slot, name) for slot, name, _ in memory.items()], group)
     folded: Slots = {}
     for slot, name, tensor in memory.items():
@@ -171,13 +183,13 @@ def gather_state(memory: Memory, step: int, group: Group, exact: bool) -> dict[s
 
 
 def values_for(state: Mapping[str, Any], group: Group, wanted: Optional[frozenset[str]] = None) -> Slots:
-    """The slots that this rank of `group` continues with.
+    """Return the slots that this rank of `group` continues with.
 
     Args:
-        wanted: The slots that the reducer uses, which may be another one than has saved them; None for all.
+        wanted: The slots that the reducer uses, which may be another one than the one that saved them; None for all.
 
     Raises:
-        ValueError: If `state` is none that this module has made, or damaged.
+        ValueError: If `state` was not made by this module, or is damaged.
     """
     _check(state)
     if state["layout"] in COMBINED:
@@ -190,17 +202,21 @@ def values_for(state: Mapping[str, Any], group: Group, wanted: Optional[frozense
             f"this compression state belongs to one of {state['world_size']} ranks, but there are {group.size} now; "
             "save with `gather_state()`, which loads at any number of ranks"
         )
-    stacked, folds = state["layout"] == "stacked", wanted is not None and "residual" in wanted
-    foreign = set() if wanted is None else slots.keys() - wanted
-    chunks = {
-        slot: slots[slot] for slot in slots.keys() & CHUNKED if stacked and (not same or (slot in foreign and folds))
-    }
+    stacked = state["layout"] == "stacked"
+    unused = set() if wanted is None else slots.keys() - wanted
+    # A part belongs to the rank that owns it: among other ranks, or in a compressor without parts, it has no owner and
+    # is added to the residuals instead.
+    folds = wanted is not None and "residual" in wanted
+    chunks: Slots = {}
+    for slot in slots.keys() & CHUNKED:
+        if stacked and (not same or (slot in unused and folds)):
+            chunks[slot] = slots[slot]
     for slot in slots.keys() - REPLICATED - chunks.keys() if stacked else ():
         slots[slot] = {name: rows[group.rank] if same else rows.mean(0) for name, rows in slots[slot].items()}
-    for slot in chunks.keys() | foreign:
+    for slot in chunks.keys() | unused:
         del slots[slot]
     _fold_chunks(slots, chunks if "residual" in slots else {})
-    lost = foreign - REPLICATED - chunks.keys()
+    lost = unused - REPLICATED - chunks.keys()
     if lost:
         listed = ", ".join(f"`{slot}`" for slot in sorted(lost))
         _warn(f"The compression state holds {listed}, which this compressor does not use", group)
@@ -234,6 +250,7 @@ def _check(state: Mapping[str, Any]) -> None:
         )
     for slot, named in state.items():
         for name, tensor in named.items() if isinstance(named, Mapping) else ():
+            # Error feedback would add it to every later gradient: no step would ever be applied again.
             if not tensor.isfinite().all():
                 raise ValueError(f"`{slot}` of `{name}` in the compression state holds values that are not finite")
             ranks = len(tensor) if tensor.dim() else 0
@@ -245,6 +262,7 @@ def _check(state: Mapping[str, Any]) -> None:
 
 
 def _fold_chunks(slots: dict[str, Any], chunks: Slots) -> None:
+    """Add each parameter's `chunks`, (ranks, chunk), to its residual."""
     for named in chunks.values():
         for name, parts in named.items():
             residual = slots["residual"][name]

@@ -58,6 +58,7 @@ class DeepSpeedSession(GradientSession):
         """Replace a flat bucket of ZeRO by its mean."""
         named: dict[str, Tensor] = {}
         start = 0
+        # The bucket is flat: parameters lie in it one after another, without padding. ZeRO also flushes empty buckets.
         for parameter in parameters_of_bucket(self._engine.optimizer, dtype) if flat.numel() else ():
             named[self._names[parameter]] = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
@@ -82,6 +83,7 @@ class DeepSpeedSession(GradientSession):
             nothing.
         """
         applied = super().finish()
+        # Optimizers of torch leave parameters without a gradient as they are; those of DeepSpeed find the infinity.
         if not applied and not has_overflow_check(self._engine.optimizer):
             for parameter in self._names:
                 parameter.grad = None

@@ -80,6 +80,7 @@ class ShardedSession(GradientSession):
         scaler: Optional[Any] = None,
         same_means: bool = True,
     ) -> None:
+        # Ranks that receive different means see different numbers: one may find a NaN where another does not.
         verdict_group = None if same_means and group.size == everyone.size else everyone
         super().__init__(compressor, group, loss_scale=scale_reader(scaler), verdict_group=verdict_group)
         self.compressor = compressor
@@ -107,6 +108,7 @@ class ShardedSession(GradientSession):
         state = self.compressor.gather_state(self.group)
         if self.group.size == self.everyone.size:
             return state
+        # The first rank of each group has the state of its piece, the others an empty dict.
         pieces = comm.all_gather_object(state_on_cpu(state), self.everyone)
         if self.everyone.rank > 0:
             return {}
@@ -115,6 +117,7 @@ class ShardedSession(GradientSession):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `gather_state()`. If the model is sharded differently now, residuals are lost."""
         self.finish()
+        # Groups are told apart by their first rank, whose order is also that of the pieces in the file.
         firsts = sorted(set(comm.all_gather_object(self.group.ranks[0], self.everyone)))
         pieces = state["pieces"] if state.get("layout") == "pieces" else [state]
         if len(pieces) == len(firsts):
@@ -176,6 +179,7 @@ def _rows(name: str, run: Tensor, offset: int, extent: int) -> Iterator[tuple[st
         offset: Element of the parameter at which the run begins.
         extent: Elements of a row.
     """
+    # A low-rank method needs a matrix, and parts of rows do not fit into one: they are compressed as vectors.
     head = min(-offset % extent, len(run))
     tail = (len(run) - head) % extent
     rows = run[head : len(run) - tail]
@@ -192,6 +196,7 @@ def _fsdp1_hook(unit: _Fsdp1Unit, gradient: Tensor, shard: Optional[Tensor] = No
     if unit.replicates:
         if shard is None:
             raise RuntimeError("expected FSDP to pass the shard to fill, under a strategy that shards; found none")
+        # With a hook FSDP neither communicates nor divides: this is the mean over the shards, before the replicas'.
         shard.copy_(comm.reduce_scatter(gradient.div_(unit.shards.size), unit.shards))
         unit.session.add(unit.part(shard))
         return
@@ -227,6 +232,7 @@ def compress_fsdp(model: FullyShardedDataParallel, compressor: Reducer, scaler: 
     everyone = Group.of(shards, axis="data_parallel") if replicas is None else Group.of(axis="data_parallel")
     group = everyone if replicas is None else Group.of(replicas, axis="data_parallel")
     session = ShardedSession(compressor, group, everyone, scaler)
+    # Each unit gets a separate state, as the hook is not told which unit a gradient is from.
     patches = Patches()
     session.on_close.callback(patches.undo)
     for name, unit in units:
@@ -264,6 +270,7 @@ class _Fsdp2Unit:
         # Only shards along the first dimension are runs of the flattened gradient.
         shards = {name: parameter.padded_shard_size.numel() for name, parameter, _ in places if parameter.dim == 0}
         self.session.add(whole, shards)
+        # A shard may be shorter than its padded place, whose end must not hold what was in memory before.
         output.zero_()
         for name, parameter, start in places:
             size = parameter.padded_shard_size
@@ -309,6 +316,7 @@ class _CompressedReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         self._unit.average_whole(output_tensor, input_tensor)
+        # FSDP2 asks for a sum where it divides by itself, as with `set_gradient_divide_factor`.
         if op == dist.ReduceOp.SUM:
             output_tensor.mul_(group.size())
         elif op != dist.ReduceOp.AVG:
@@ -355,6 +363,7 @@ def compress_fully_shard(
         unit = _Fsdp2Unit(session, [(names[id(p.tensor)], p) for p in parameters.parameters], shards)
         _install(sharded[name], parameters, unit, replicas is not None)
     for name, module in sharded.items():
+        # Only the outermost modules: the others are also called in the middle of a forward pass.
         inside = any(name.startswith(f"{other}." if other else "") for other in sharded if other != name)
         if not inside:
             session.follow(module)

@@ -1,4 +1,4 @@
-"""Different compressors for different parameters."""
+"""Reducers that choose a compressor: by parameter name (`Policy`), or by measurement (`Auto`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compression.arguments import check_fraction, check_integer
-from lightning_parallel.compression.compressor import Compressor, Dense
+from lightning_parallel.compression.compressor import Compressor, Dense, check_fraction, check_integer
 from lightning_parallel.compression.compressor_state import Memory
+from lightning_parallel.compression.method import Method
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Quantize
-from lightning_parallel.compression.reducer import GroupLike, Method, Reducer, ReductionStep
+from lightning_parallel.compression.reducer import GroupLike, Reducer, ReductionStep
 from lightning_parallel.tracing.text import show
 
 __all__ = ["Auto", "Policy", "bind_to_module", "warn_of_unmatched"]
@@ -44,7 +45,7 @@ class Policy(Reducer):
         TypeError: If `rules` is no mapping, a pattern no string, or a rule neither a compressor nor None.
     """
 
-    def __init__(self, rules: Mapping[str, Optional[Compressor]], min_numel: int = 0) -> None:
+    def __init__(self, rules: Mapping[str, Optional[Compressor]], *, min_numel: int = 0) -> None:
         super().__init__()
         if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
             raise TypeError(f"`rules` must map patterns of names to compressors, {{'*': PowerSGD(4)}}, got {rules!r}")
@@ -52,28 +53,39 @@ class Policy(Reducer):
         if wrong:
             raise TypeError(f"the rules of a policy are compressors or None, got {wrong}")
         check_integer("min_numel", min_numel, least=0)
-        self.rules, self.min_numel = dict(rules), min_numel
+        self.rules = dict(rules)
+        self.min_numel = min_numel
         self._dense = Dense()
 
     @property
-    def linear(self) -> bool:  # type: ignore[override]
-        return all(rule.linear for rule in self.rules.values() if rule is not None)
+    def linear(self) -> bool:
+        """True if all rules are linear."""
+        return all(rule.linear for rule in self._compressors)
 
     @property
-    def unbiased(self) -> bool:  # type: ignore[override]
-        return all(rule.unbiased for rule in self.rules.values() if rule is not None)
+    def unbiased(self) -> bool:
+        """True if all rules are unbiased."""
+        return all(rule.unbiased for rule in self._compressors)
 
     @property
-    def collective(self) -> str:  # type: ignore[override]
-        found = {rule.collective for rule in self.rules.values() if rule is not None}
-        return found.pop() if len(found) == 1 else "mixed" if found else "all_reduce"
+    def collective(self) -> str:
+        """The collective of all rules, or `mixed`."""
+        found = {rule.collective for rule in self._compressors}
+        if not found:
+            return "all_reduce"
+        return found.pop() if len(found) == 1 else "mixed"
 
     @property
     def slots(self) -> frozenset[str]:
-        return frozenset().union(*(rule.slots for rule in self.rules.values() if rule is not None))
+        """The slots of memory that any rule uses."""
+        return frozenset().union(*(rule.slots for rule in self._compressors))
+
+    @property
+    def _compressors(self) -> list[Compressor]:
+        return [rule for rule in self.rules.values() if rule is not None]
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """The patterns that are first for none of the parameters `names`."""
+        """Return the patterns that are not the first to match any of `names`."""
         found = {self._pattern(name) for name in names}
         return [pattern for pattern in self.rules if pattern not in found]
 
@@ -81,6 +93,7 @@ class Policy(Reducer):
         return next((pattern for pattern in self.rules if fnmatchcase(name, pattern)), None)
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
+        """Return the method of the first rule that matches, or the plain mean."""
         pattern = self._pattern(name)
         rule = None if pattern is None else self.rules[pattern]
         if rule is None or math.prod(shape) < self.min_numel:
@@ -98,9 +111,10 @@ class Auto(Reducer):
     """Measures plain means and the candidates on the first gradients, then keeps the fastest for good.
 
     While it measures, gradients are averaged as they are; the candidates work on copies. The time of the slowest rank
-    counts, so all ranks choose alike, and times on a busy host vary: a candidate's slowest step is compared with the
-    fastest of plain means. Rank 0 prints the times and the gains; `verdict` keeps them in words. Where plain means win
-    DDP takes them by itself from then on: also steps with a gradient that is not finite.
+    counts, so all ranks choose the same. Times on a busy host vary, so the slowest step of a candidate is compared with
+    the fastest of plain means. Rank 0 prints the times and the gains; `verdict` keeps them in words.
+
+    If plain means win, DDP's own all-reduce takes over; steps that are not finite are then no longer skipped.
 
     Args:
         candidates: Compressors to try; 8-bit quantization and PowerSGD of rank 4 when omitted.
@@ -108,33 +122,40 @@ class Auto(Reducer):
         steps: Steps to measure, after one that is not counted.
     """
 
-    def __init__(self, candidates: Optional[list[Compressor]] = None, min_gain: float = 0.05, steps: int = 3) -> None:
+    def __init__(
+        self, candidates: Optional[list[Compressor]] = None, *, min_gain: float = 0.05, steps: int = 3
+    ) -> None:
         super().__init__()
         check_integer("steps", steps, least=1)
         check_fraction("min_gain", min_gain)
         self.candidates = [Quantize(8), PowerSGD(4)] if candidates is None else list(candidates)
         if not all(isinstance(candidate, Compressor) for candidate in self.candidates):
             raise TypeError(f"`candidates` must be compressors such as [Quantize(8), PowerSGD(4)], got {candidates!r}")
-        self.min_gain, self.steps = min_gain, steps
+        self.min_gain = min_gain
+        self.steps = steps
         self.choice: Optional[Reducer] = None
         self.verdict = "still measuring"
         self._dense = Dense()
         self._seconds: list[list[float]] = []  # by step, of plain means and of each candidate
 
     @property
-    def linear(self) -> bool:  # type: ignore[override]
+    def linear(self) -> bool:
+        """True if the choice is linear; plain means, before it is made, are."""
         return self._chosen.linear
 
     @property
-    def unbiased(self) -> bool:  # type: ignore[override]
+    def unbiased(self) -> bool:
+        """True if the choice is unbiased."""
         return self._chosen.unbiased
 
     @property
-    def collective(self) -> str:  # type: ignore[override]
+    def collective(self) -> str:
+        """The collective of the choice."""
         return self._chosen.collective
 
     @property
     def is_plain(self) -> bool:
+        """True once plain means have won."""
         return self.choice is self._dense
 
     @property
@@ -143,44 +164,59 @@ class Auto(Reducer):
 
     @property
     def slots(self) -> frozenset[str]:
+        """The slots of memory that any candidate uses."""
         return frozenset().union(*(candidate.slots for candidate in self.candidates))
 
     def reset(self) -> None:
+        """Return to the state before the first step, and measure again."""
         super().reset()
-        self.choice, self.verdict, self._seconds = None, "still measuring", []
+        self.choice = None
+        self.verdict = "still measuring"
+        self._seconds = []
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
+        """Return the method of the choice."""
         return self._chosen.method(name, shape, step)
 
     def begin(self, group: GroupLike = None) -> ReductionStep:
+        """Start a step, which measures until the choice is made."""
         if self.choice is not None:
             return super().begin(group)
         return _MeasuringStep(self, group if isinstance(group, Group) else Group.of(group, axis="data_parallel"))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return a copy of this rank's state, with the choice."""
         return {**super().state_dict(), **self._verdict_state()}
 
     def gather_state(self, group: GroupLike = None, exact: bool = True) -> dict[str, Any]:
+        """Return the state of all ranks on the first, with the choice."""
         state = super().gather_state(group, exact)
         return {**state, **self._verdict_state()} if state else state
 
     def load_state_dict(self, state: Mapping[str, Any], group: GroupLike = None) -> None:
+        """Continue with the saved choice; measure again if it is not among the candidates any more."""
         super().load_state_dict(state, group)
         known = {repr(one): one for one in (self._dense, *self.candidates)}
-        self.choice = known.get(state.get("choice", ""))  # measured anew where it is no candidate any more
+        saved = state.get("choice", "").replace("Schedule(", "StepValue(")  # its name in older checkpoints
+        self.choice = known.get(saved)
         self.verdict = state.get("verdict", self.verdict) if self.choice is not None else "still measuring"
 
     def _verdict_state(self) -> dict[str, Any]:
         return {"choice": "" if self.choice is None else repr(self.choice), "verdict": self.verdict}
 
     def _decide(self, group: Group, device: torch.device) -> None:
+        # The slowest rank decides what a step costs, and an all-reduce gives all ranks the same numbers to choose by.
         seconds = torch.tensor(self._seconds[_WARM_UP:], dtype=torch.float64, device=device)
         fastest, slowest = comm.all_reduce_(seconds, group, "max").aminmax(dim=0)
-        dense, others = fastest[0].item(), slowest[1:].tolist()
-        best = min(range(len(others)), key=others.__getitem__, default=None)
-        gain = 1 - others[best] / dense if best is not None else 0.0
-        wins = best is not None and gain >= self.min_gain
-        self.choice = self.candidates[best] if wins and best is not None else self._dense
+        dense = fastest[0].item()
+        others = slowest[1:].tolist()
+        self.choice = self._dense
+        gain = 0.0
+        if others:
+            best = min(range(len(others)), key=others.__getitem__)
+            gain = 1 - others[best] / dense
+            if gain >= self.min_gain:
+                self.choice = self.candidates[best]
         times = ", ".join(f"{c!r} {s * 1e3:.2f} ms" for c, s in zip(self.candidates, others))
         self.verdict = (
             f"plain means take at least {dense * 1e3:.2f} ms a step, at most {times}: the best gains {gain:.0%}, "
@@ -189,6 +225,7 @@ class Auto(Reducer):
         if group.rank == 0:
             show(self._table(dense, others))
         for candidate in self.candidates:
+            # What the candidates remember is of gradients that were then averaged as they are: nothing of it is owed.
             candidate.memory = Memory()
         self._seconds = []
 
@@ -210,7 +247,7 @@ class Auto(Reducer):
 
 
 class _MeasuringStep(ReductionStep):
-    """A dense step beside which the candidates reduce copies."""
+    """A step of plain means during which the candidates reduce copies, each timed."""
 
     reducer: Auto
 
@@ -220,6 +257,7 @@ class _MeasuringStep(ReductionStep):
         self._taken = [0.0] * (1 + len(reducer.candidates))
 
     def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
+        """Take the plain means, and time everything on copies."""
         if not named_gradients:
             return
         self._agree(named_gradients)
@@ -227,7 +265,7 @@ class _MeasuringStep(ReductionStep):
         self._time(0, lambda: comm.all_reduce_(flat, self.group).div_(self.group.size))
         for index, candidate in enumerate(self.reducer.candidates):
             copies = {name: gradient.detach().clone() for name, gradient in named_gradients.items()}
-            self._time(1 + index, lambda candidate=candidate, copies=copies: self._try(candidate, copies))
+            self._time(1 + index, partial(self._try, candidate, copies))
         super().reduce_(named_gradients, shards)
         self._device = next((gradient.device for gradient in named_gradients.values()), self._device)
 
@@ -237,6 +275,7 @@ class _MeasuringStep(ReductionStep):
             step.commit()
 
     def commit(self) -> bool:
+        """End the step; decide after the last one that measures."""
         finite = super().commit()
         if finite:
             self.reducer._seconds.append(self._taken)
@@ -244,7 +283,8 @@ class _MeasuringStep(ReductionStep):
                 self.reducer._decide(self.group, self._device)
         return finite
 
-    def _time(self, index: int, call: Any) -> None:
+    def _time(self, index: int, call: Callable[[], object]) -> None:
+        # All ranks start together: otherwise each would be charged the wait for the slowest one.
         comm.barrier(self.group)
         self._wait()
         start = time.perf_counter()
@@ -257,11 +297,12 @@ class _MeasuringStep(ReductionStep):
             torch.accelerator.synchronize(self._device)
 
 
+# Weak on both sides: this must keep neither a compressor nor a model alive.
 _OWNERS: weakref.WeakKeyDictionary[Reducer, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def bind_to_module(module: nn.Module, reducer: Reducer) -> None:
-    """Let `reducer` belong to `module`; it starts anew, with a warning, if it has taken steps for another one."""
+    """Bind `reducer` to `module`: its memory is of no use to another one, so it is reset then, with a warning."""
     owner = _OWNERS.get(reducer)
     if owner is not None and owner() is not module and reducer.step > 0:
         warnings.warn(
@@ -273,7 +314,7 @@ def bind_to_module(module: nn.Module, reducer: Reducer) -> None:
 
 
 def warn_of_unmatched(module: nn.Module, reducer: Reducer) -> None:
-    """Warn of patterns of a policy that decide about no parameter of `module`: a name may be misspelt."""
+    """Warn of the patterns of a policy that match no parameter of `module` first: a name may be misspelt."""
     names = [name for name, _ in module.named_parameters()]
     unmatched = reducer.unmatched(names) if isinstance(reducer, Policy) else []
     if unmatched:

@@ -129,6 +129,7 @@ class GradientReducer:
         self.remove()
         self._trainable = trainable
         self._active = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        # A bucket with a frozen parameter would never be full, and those after it would never start.
         self._buckets = self._create_buckets()
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._next = 0
@@ -152,6 +153,7 @@ class GradientReducer:
             parameter = self._active[name]
             return parameter.dtype, parameter.device, name in self._prepare_names
 
+        # The sort is stable. Partial gradients are complete only after backward: they must not hold up other buckets.
         order = list(reversed(self._active))
         order.sort(key=lambda name: name in self._prepare_names)
         sizes = {name: self._active[name].numel() * self._active[name].element_size() for name in order}
@@ -166,6 +168,7 @@ class GradientReducer:
 
     def mark(self, parameters: Iterable[Tensor]) -> None:
         """Register gradients that were put in place, rather than accumulated by autograd."""
+        # By identity: comparing tensors would compare their elements.
         marked = set(map(id, parameters))
         self._accumulated |= {name for name, parameter in self._active.items() if id(parameter) in marked}
 
@@ -211,6 +214,8 @@ class GradientReducer:
             bucket = self._bucket_of[name]
             bucket.ready.add(name)
             bucket.stale |= bucket.launched  # accumulated again: what was sent is not the whole
+            # In the order of the buckets, and not of their gradients: other ranks may use the layers in another order,
+            # and collectives are paired by the order of their issue.
             while self._next < len(self._buckets):
                 bucket = self._buckets[self._next]
                 if len(bucket.ready) < len(bucket.names):
@@ -229,6 +234,7 @@ class GradientReducer:
 
     def _compress_early(self, gradients: dict[str, Tensor]) -> None:
         """Compress copies of a bucket while backward goes on."""
+        # Copies, as this gradient may accumulate once more before the step is over.
         self._means.append(self._overlapped_session().add(gradients, copy=True))
 
     def _overlapped_session(self) -> GradientSession:
@@ -248,7 +254,7 @@ class GradientReducer:
             return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
     def _gradient(self, name: str) -> Tensor:
-        """The gradient of a parameter; zeros where it has none."""
+        """Return the gradient of a parameter; zeros if it has none."""
         parameter = self._active[name]
         if parameter.grad is None:
             return torch.zeros_like(parameter)
@@ -260,7 +266,7 @@ class GradientReducer:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a backward pass has brought gradients and `reduce()` has not been called."""
+        """True if a backward pass has brought gradients and `reduce()` has not been called."""
         return self._touched
 
     @torch.no_grad()
@@ -290,7 +296,7 @@ class GradientReducer:
         self._touched = False
 
     def _gradient_of(self, name: str) -> Tensor:
-        """The gradient of a parameter in its place; zeros are put there where it has none."""
+        """Return the gradient of a parameter, after putting zeros there if it has none."""
         gradient = self._gradient(name)
         self._active[name].grad = gradient
         return gradient
@@ -303,6 +309,7 @@ class GradientReducer:
         """
         only = self._active if self._compression is None else self._accumulated
         flags = [parameter.grad is not None and name in only for name, parameter in self._active.items()]
+        # One collective for all questions: every further one costs a round trip in each step.
         flags += [bucket.stale for bucket in self._buckets]
         if not flags:
             return set()
@@ -311,6 +318,7 @@ class GradientReducer:
         shared = comm.all_reduce_(flags_tensor, self.group, "max").tolist()
         for bucket, stale in zip(self._buckets, shared[len(self._active) :]):
             bucket.stale = bool(stale)
+        # A rank that has launched nothing must still take part in the collectives of those that have.
         self._launched_anywhere = bool(shared[-1])
         return {name for name, flag in zip(self._active, shared) if flag}
 
@@ -329,6 +337,7 @@ class GradientReducer:
             self._compress_early({name: self._gradient_of(name) for name in bucket.names if name in used})
         session = self._overlapped_session()
         session.wait()
+        # The same on all ranks, as `_exchange_use` has shared the flags: all of them do the step again, or none.
         if any(bucket.stale for bucket in self._buckets):
             session.discard()
             return False

@@ -74,12 +74,17 @@ class PipelineEngine:
         self.device = device or device_of(module)
         self.schedule = plan.schedule
         self._warn_of_batch_norm()
-        self.stages = PipelineStages(module, plan, group.rank, self.device)
+        self.model = PipelineStages(module, plan, group.rank, self.device)
         if self.schedule.splits_backward:
             split_linears(module)
         self._layouts = MessageLayouts()
         self._stage_inputs: dict[int, list[StageInputs]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank."""
+        return self.model.stages
 
     @property
     def last_rank(self) -> int:
@@ -89,7 +94,7 @@ class PipelineEngine:
     @property
     def tied(self) -> dict[str, TiedParameter]:
         """Parameters that several ranks hold, by name."""
-        return self.stages.tied
+        return self.model.tied
 
     @property
     def counted_by_others(self) -> frozenset[str]:
@@ -157,7 +162,7 @@ class PipelineEngine:
         if not sum(sizes) > 0:
             raise ValueError(f"expected microbatches of a positive weight, got {sizes}")
         run = ScheduleRun(
-            self.stages,
+            self.model,
             self.group,
             schedule if training else forward_only(schedule),
             step,

@@ -132,13 +132,13 @@ class TruncatedModel:
         self._outputs: dict[Any, Any] = {}
         self._is_first = True
 
-    def run(self, step: Step, batch: Any) -> Any:
-        """Run `step` on `batch`; returns what it returns."""
+    def run(self, step: Step, batch: Any, seed: int | None = 0) -> Any:
+        """Run `step` on `batch`, with random numbers from `seed` or those of outside; returns what it returns."""
         self._is_first = True
         self._outputs.clear()
         self._load_end(0)
         try:
-            with self._intercepted.handled_by(self):
+            with self._intercepted.handled_by(self, seed):
                 self.begin()
                 return step(batch)
         finally:
@@ -239,9 +239,11 @@ def truncated(module: nn.Module, plan: PipelinePlan, device: torch.device, step:
 
     def run(batch: Any) -> Any:
         try:
-            return TruncatedModel(module, stack, first_names, last_names, device).run(step, batch)
+            return TruncatedModel(module, stack, first_names, last_names, device).run(step, batch, seed=None)
         except Exception:
-            return TruncatedModel(module, stack, first_names, last_names, device, runs_all=True).run(step, batch)
+            return TruncatedModel(module, stack, first_names, last_names, device, runs_all=True).run(
+                step, batch, seed=None
+            )
 
     return run
 

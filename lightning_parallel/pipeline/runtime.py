@@ -72,7 +72,7 @@ class _MicrobatchState:
     captured: list[Tensor | None] = field(default_factory=list)
     received: tuple[TensorSpec, ...] = ()
     placeholders: list[PlaceholderTensor] = field(default_factory=list)
-    deferred: WeightGradients = field(default_factory=WeightGradients)
+    deferred: WeightGradients | None = None
 
 
 class ScheduleRun:
@@ -281,11 +281,14 @@ class ScheduleRun:
 
     def _input_gradient(self, action: Action) -> None:
         state = self.states[action.stage, action.microbatch]
+        state.deferred = WeightGradients()
         with deferring(state.deferred):
             self._differentiate(action, state)
 
     def _weight_gradient(self, action: Action) -> None:
-        self.states.pop((action.stage, action.microbatch)).deferred.compute()
+        deferred = self.states.pop((action.stage, action.microbatch)).deferred
+        assert deferred is not None, "a schedule has an I before each W"
+        deferred.compute()
 
     def _differentiate(self, action: Action, state: _MicrobatchState) -> None:
         _, stage, microbatch = action

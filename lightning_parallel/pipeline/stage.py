@@ -13,7 +13,7 @@ What several stages compute with, such as the matrix of an embedding that is the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,10 +285,15 @@ class InterceptedModel:
         self._forwards.restore()
 
     @contextmanager
-    def handled_by(self, handler: CallHandler) -> Iterator[None]:
-        """Let `handler` decide what calls do inside the block, with the same random numbers each time."""
+    def handled_by(self, handler: CallHandler, seed: int | None = 0) -> Iterator[None]:
+        """Let `handler` decide what calls do inside the block, with the same random numbers each time.
+
+        Args:
+            handler: The handler.
+            seed: Of the random numbers; None goes on with those of outside.
+        """
         try:
-            with self.active.use(handler), seeded(0):
+            with self.active.use(handler), nullcontext() if seed is None else seeded(seed):
                 yield
         finally:
             self.restore_forwards()
@@ -306,6 +311,7 @@ class PipelineStages:
     Attributes:
         stages: The stages of this rank.
         stage_of: The stage of each layer.
+        num_stages: Stages of the whole pipeline.
         tied: Name of each parameter that several ranks hold -> where it is.
         stubs: Outputs of modules of other stages.
     """
@@ -316,17 +322,13 @@ class PipelineStages:
         self.device = device
         self.stages = plan.stages_of_rank(rank)
         self.stage_of = plan.stage_of
+        self.num_stages = plan.num_stages
         self.stubs = StubOutputs(device)
         stack = LayerStack.at(module, plan.container)
         self.tied = self._find_tied()
         self._intercepted = InterceptedModel(module, stack, self._holds)
         self._free(stack)
         self._hidden = self._stand_ins(stack)
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
-        return self.plan.num_stages
 
     @contextmanager
     def handled_by(self, handler: Any) -> Iterator[None]:

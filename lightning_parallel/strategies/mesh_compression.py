@@ -46,17 +46,19 @@ class MeshCompression:
 
     @classmethod
     def of(cls, reducer: Optional[Reducer], module: LightningModule, groups: MeshGroups) -> MeshCompression | None:
-        """Return None where there is nothing to compress; every rank of the mesh must ask."""
+        """Return None without a compressor; every rank of the mesh must ask."""
         if reducer is None:
             return None
         if groups.data_parallel.size == 1:
             rank_zero_warn("`compression` has nothing to do: it works between replicas, and there is one.")
-            return None
-        bind_to_module(module, reducer)
+        else:
+            bind_to_module(module, reducer)
         return cls(reducer, module, groups)
 
     def reducer_options(self) -> dict[str, Any]:
         """Return what a `GradientReducer` has to know; every rank of the mesh must ask."""
+        if self.groups.data_parallel.size == 1:
+            return {}
         return {
             "compression": self.reducer,
             "side_group": self.groups.extra(DATA, "compression"),

@@ -115,7 +115,6 @@ class MeshStrategy(MeshProcesses):
         self._reducer: GradientReducer | None = None
         self._compression: MeshCompression | None = None
         self._steps: PipelineSteps | None = None
-        self._norm: ReplicaNorm | None = None
         self._patches = Patches()
         self._whole_groups: dict[Optimizer, list[list[str]]] = {}
         self._checked_epoch = -1
@@ -152,8 +151,9 @@ class MeshStrategy(MeshProcesses):
             self._checked_epoch = -1
             self._is_first_batch = True
         self.setup_precision_plugin()
-        self._norm = ReplicaNorm(module, self._rules, self.groups, self._counted_by_others)
-        span_replica(self.precision_plugin, self._norm, self.root_device, self._patches)
+        norm = ReplicaNorm(module, self._rules, self.groups, self._counted_by_others)
+        norm.use_in_torch(self._patches)
+        span_replica(self.precision_plugin, norm, self.root_device, self._patches)
         if fitting:
             move_optimizers(self.optimizers, self.root_device)
             processes.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
@@ -222,6 +222,11 @@ class MeshStrategy(MeshProcesses):
         return self._sharding
 
     @property
+    def rules(self) -> Mapping[str, Shard]:
+        """How the module's tensors are sharded over the tensor axis, by name."""
+        return self._rules
+
+    @property
     def parameter_names(self) -> dict[int, str]:
         """Name of each parameter of the module, by `id`."""
         return {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -267,8 +272,7 @@ class MeshStrategy(MeshProcesses):
             with self._open_reducer.no_sync():
                 return self._steps.training_step(args, kwargs, audit)
         step = super().training_step
-        with self._replica_wide_norms():  # under manual optimization modules clip inside their step
-            return step(*args, **kwargs) if audit is None else audit.wrap(step)(*args, **kwargs)
+        return step(*args, **kwargs) if audit is None else audit.wrap(step)(*args, **kwargs)
 
     def _begin_step(self, batch: Any) -> None:
         if self._checked_epoch != self.module.current_epoch:
@@ -334,13 +338,9 @@ class MeshStrategy(MeshProcesses):
         if self._reducer is not None and self._reducer.in_flight:
             self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
             self._drop_nonfinite_gradients()
-        with self._replica_wide_norms():
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         processes.share_buffers(self.module, self.groups.data_parallel)
         return output
-
-    def _replica_wide_norms(self) -> AbstractContextManager:
-        return nullcontext() if self._norm is None else self._norm.in_torch()
 
     @contextmanager
     @override

@@ -73,6 +73,7 @@ class PipelineSteps:
         self.precision = precision
         self.device = device
         self._engine: PipelineEngine | None = None
+        self._positional: dict[str, int] = {}
         self._step_gradients: dict[nn.Parameter, Tensor | None] = {}
         self._is_running = False
 
@@ -159,7 +160,9 @@ class PipelineSteps:
             "test_step": self.precision.test_step_context,
             "predict_step": self.precision.predict_step_context,
         }[name]
-        rest = rest[: positional_arguments(method) - 1]
+        if name not in self._positional:
+            self._positional[name] = positional_arguments(method)
+        rest = rest[: self._positional[name] - 1]
 
         def step(microbatch: Any) -> Any:
             with context():

@@ -7,8 +7,7 @@ There is no strategy hook for clipping: `LightningModule.clip_gradients` goes to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compat import Patches, patched
+from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import TOTAL_NORM, clip_grad, norms_of, patch_unscale
 from lightning_parallel.tensor.sharding import Shard
 
@@ -54,18 +53,20 @@ class ReplicaNorm:
         named = {names.get(id(gradient), f"unnamed {index}"): gradient for index, gradient in enumerate(gradients)}
         return total_norm(named, self._rules, self.groups, norm_type, self._counted_by_others)
 
-    @contextmanager
-    def in_torch(self) -> Iterator[None]:
-        """Let torch's `clip_grad_norm_` take this norm inside the block."""
+    def use_in_torch(self, patches: Patches) -> None:
+        """Let torch's `clip_grad_norm_` take this norm of the module's gradients until `patches` are undone."""
         if self.groups.replica.size == 1:
-            yield
             return
+        own_norm = getattr(clip_grad, TOTAL_NORM)
 
-        def norm(tensors: Iterable[Tensor], norm_type: float = 2.0, *_: Any, **__: Any) -> Tensor:
-            return self(list(tensors), norm_type)
+        def norm(tensors: Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+            gradients = list(tensors)
+            ours = {id(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None}
+            if gradients and not any(id(gradient) in ours for gradient in gradients):
+                return own_norm(gradients, norm_type, *args, **kwargs)
+            return self(gradients, norm_type)
 
-        with patched(clip_grad, TOTAL_NORM, norm):
-            yield
+        patches.replace(clip_grad, TOTAL_NORM, norm)
 
 
 def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, patches: Patches) -> None:

@@ -106,7 +106,7 @@ def test_ddp_buckets_are_seen_and_stay_as_they_are(group):
     def gradients(traces):
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(64, 200), nn.Linear(200, 64))
-        model = DistributedDataParallel(layers, bucket_cap_mb=0.05)
+        model = DistributedDataParallel(layers, bucket_cap_mb=0.02)
         strategy = SimpleNamespace(model=model)
         recorder, tracer = Recorder(), CollectiveTracer({}, "data_parallel")
         with trace_collectives(tracer), trace_ddp_buckets(tracer, strategy), tracing.activate(recorder):

@@ -187,12 +187,11 @@ def test_layouts(layout, group):
         large = size(*(p for p in module.parameters() if p.numel() >= 16 and p.dim() > 1))
         assert mine["compression"] == strategy.compression.memory.num_bytes >= large
     if layout in ("pipeline", "interleaved"):
+        plan = strategy.engine.plan
         stages = [row for row in report["stages"] if row["rank"] == group.rank]
-        assert [row["stage"] for row in stages] == list(strategy.engine.stages)
+        assert [row["stage"] for row in stages] == list(plan.stages_of_rank(group.rank))
         assert sum(row["parameters"] for row in stages) == sum(row["optimizer"] for row in stages) == total
-        assert [row["parameters"] / 8 for row in stages] == [
-            strategy.engine.stage_parameters[row["stage"]] for row in stages
-        ]
+        assert [row["parameters"] / 8 for row in stages] == [plan.stage_parameters(row["stage"]) for row in stages]
 
 
 def test_second_derivatives_pass_through():
@@ -213,7 +212,9 @@ def test_schedules_hold_as_many_microbatches_as_they_should(group):
     for schedule, in_flight in (("gpipe", 4), ("1f1b", 2)):
         strategy = PipelineParallelStrategy(pipeline_parallel_size=2, schedule=schedule, num_microbatches=4)
         report = fit(Deep(), strategy, group, 1)
-        assert report["ranks"][0]["activations_peak"] == in_flight * 2 * strategy.engine.layers_per_stage[0] * block
+        assert (
+            report["ranks"][0]["activations_peak"] == in_flight * 2 * strategy.engine.plan.layers_per_stage[0] * block
+        )
 
 
 @distributed(world_size=2)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel import TensorParallelStrategy, callbacks, comm
 from lightning_parallel.callbacks import ProfileReport, StepBreakdown
-from lightning_parallel.callbacks.report.report_files import part_path, read_parts, write_part
+from lightning_parallel.callbacks.report.profile_report import part_path, read_parts, write_part
 from lightning_parallel.callbacks.report.trace import read_trace
 from lightning_parallel.cli import main
 from lightning_parallel.tracing import StepSampler

@@ -241,8 +241,8 @@ def test_weight_gradients_wait_for_their_turn(group):
     seen = []
     parameter = next(model.parameters())
     parameter.register_post_accumulate_grad_hook(lambda _: seen.append("w"))
-    original = engine.stages.handled_by
-    engine.stages.handled_by = lambda handler: seen.append("f") or original(handler)
+    original = engine.model.handled_by
+    engine.model.handled_by = lambda handler: seen.append("f") or original(handler)
     engine.forward_backward(step, batch)
     row = engine.schedule.rows[group.rank]
     wanted = [action.kind.value.lower() for action in row if action.kind.value in "FW"]

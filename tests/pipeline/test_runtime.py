@@ -49,7 +49,7 @@ def compare(
         else:
             assert result.loss is None
             assert not result.outputs
-    mine = set(engine.stages.stages)
+    mine = set(engine.stages)
     held = {name for name, _ in model.named_parameters()}
     assert held == {name for name, stages in engine.plan.parameter_stages.items() if mine & set(stages)}
     return engine
