@@ -1,6 +1,9 @@
 """The contract with the dependencies: every private name that is used exists, with the expected signature."""
 
 import inspect
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ import torch.distributed as dist
 import transformers
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _init_utils, _runtime_utils
@@ -20,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import SequentialSampler
 
 from lightning_parallel.compat import Patches, patched
+from lightning_parallel.compat import deepspeed as compat_deepspeed
+from lightning_parallel.compat import lightning as compat_lightning
 from lightning_parallel.compat import torch as compat_torch
 from lightning_parallel.compat import transformers as compat_transformers
 from lightning_parallel.compat.lightning import ddp_hook_state, logged_step, should_update_logs, wrapped_sampler
@@ -34,6 +39,7 @@ from lightning_parallel.compat.torch import (
     is_backward_running,
     overload_packet,
     pytree,
+    schema_of,
     sharded_flat_parameters,
     storage_address,
     version_of,
@@ -259,6 +265,112 @@ def test_flat_parameters_of_fsdp_are_known(group):
 def test_the_flight_recorder_is_where_it_was():
     assert callable(torch._C._distributed_c10d._dump_fr_trace_json)
     assert flight_recorder_entries() == []
+
+
+# -- used by pipeline --------------------------------------------------------------------------------------------------
+
+
+def test_children_and_hooks_are_the_dicts_of_the_module():
+    layer = nn.Linear(2, 2)
+    twice = nn.ModuleList([layer, layer])
+    assert list(compat_torch.children_of(twice).items()) == [("0", layer), ("1", layer)]
+    after, before = compat_torch.forward_hooks_of(layer)
+    assert (after, before) == ({}, {})
+    layer.register_forward_hook(print)
+    layer.register_forward_pre_hook(repr)
+    assert (list(after.values()), list(before.values())) == ([print], [repr])
+    after.clear()
+    before.clear()
+    layer(torch.ones(2))
+
+
+class _Wrapper(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError("not to be asked")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func
+
+
+def test_tensors_without_data_and_schemas_of_operators():
+    wrapper = compat_torch.make_wrapper_subclass(
+        _Wrapper, torch.Size([2, 3]), strides=(3, 1), dtype=torch.float16, device=torch.device("cpu")
+    )
+    assert type(wrapper) is _Wrapper
+    with compat_torch.DisableTorchFunctionSubclass():
+        assert (wrapper.shape, wrapper.stride(), wrapper.dtype) == ((2, 3), (3, 1), torch.float16)
+    written = [argument.alias_info is not None for argument in schema_of(torch.ops.aten.add_.Tensor).arguments]
+    assert written == [True, False, False]
+    assert schema_of(torch.ops.aten.add_.Tensor).arguments[0].alias_info.is_write
+
+
+# -- used by strategies with compression -------------------------------------------------------------------------------
+
+
+@distributed(world_size=2)
+def test_a_module_can_be_wrapped_by_ddp_anew(group):
+    layer = nn.Linear(3, 2)
+    for _ in range(2):
+        model = DistributedDataParallel(layer)
+        model(torch.ones(1, 3)).sum().backward()
+        compat_torch.remove_ddp_hooks(model)
+    layer.weight.grad = None
+    layer(torch.ones(1, 3) * group.rank).sum().backward()
+    assert layer.weight.grad.sum() == 6 * group.rank, "nothing is averaged any more"
+
+
+@distributed(world_size=2)
+def test_fsdp_says_whether_it_reduces_gradients(group):
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    seen = []
+    for context in (nullcontext, model.no_sync):
+        with context():
+            loss = model(torch.ones(1, 4)).sum()
+            seen.append(compat_torch.fsdp1_synchronizes(model))
+            loss.backward()
+    assert seen == [True, False]
+
+
+def test_what_constructors_only_take():
+    assert compat_torch.device_of_scaler(torch.amp.GradScaler("cpu")) == "cpu"
+    timeout = timedelta(seconds=7)
+    assert compat_lightning.timeout_of(DDPStrategy(timeout=timeout)) is timeout
+    assert compat_lightning.state_dict_type_of(FSDPStrategy(state_dict_type="sharded")) == "sharded"
+    strategy = SingleDeviceStrategy()
+    assert compat_lightning.strategy_of(compat_lightning.FunctionLauncher(strategy)) is strategy
+    assert not inspect.signature(DeepSpeedStrategy._init_deepspeed_distributed).parameters.keys() - {"self"}
+
+
+class _AskForTheLoader(Callback):
+    def setup(self, trainer, pl_module, stage):
+        self.found = compat_lightning.train_dataloader_of(trainer)
+
+
+def test_the_loader_is_known_before_the_loop_begins():
+    callback, data = _AskForTheLoader(), loader()
+    trainer_for(callbacks=[callback], max_steps=1).fit(Net().double(), data)
+    assert callback.found is data
+
+
+def test_private_names_of_deepspeed():
+    ops = pytest.importorskip("deepspeed.ops")
+    with patched(ops, "__compatible_ops__", dict(ops.__compatible_ops__)):
+        assert "deepspeed_shm_comm" in ops.__compatible_ops__
+        compat_deepspeed.disable_shared_memory_kernel()
+        assert ops.__compatible_ops__["deepspeed_shm_comm"] is False
+
+
+def test_hooks_that_see_gradients_accumulate_are_removed():
+    zero = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2")
+    assert "self._grad_acc_hooks" in inspect.getsource(zero.DeepSpeedZeroOptimizer.create_gradient_handling_hooks)
+    parameter = nn.Parameter(torch.ones(1))
+    seen = []
+    optimizer = SimpleNamespace(_grad_acc_hooks=[parameter.register_hook(seen.append)])
+    compat_deepspeed.remove_accumulation_hooks(optimizer)
+    parameter.sum().backward()
+    assert seen == []
 
 
 class _LogSteps(Callback):

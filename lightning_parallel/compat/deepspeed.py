@@ -15,11 +15,13 @@ from torch import Tensor
 from lightning_parallel.compat import Patches
 
 __all__ = [
+    "disable_shared_memory_kernel",
     "gradients_of_engine",
     "has_overflow_check",
     "is_zero_optimizer",
     "loss_scale_of",
     "parameters_of_bucket",
+    "remove_accumulation_hooks",
     "replace_bucket_reduction",
     "replace_fallback_reduction",
 ]
@@ -87,3 +89,23 @@ def gradients_of_engine(engine: Any) -> Iterator[tuple[Tensor, Tensor]]:
     for parameter in engine.module.parameters():
         if parameter.grad is not None:
             yield parameter, parameter.grad
+
+
+# -- strategies: what DeepSpeed does around training -------------------------------------------------------------------
+
+
+def disable_shared_memory_kernel() -> None:
+    """Say that the kernel for communication in shared memory, on CPU, cannot be compiled.
+
+    DeepSpeed compiles it when training starts, although only inference uses it, and a machine without a compiler
+    cannot. What can be compiled is a table that has no setter.
+    """
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def remove_accumulation_hooks(optimizer: Any) -> None:
+    """Remove the hooks by which ZeRO sees gradients accumulate: they would run when the module is trained again too."""
+    for hook in getattr(optimizer, "_grad_acc_hooks", ()):
+        hook.remove()

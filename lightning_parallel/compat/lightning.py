@@ -20,7 +20,7 @@ from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as FunctionLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.trainer import call
@@ -35,6 +35,7 @@ __all__ = [
     "ScriptLauncher",
     "batch_value_of",
     "ddp_hook_state",
+    "init_deepspeed_distributed",
     "init_process_group",
     "is_compiled",
     "loaders_of",
@@ -42,14 +43,20 @@ __all__ = [
     "metric_state_of",
     "move_optimizers",
     "prepared_batch",
+    "reset_optimizers",
+    "synchronizes_layers",
     "restore_metric_state",
     "set_batch_value",
     "set_device_mesh",
     "set_update_count",
     "should_update_logs",
+    "state_dict_type_of",
     "states_of",
+    "strategy_of",
     "sync_tensor",
     "take_first_entry",
+    "timeout_of",
+    "train_dataloader_of",
     "unwrap_optimizer",
     "update_count_of",
     "wrapped_sampler",
@@ -66,6 +73,11 @@ def init_process_group(
     Calling `torch.distributed.init_process_group` instead would miss what Lightning sets for each cluster environment.
     """
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device)
+
+
+def strategy_of(launcher: FunctionLauncher) -> Strategy:
+    """Return the strategy that a launcher was made for, which its constructor only takes."""
+    return launcher._strategy
 
 
 def sync_tensor(tensor: Tensor, group: Any, reduce_op: Optional[Union[ReduceOp, str]]) -> Tensor:
@@ -95,6 +107,16 @@ def is_compiled(module: LightningModule) -> bool:
     )
 
 
+def reset_optimizers(strategy: Strategy) -> None:
+    """Forget the optimizers and schedulers of an earlier run: `setup_optimizers` adds to them under some plugins."""
+    strategy._reset_optimizers_and_schedulers()
+
+
+def synchronizes_layers(strategy: ParallelStrategy) -> bool:
+    """Tell whether `Trainer(sync_batchnorm=True)` was given; it reaches strategies as a private plugin only."""
+    return strategy._layer_sync is not None
+
+
 # -- strategies: DDP, FSDP ---------------------------------------------------------------------------------------------
 
 
@@ -103,12 +125,36 @@ def ddp_hook_state(strategy: Strategy) -> Any:
     return getattr(strategy, "_ddp_comm_state", None)
 
 
+# -- strategies with compression -----
+
+
+def timeout_of(strategy: DDPStrategy) -> timedelta | None:
+    """Return the timeout that a strategy was given for its collectives: groups that are added must have the same."""
+    return strategy._timeout
+
+
+def state_dict_type_of(strategy: FSDPStrategy) -> str:
+    """Return whether checkpoints are `full` or `sharded`, which the constructor only takes."""
+    return strategy._state_dict_type
+
+
+def init_deepspeed_distributed(strategy: DeepSpeedStrategy) -> None:
+    """Start the process group by DeepSpeed, as the part of `setup_distributed` that does not require CUDA."""
+    strategy._init_deepspeed_distributed()
+
+
 # -- loops and connectors ----------------------------------------------------------------------------------------------
 
 
 def loaders_of(loop: Any) -> Any:
     """Return the data loaders that a loop will read, as the user gave them: public only once the loop has begun."""
     return loop._data_source.instance
+
+
+def train_dataloader_of(trainer: Trainer) -> Any | None:
+    """Return the training loader that the user gave; None if there is none. `train_dataloader` is set later."""
+    source = trainer.fit_loop._data_source
+    return source.dataloader() if source.is_defined() else None
 
 
 def take_first_entry(loop: Any) -> Any:

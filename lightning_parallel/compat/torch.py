@@ -11,14 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# -- used by strategies.deferred_init: imports -----
-# The documented way out of `__torch_function__` for subclasses; it has no other name.
+# -- used by pipeline: imports -----
+# Runs operators on a tensor subclass without its `__torch_function__`: documented, but in this private module only.
 from torch._C import DisableTorchFunctionSubclass
 
 # -- used by tensor: imports -----
@@ -37,6 +38,7 @@ from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 
 # -- used by callbacks: imports -----
 # The one base of all batch and instance normalization: a list of their public classes would miss those of users.
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormalization
 from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
@@ -54,22 +56,27 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "FullyShardedGroup",
     "FullyShardedParameter",
+    "BatchNormalization",
     "NormalizationBase",
     "TOTAL_NORM",
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",
     "buffers_of",
     "clip_grad",
+    "children_of",
     "current_graph_task_id",
     "ddp_comm_hooks",
     "ddp_ignored_names",
     "default_store",
+    "device_of_scaler",
     "flight_recorder_entries",
     "forbid_data_access",
+    "forward_hooks_of",
     "fsdp1_comm_hook",
     "fsdp1_gradient_views",
     "fsdp1_parameter_offsets",
     "fsdp1_replica_group",
+    "fsdp1_synchronizes",
     "fully_sharded_groups",
     "has_compiled_call",
     "has_unsharded_storage",
@@ -77,13 +84,16 @@ __all__ = [
     "intercepted_all_reduce",
     "is_backward_running",
     "make_subclass",
+    "mark_as_parameter",
     "move_tensor_hooks",
     "non_persistent_buffers_of",
     "norms_of",
+    "make_wrapper_subclass",
     "overload_packet",
     "parameters_of",
     "patch_unscale",
     "pytree",
+    "remove_ddp_hooks",
     "schema_of",
     "sharded_flat_parameters",
     "storage_address",
@@ -116,6 +126,21 @@ def non_persistent_buffers_of(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+# -- used by pipeline -----
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the modules registered in `module` itself, by name: `named_children` leaves out repeated ones and None."""
+    return module._modules
+
+
+_HookDicts = tuple[dict[int, Any], dict[int, Any]]
+
+# Returns the hooks that run after and before a module's `forward`, by id, to read or replace. They are registered in
+# public, but those of others cannot be seen. Written in C: stubs ask it of every submodule at every call.
+forward_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_forward_hooks", "_forward_pre_hooks")
+
+
 def has_compiled_call(module: nn.Module) -> bool:
     """Return whether `module.compile()` was called; `torch.compile(module)` has a public class instead."""
     return getattr(module, "_compiled_call_impl", None) is not None
@@ -132,6 +157,16 @@ WRAPPER_PREFIXES = (FSDP_PREFIX, CHECKPOINT_PREFIX, "_orig_mod.")
 def ddp_ignored_names(module: nn.Module) -> Collection[str]:
     """Return the names of parameters that DDP was told to ignore; torch has only a setter for them, a private one."""
     return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+
+
+def remove_ddp_hooks(model: DistributedDataParallel) -> None:
+    """Take the hooks of DDP off the module's parameters, so that it can be wrapped anew; deleting DDP leaves them."""
+    model._remove_autograd_hooks()
+
+
+def fsdp1_synchronizes(model: FullyShardedDataParallel) -> bool:
+    """Return whether the backward pass just run reduced gradients: False under `no_sync`, which has no getter."""
+    return model._sync_gradients
 
 
 def fsdp1_comm_hook(unit: FullyShardedDataParallel) -> Any:
@@ -268,6 +303,17 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
+# -- used by pipeline -----
+
+# Makes a tensor without data that claims a shape, a dtype and a device: all wrapper subclasses use it, torch's as well.
+make_wrapper_subclass = Tensor._make_wrapper_subclass
+
+
+def schema_of(operation: Any) -> Any:
+    """Return the schema of an operator: which arguments it takes, which it writes, what it returns."""
+    return operation._schema
+
+
 # compression
 
 
@@ -284,11 +330,6 @@ def is_backward_running() -> bool:
 # Makes a tensor of another class, and lets the class answer for the device, in C++ as well: what fake tensors are made
 # with. The public `as_subclass` cannot claim a device.
 make_subclass = Tensor._make_subclass
-
-
-def schema_of(operation: Any) -> Any:
-    """Return the schema of an operator: which arguments it takes, which it writes, what it returns."""
-    return operation._schema
 
 
 def move_tensor_hooks(source: Tensor, target: Tensor) -> None:
@@ -318,6 +359,11 @@ def patch_unscale(scaler: Any, change: Any, patches: Patches) -> None:
     """
     unscale = scaler._unscale_grads_
     patches.replace(scaler, "_unscale_grads_", lambda *args, **kwargs: change(unscale(*args, **kwargs)))
+
+
+def device_of_scaler(scaler: Any) -> str:
+    """Return the type of the device that a `GradScaler` was made for, which its constructor only takes."""
+    return scaler._device
 
 
 # -- used by callbacks: memory, operations, collectives -----
@@ -403,3 +449,10 @@ def _intercept_all_reduce(tensors: list[Tensor], process_group: Any, *arguments:
 
     _interceptors[-1](tensors, dist.ProcessGroup.unbox(process_group), call)
     return results[0]
+
+
+def mark_as_parameter(tensor: Tensor, is_parameter: bool) -> None:
+    """Let `isinstance(tensor, nn.Parameter)` hold for a tensor of another class: torch asks for this attribute."""
+    vars(tensor).pop("_is_param", None)
+    if is_parameter:
+        tensor._is_param = True

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.actions import Schedule, activations_held
 from lightning_parallel.pipeline.interception import Call
 from lightning_parallel.pipeline.layer_stack import (
@@ -379,7 +379,7 @@ class _StageDryRun(StageForward):
             if not self.entered or isinstance(error, CutError) or getattr(error, "lost", False):
                 raise ValueError(f"cannot run stage {self.stage} of the pipeline on its own: {error}") from error
         else:
-            lost = next(filter(missing, tree_leaves(result)), None)
+            lost = next(filter(missing, pytree.tree_leaves(result)), None)
             if lost is not None:
                 raise ValueError(
                     f"the step returns something made of {lost.provenance}, which is on an earlier pipeline stage; "
@@ -404,7 +404,7 @@ class _StageDryRun(StageForward):
 
     def _infer(self, call: Call) -> Any:
         output = super()._infer(call)
-        return tree_map_only(PlaceholderTensor, _differentiable, output) if torch.is_grad_enabled() else output
+        return pytree.tree_map_only(PlaceholderTensor, _differentiable, output) if torch.is_grad_enabled() else output
 
     def _run(self, call: Call) -> Any:
         return self.stubs.run_stub(call, available=True)

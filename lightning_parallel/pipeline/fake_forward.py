@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
 from lightning_parallel.pipeline.interception import Call
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 
@@ -42,7 +42,7 @@ def run_with_fake_data(call: Call, device: torch.device, available: bool) -> tup
     Returns:
         What it returned, and the arguments as it left them; placeholders for all tensors but those that it was given.
     """
-    inputs, tree = tree_flatten((call.args, call.kwargs))
+    inputs, tree = pytree.tree_flatten((call.args, call.kwargs))
     data = [fake_data(leaf, device) if isinstance(leaf, PlaceholderTensor) else leaf for leaf in inputs]
     given = {id(fake): leaf for fake, leaf in zip(data, inputs)}
 
@@ -51,7 +51,7 @@ def run_with_fake_data(call: Call, device: torch.device, available: bool) -> tup
             return given[id(tensor)]
         return PlaceholderTensor.like(tensor, call.site.provenance, device, available=available)
 
-    args, kwargs = tree_unflatten(data, tree)
+    args, kwargs = pytree.tree_unflatten(data, tree)
     module = call.module
     with (
         torch.no_grad(),
@@ -61,9 +61,9 @@ def run_with_fake_data(call: Call, device: torch.device, available: bool) -> tup
         replaced(module, lambda path, child: data_of(child, device)),
     ):
         result = call.function(*args, **kwargs)
-    for leaf in tree_leaves((args, kwargs)):
+    for leaf in pytree.tree_leaves((args, kwargs)):
         _change_inside(leaf, as_placeholder, set())
-    return tree_map_only(Tensor, as_placeholder, (result, (args, kwargs)))
+    return pytree.tree_map_only(Tensor, as_placeholder, (result, (args, kwargs)))
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
         stand_ins: Gives the attributes of each submodule, from its path and itself.
     """
     done = []
-    buffers = [(child, dict(child._buffers)) for child in module.modules()]
+    buffers = [(child, dict(buffers_of(child))) for child in module.modules()]
     for path, child in module.named_modules():
         attributes = stand_ins(path, child)
         done.append((child, {name: vars(child)[name] for name in attributes if name in vars(child)}, attributes))
@@ -91,7 +91,7 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
                     child.__dict__.pop(name, None)
                     child.__dict__.update({name: before[name]} if name in before else {})
         for child, registered in buffers:
-            child._buffers.update(registered)
+            buffers_of(child).update(registered)
 
 
 def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, list[Any]]:
@@ -107,10 +107,9 @@ def has_listeners(modules: list[nn.Module]) -> bool:
     """Tell whether code outside of this package sees the modules' outputs, by a hook or a `forward` put in place."""
     for module in modules:
         # Asked at each call of a stub: most modules have no hooks.
-        if module._forward_hooks or module._forward_pre_hooks:
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            if any(_is_from_outside(hook) for hook in hooks):
-                return True
+        after, before = forward_hooks_of(module)
+        if (after or before) and any(map(_is_from_outside, (*after.values(), *before.values()))):
+            return True
         if "forward" in vars(module) and _is_replaced(module):
             return True
     return False
@@ -162,7 +161,7 @@ def _change_inside(value: Any, function: _TensorFunction, seen: set[int]) -> Non
         return
     seen.add(id(value))
     attributes.update(_with_tensors(dict(attributes), function))
-    for leaf in tree_leaves(attributes):
+    for leaf in pytree.tree_leaves(attributes):
         _change_inside(leaf, function, seen)
 
 
@@ -173,16 +172,16 @@ def _hooks_on_placeholders(module: nn.Module, as_placeholder: _TensorFunction, d
     def wrapped(hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(owner: nn.Module, *seen: Any) -> Any:
             try:
-                result = hook(owner, *tree_map_only(Tensor, as_placeholder, seen))
+                result = hook(owner, *pytree.tree_map_only(Tensor, as_placeholder, seen))
             except RuntimeError:
                 return None
-            return tree_map_only(PlaceholderTensor, lambda placeholder: fake_data(placeholder, device), result)
+            return pytree.tree_map_only(PlaceholderTensor, lambda placeholder: fake_data(placeholder, device), result)
 
         return call
 
     changed = []
     for child in module.modules():
-        for hooks in (child._forward_hooks, child._forward_pre_hooks):
+        for hooks in forward_hooks_of(child):
             changed.append((hooks, dict(hooks)))
             hooks.update({key: wrapped(hook) for key, hook in hooks.items() if _is_from_outside(hook)})
     try:
@@ -200,8 +199,8 @@ def _forwards_on_placeholders(
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tree_map_only(Tensor, as_placeholder, (args, kwargs))
-            return tree_map_only(
+            args, kwargs = pytree.tree_map_only(Tensor, as_placeholder, (args, kwargs))
+            return pytree.tree_map_only(
                 PlaceholderTensor, lambda placeholder: fake_data(placeholder, device), forward(*args, **kwargs)
             )
 
@@ -220,7 +219,7 @@ def _forwards_on_placeholders(
 @contextmanager
 def _attributes_as_placeholders(module: nn.Module, as_placeholder: _TensorFunction) -> Iterator[None]:
     """Replace tensors that the block leaves in attributes of `module` by placeholders."""
-    before = [leaf for child in module.modules() for leaf in tree_leaves(_own_attributes(child))]
+    before = [leaf for child in module.modules() for leaf in pytree.tree_leaves(_own_attributes(child))]
     known = {id(leaf) for leaf in before}
 
     def changed(tensor: Tensor) -> Tensor:
@@ -248,13 +247,13 @@ def data_of(module: nn.Module, device: torch.device) -> dict[str, Any]:
     data: dict[str, Any] = {}
     by_original: dict[int, Any] = {}
     hidden = {name: value for name, value in vars(module).items() if isinstance(value, PlaceholderTensor)}
-    for name, value in {**hidden, **module._parameters, **module._buffers}.items():
+    for name, value in {**hidden, **parameters_of(module), **buffers_of(module)}.items():
         if value is None:
             continue
         if value.is_meta or isinstance(value, PlaceholderTensor):
             data[name] = fake_data(value, device)
         else:
-            data[name] = value.clone() if name in module._buffers else value
+            data[name] = value.clone() if name in buffers_of(module) else value
         by_original[id(value)] = data[name]
         if name in hidden:
             by_original[id(hidden[name])] = data[name]

@@ -9,6 +9,8 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
+from lightning_parallel.compat.torch import children_of
+
 __all__ = ["LayerStack", "find_layer_stack", "find_layer_stacks", "cut_units", "layer_kinds", "outer_modules"]
 
 _RIVAL_SHARE = 0.5
@@ -203,7 +205,7 @@ def _container(module: nn.Module, path: str) -> nn.Module:
 def _entries(path: str, container: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     """The layers of each entry of a container, with their names."""
     entries = []
-    for key, child in container._modules.items():
+    for key, child in children_of(container).items():
         name = f"{path}.{key}" if path else key
         if child is not None:
             nested = _entries(name, child) if _is_list(child) else [[(name, child)]]
@@ -231,7 +233,7 @@ def _is_namespace(container: nn.Module) -> bool:
 def _kinds(container: nn.Module) -> Counter[object]:
     """The parameters in the container's entries of each type."""
     sizes: Counter[object] = Counter()
-    for child in container._modules.values():
+    for child in children_of(container).values():
         size = 0 if child is None else sum(parameter.numel() for parameter in child.parameters())
         if size:
             sizes[_kind(child)] += size
@@ -245,7 +247,7 @@ def _kind(entry: nn.Module | None) -> object:
 def _repeated_size(container: nn.Module) -> int:
     """Most parameters in the container's entries of one type; 0 if no type that has any is repeated."""
     counts: Counter[object] = Counter()
-    for child in container._modules.values():
+    for child in children_of(container).values():
         if child is not None and next(child.parameters(), None) is not None:
             counts[_kind(child)] += 1
     return max((size for kind, size in _kinds(container).items() if counts[kind] > 1), default=0)

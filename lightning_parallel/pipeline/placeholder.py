@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, make_wrapper_subclass, schema_of
+
 __all__ = ["PlaceholderTensor", "PlaceholderError", "missing", "reveal", "dry_run", "watch_parameters"]
 
 
@@ -61,9 +63,7 @@ class PlaceholderTensor(Tensor):
     def __new__(
         cls, meta: Tensor, device: torch.device, provenance: str, parameter: str | None = None, available: bool = False
     ) -> PlaceholderTensor:
-        placeholder = Tensor._make_wrapper_subclass(
-            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
-        )
+        placeholder = make_wrapper_subclass(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)
         placeholder.meta = meta
         placeholder.provenance = provenance
         placeholder.parameter = parameter
@@ -108,7 +108,7 @@ class PlaceholderTensor(Tensor):
     @property
     def own_grad(self) -> Tensor | None:
         """Gradient that came to the placeholder itself and not to its value."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self.grad
 
     @classmethod
@@ -117,7 +117,7 @@ class PlaceholderTensor(Tensor):
     ) -> Any:
         # Values are put in above autograd, so that gradients flow back to what was received.
         kwargs = reveal(kwargs) if kwargs else {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*reveal(args), **kwargs)
 
     @classmethod
@@ -234,7 +234,7 @@ def _check(func: Any, placeholders: list[PlaceholderTensor]) -> None:
 
 @cache
 def _written_argument(func: Any) -> tuple[int, str] | None:
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             return position, argument.name
     return None

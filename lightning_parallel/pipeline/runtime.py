@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel import tracing
 from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule
 from lightning_parallel.pipeline.p2p import (
     Message,
@@ -229,7 +229,7 @@ class ScheduleRun:
                 )
 
     def _keep_result(self, microbatch: int, state: _MicrobatchState, result: Any) -> None:
-        for leaf in tree_leaves(result):
+        for leaf in pytree.tree_leaves(result):
             if missing(leaf):
                 raise PlaceholderError(
                     f"the step returns {leaf.provenance}, which is on an earlier pipeline stage; return or compute the "
@@ -238,7 +238,7 @@ class ScheduleRun:
         if self.training:
             state.loss = loss_of(result)
             self.losses[microbatch] = state.loss.detach()
-        self.outputs[microbatch] = tree_map_only(Tensor, lambda tensor: tensor.detach(), result)
+        self.outputs[microbatch] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), result)
 
     def _send(self, stage: int, microbatch: int, state: _MicrobatchState, end: StageExit) -> None:
         positions = self._inputs_of_next(stage, microbatch, end).positions

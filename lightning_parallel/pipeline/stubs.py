@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_parallel import comm
 from lightning_parallel.compat import patched
+from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
 from lightning_parallel.pipeline.fake_forward import has_listeners, parameter_lists, replaced, run_with_fake_data
 from lightning_parallel.pipeline.interception import Call
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor
@@ -41,7 +41,7 @@ class _OutputRecipe:
         leaves: (`placeholder`, tensor on the meta device) | (`input`, position) | (`constant`, value).
     """
 
-    tree: TreeSpec | None
+    tree: pytree.TreeSpec | None
     leaves: tuple[tuple[str, Any], ...]
 
 
@@ -122,14 +122,14 @@ class StubOutputs:
             return PlaceholderTensor(recipe.leaves[0][1], self.device, provenance)
         inputs: list[Any] = []
         if any(source == "input" for source, _ in recipe.leaves):
-            inputs = tree_flatten((call.args, call.kwargs))[0]
+            inputs = pytree.tree_flatten((call.args, call.kwargs))[0]
         leaves = []
         for source, what in recipe.leaves:
             if source == "placeholder":
                 leaves.append(PlaceholderTensor(what, self.device, provenance))
             else:
                 leaves.append(inputs[what] if source == "input" else what)
-        return tree_unflatten(leaves, recipe.tree)
+        return pytree.tree_unflatten(leaves, recipe.tree)
 
     def _run(self, call: Call, available: bool = False) -> tuple[Any, bool]:
         """Return the module's output, and whether it changed a list or dict that it was given."""
@@ -151,7 +151,7 @@ class StubOutputs:
                         f"cannot tell what {call.site.provenance} looks like without computing it on true data "
                         f"({error})"
                     ) from error
-        handed_on = {id(leaf) for leaf in tree_leaves(arguments)}
+        handed_on = {id(leaf) for leaf in pytree.tree_leaves(arguments)}
 
         def finished(leaf: Any) -> Any:
             if type(leaf) is PlaceholderTensor and id(leaf) not in handed_on:
@@ -163,16 +163,16 @@ class StubOutputs:
         if self.repeats:
             for original, duplicate in originals.values():
                 getattr(original, "__dict__", {}).update(getattr(duplicate, "__dict__", {}))
-        return tree_map(finished, result), _write_back(arguments, given, finished)
+        return pytree.tree_map(finished, result), _write_back(arguments, given, finished)
 
     def _record(self, call: Call) -> tuple[Any, _OutputRecipe | None]:
         """Run the module and note how its output can be told without running it; None if it cannot."""
-        inputs = tree_flatten((call.args, call.kwargs))[0]
+        inputs = pytree.tree_flatten((call.args, call.kwargs))[0]
         places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, _PLAIN)}
         result, changed_arguments = self._run(call)
         if changed_arguments:
             return result, None
-        leaves, tree = tree_flatten(result)
+        leaves, tree = pytree.tree_flatten(result)
         recipe: list[tuple[str, Any]] = []
         for leaf in leaves:
             if id(leaf) in places:
@@ -202,12 +202,12 @@ def free_parameters(module: nn.Module, freed: set[int], device: torch.device, na
         device: The device that the placeholders claim to be on.
         names: Name in the model of each parameter, by `id`.
     """
-    own = {key: value for key, value in module._parameters.items() if value is not None and id(value) in freed}
+    own = {key: value for key, value in parameters_of(module).items() if value is not None and id(value) in freed}
     placeholders = {}
     for key, value in own.items():
         name = names[id(value)]
         placeholders[id(value)] = PlaceholderTensor.like(value, f"the parameter `{name}`", device, name)
-        del module._parameters[key]
+        del parameters_of(module)[key]
         module.__dict__[key] = placeholders[id(value)]
     module.__dict__.update(parameter_lists(module, placeholders))
 
@@ -217,13 +217,13 @@ def _stand_ins(module: nn.Module, path: str, device: torch.device, available: bo
 
     Buffers that no checkpoint holds are constants, such as inverse frequencies, which code may read: they are copied.
     """
-    own = {name: value for name, value in module._parameters.items() if value is not None}
-    held = {**own, **{name: value for name, value in module._buffers.items() if value is not None}}
+    own = {name: value for name, value in parameters_of(module).items() if value is not None}
+    held = {**own, **{name: value for name, value in buffers_of(module).items() if value is not None}}
     stand_ins: dict[str, Any] = {}
     for name, value in held.items():
         if name in module.__dict__:
             continue
-        if name in module._non_persistent_buffers_set and not value.is_meta:
+        if name in non_persistent_buffers_of(module) and not value.is_meta:
             stand_ins[name] = value.clone()
         else:
             provenance = f"`{path}.{name}`" if path else f"`{name}`"
@@ -252,7 +252,7 @@ def copy_args(arguments: Any, originals: dict[int, Any]) -> Any:
         originals[id(duplicate)] = (leaf, duplicate)
         return duplicate
 
-    return tree_map(copied, arguments)
+    return pytree.tree_map(copied, arguments)
 
 
 def _write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
@@ -275,7 +275,7 @@ def _write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
     entries = {}
     for key, item in after.items():
         is_kept = key in before and _same(before[key], item, finished)
-        entries[key] = before[key] if is_kept else tree_map(finished, item)
+        entries[key] = before[key] if is_kept else pytree.tree_map(finished, item)
     is_unchanged = entries.keys() == before.keys() and all(entries[key] is item for key, item in before.items())
     if is_unchanged or isinstance(old, tuple):
         return changed
@@ -355,7 +355,7 @@ def named_placeholders(module: nn.Module, device: torch.device) -> Iterator[list
     hidden = [
         (child, key, placeholders[id(value)])
         for child in module.modules()
-        for key, value in child._parameters.items()
+        for key, value in parameters_of(child).items()
         if value is not None
     ]
     for child, key, placeholder in hidden:

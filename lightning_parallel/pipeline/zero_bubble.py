@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from lightning_parallel.compat.torch import parameters_of
+
 __all__ = ["WeightGradients", "deferring", "split_linears", "splitting", "waiting"]
 
 
@@ -83,7 +85,7 @@ def split_linears(module: nn.Module) -> int:
 
     A weight that several modules share keeps its ordinary backward, since it has to be complete at once.
     """
-    owners = Counter(id(value) for child in module.modules() for value in child._parameters.values())
+    owners = Counter(id(value) for child in module.modules() for value in parameters_of(child).values())
     count = 0
     for child in module.modules():
         if type(child) is nn.Linear and owners[id(child.weight)] == 1:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Optional
 
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
@@ -17,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_parallel.comm import heartbeat
+from lightning_parallel.compat.lightning import PathLike, timeout_of
+from lightning_parallel.compat.torch import remove_ddp_hooks
 from lightning_parallel.compression import (
     Auto,
     BlockTopK,
@@ -69,14 +70,14 @@ class SavesCompression(Strategy):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Optional[Any] = None
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
         if "optimizer_states" in checkpoint:  # absent where only weights are saved
             checkpoint[KEY] = self._gather_compression()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: Optional[bool] = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -162,7 +163,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
             self.model,
             scaler=getattr(self.precision_plugin, "scaler", None),
             bucket_bytes=self.model.bucket_bytes_cap,
-            timeout=self._timeout,
+            timeout=timeout_of(self),
         )
         self.model.register_comm_hook(self._hook_state, compression_hook)
         self._wrapped = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
@@ -181,7 +182,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         assert isinstance(wrapper, DistributedDataParallel)
         assert self._hook_state is not None
         self._hook_state.close()
-        wrapper._remove_autograd_hooks()
+        remove_ddp_hooks(wrapper)
         self.model = module
         self.configure_ddp()
 

@@ -7,7 +7,6 @@ from typing import Any, Literal, Optional
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.imports import RequirementCache
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel.compat.deepspeed import disable_shared_memory_kernel, remove_accumulation_hooks
+from lightning_parallel.compat.lightning import PathLike, init_deepspeed_distributed, train_dataloader_of
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.compression.deepspeed_engine import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.strategies.compressed import SavesCompression
@@ -118,7 +119,6 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
 
     @override
     def setup_environment(self) -> None:
-        from deepspeed import ops
         from deepspeed.accelerator import get_accelerator
 
         if not isinstance(self.accelerator, CPUAccelerator):
@@ -134,8 +134,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         if self._quantized:
             raise RuntimeError("DeepSpeed has 4-bit gradients on CUDA only; leave out `quantized_gradients`.")
         self._check_precision()
-        # Used in inference alone, but compiled when training starts, and a machine without a compiler cannot.
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        disable_shared_memory_kernel()
         super(DeepSpeedStrategy, self).setup_environment()  # Lightning refuses to run DeepSpeed off CUDA
 
     @override
@@ -145,7 +144,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             return
         reset_seed()
         self.set_world_ranks()
-        self._init_deepspeed_distributed()
+        init_deepspeed_distributed(self)
 
     def _check_precision(self) -> None:
         """Refuse a 16-bit type here that DeepSpeed would refuse later, in fewer words.
@@ -200,8 +199,8 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
     def _auto_select_batch_size(self) -> int:
         # For DeepSpeed's log of samples per second. Lightning fails where the loader has no sampler of batches.
         assert self.lightning_module is not None
-        source = self.lightning_module.trainer.fit_loop._data_source
-        sampler = getattr(source.dataloader(), "batch_sampler", None) if source.is_defined() else None
+        loader = train_dataloader_of(self.lightning_module.trainer)
+        sampler = getattr(loader, "batch_sampler", None)
         return getattr(sampler, "batch_size", None) or 1
 
     @override
@@ -224,15 +223,14 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             self._state.close()
             self._state = None
         for optimizer in self.optimizers:  # its hooks would also run when the module is fitted again
-            for hook in getattr(optimizer, "_grad_acc_hooks", ()):
-                hook.remove()
+            remove_accumulation_hooks(optimizer)
         super().teardown()
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Optional[Any] = None
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
         if self.compression is None:
             DeepSpeedStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
@@ -240,7 +238,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: Optional[bool] = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
         if self.compression is None:
             return DeepSpeedStrategy.load_checkpoint(self, checkpoint_path, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)

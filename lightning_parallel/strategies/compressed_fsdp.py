@@ -8,7 +8,6 @@ from typing import Any, Optional
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -27,6 +26,8 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel.compat.lightning import state_dict_type_of, unwrap_optimizer
+from lightning_parallel.compat.torch import device_of_scaler, fsdp1_synchronizes
 from lightning_parallel.compression import (
     Reducer,
     ShardedSession,
@@ -134,17 +135,17 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert isinstance(self.model, FullyShardedDataParallel)
-        if self._state_dict_type != "full" or self.root_device.type != "cpu":
+        if state_dict_type_of(self) != "full" or self.root_device.type != "cpu":
             return super().lightning_module_state_dict()
         with self._whole_on_cpu():
             return self.model.state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._state_dict_type != "full" or self.root_device.type != "cpu":
+        if state_dict_type_of(self) != "full" or self.root_device.type != "cpu":
             return super().optimizer_state(optimizer)
         assert isinstance(self.model, FullyShardedDataParallel)
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        inner = unwrap_optimizer(optimizer)
         with self._whole_on_cpu():
             state = FullyShardedDataParallel.optim_state_dict(self.model, inner)
         if self.global_rank > 0:
@@ -171,7 +172,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        synchronized = isinstance(self.model, FullyShardedDataParallel) and self.model._sync_gradients
+        synchronized = isinstance(self.model, FullyShardedDataParallel) and fsdp1_synchronizes(self.model)
         if self._state is not None and synchronized and not self._state.finish() and self._scaler is None:
             self._skip_step()
 
@@ -267,7 +268,7 @@ class DeviceFSDPPrecision(FSDPPrecision):
         super().__init__(like.precision)  # type: ignore[arg-type]
         self._device, self._model = device, model
         if like.scaler is not None:
-            self.scaler = like.scaler if like.scaler._device == device else ShardedGradScaler(device)
+            self.scaler = like.scaler if device_of_scaler(like.scaler) == device else ShardedGradScaler(device)
 
     @override
     def forward_context(self) -> AbstractContextManager:

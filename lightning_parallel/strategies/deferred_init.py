@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.compat import patched
-from lightning_parallel.compat.torch import move_tensor_hooks, swap_tensor_impl
+from lightning_parallel.compat.torch import mark_as_parameter, move_tensor_hooks, swap_tensor_impl
 from lightning_parallel.strategies.deferred_records import META, Layout, history_of, settle_history
 from lightning_parallel.strategies.deferred_replay import memory_reused, values_of
 from lightning_parallel.strategies.deferred_tensor import (
@@ -225,7 +225,4 @@ def _replace(target: Tensor, value: Tensor) -> None:
     swap_tensor_impl(target, value)
     target.__class__ = after
     value.__class__ = before
-    # How torch knows a parameter of another class than its own.
-    vars(target).pop("_is_param", None)
-    if is_parameter and after is DeferredTensor:
-        target._is_param = True
+    mark_as_parameter(target, is_parameter and after is DeferredTensor)

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_parallel.compat.torch import schema_of
+from lightning_parallel.compat.torch import pytree, schema_of
 
 __all__ = [
     "META",
@@ -154,7 +153,7 @@ class RecordedOperation:
         self.kwargs = kwargs
         self.states = states
         self.default_dtype = torch.get_default_dtype()
-        leaves = tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
         self.views = [leaf for leaf in leaves if isinstance(leaf, StorageView)]
         self.has_explicit_generator = any(leaf is self.EXPLICIT_GENERATOR for leaf in leaves)
         self.created: list[tuple[int, StorageHistory, Layout]] = []
@@ -177,7 +176,7 @@ class RecordedOperation:
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.default_dtype)
         try:
-            outputs = tree_leaves(self._outputs(memory))
+            outputs = pytree.tree_leaves(self._outputs(memory))
         finally:
             torch.set_default_dtype(default_dtype)
         for position, history, layout in self.created:
@@ -198,7 +197,7 @@ class RecordedOperation:
                 return leaf.clone()  # `set_` makes it the contents of a tensor that is written afterwards
             return generator if leaf is self.EXPLICIT_GENERATOR else leaf
 
-        args, kwargs = tree_map(resolved, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map(resolved, (self.args, self.kwargs))
         if self.states is None or self.has_explicit_generator:
             return self.func(*args, **kwargs)
         if facts.takes_generator:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
+    TorchDispatchMode,
     forbid_data_access,
     make_subclass,
+    pytree,
 )
 from lightning_parallel.strategies.deferred_records import (
     META,
@@ -123,7 +123,7 @@ class DeferredTensor(Tensor):
         if func in _READERS or func in _EXPORTERS:
             make = values_of if func in _EXPORTERS else read_values
             with making_data(), torch.no_grad():
-                args, kwargs = tree_map_only(DeferredTensor, lambda tensor: make([tensor])[0], (args, kwargs))
+                args, kwargs = pytree.tree_map_only(DeferredTensor, lambda tensor: make([tensor])[0], (args, kwargs))
                 return func(*args, **kwargs)
         with DisableTorchFunctionSubclass():
             if func == Tensor.data_ptr:
@@ -153,7 +153,7 @@ def _dispatched(func: Any, types: Any, args: Any, kwargs: dict[str, Any], thresh
     if has_other_classes or (_is_making and threshold is not None):
         return func(*args, **kwargs)
     if types:
-        args, kwargs = tree_map_only(DeferredTensor, _settled, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(DeferredTensor, _settled, (args, kwargs))
     return _Invocation(func, args, kwargs, threshold).run()
 
 
@@ -183,12 +183,12 @@ class _Invocation:
         self.kwargs = kwargs
         self.threshold = threshold
         self.facts = facts_of(func)
-        self.leaves = tree_leaves((args, kwargs))
+        self.leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.deferred = [tensor for tensor in tensors if is_deferred(tensor)]
         self.others = [tensor for tensor in tensors if not is_deferred(tensor)]
         written = [args[place] if place < len(args) else kwargs.get(name) for place, name in self.facts.written]
-        self.written = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+        self.written = [leaf for leaf in pytree.tree_leaves(written) if isinstance(leaf, Tensor)]
         self.device = self._output_device()
         # A plain meta tensor for each argument, and the argument for each of these.
         self.aliases = {id(tensor): alias_of(tensor) for tensor in self.deferred}
@@ -219,7 +219,7 @@ class _Invocation:
         return device
 
     def _call(self, replacement: Callable[[Tensor], Tensor], **options: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, replacement, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, replacement, (self.args, self.kwargs))
         return self.func(*args, **{**kwargs, **options})
 
     def _on_meta(self) -> Any:
@@ -227,7 +227,7 @@ class _Invocation:
         if any(map(is_deferred, self.written)):
             raise RuntimeError(f"`{self.func}` would write a tensor on the meta device, without data, into another")
         result = self._call(lambda tensor: self.aliases.get(id(tensor), tensor))
-        return tree_map_only(Tensor, lambda leaf: DeferredTensor(leaf) if has_history(leaf) else leaf, result)
+        return pytree.tree_map_only(Tensor, lambda leaf: DeferredTensor(leaf) if has_history(leaf) else leaf, result)
 
     def _create(self) -> Any:
         """Run an operation without deferred arguments; what it makes is deferred if it is large."""
@@ -242,10 +242,10 @@ class _Invocation:
         """Execute an operation, with the data of deferred tensors; what it makes is deferred if it is large."""
         states = self._states() if self.facts.is_random else None
         result = self._call(self._data(is_borrowed=self.threshold is None or not self.facts.returns_tensors))
-        if not self._is_reproducible(tree_leaves(result)):
+        if not self._is_reproducible(pytree.tree_leaves(result)):
             return result
         args, kwargs = self._captured()
-        layout = tree_map(lambda leaf: Layout.of(leaf).empty(META), result)
+        layout = pytree.tree_map(lambda leaf: Layout.of(leaf).empty(META), result)
         return self._record(args, kwargs, states, layout)
 
     def _is_reproducible(self, outputs: list[Any]) -> bool:
@@ -270,7 +270,7 @@ class _Invocation:
         if layout is None and not self.written:
             return self._compute()
         is_resized = sizes != [tensor.untyped_storage().nbytes() for tensor in self.written]
-        creates = any(isinstance(leaf, Tensor) and not has_history(leaf) for leaf in tree_leaves(layout))
+        creates = any(isinstance(leaf, Tensor) and not has_history(leaf) for leaf in pytree.tree_leaves(layout))
         writes = bool(self.written) and not self.facts.changes_shape
         if not creates and not writes and not is_resized:
             return self._wrapped(layout)
@@ -287,7 +287,7 @@ class _Invocation:
         is_core = torch.Tag.core in self.func.tags or torch.Tag.pointwise in self.func.tags
         if is_core or self.func.overloadpacket in _NEW_LIKE:
             return True
-        return all(leaf.dim() < 2 for leaf in tree_leaves(layout) if isinstance(leaf, Tensor))
+        return all(leaf.dim() < 2 for leaf in pytree.tree_leaves(layout) if isinstance(leaf, Tensor))
 
     def _layout(self) -> Any:
         """Run the operation on meta tensors; None if it has no kernel for them, or has wrong arguments."""
@@ -311,7 +311,7 @@ class _Invocation:
                 return RecordedOperation.EXPLICIT_GENERATOR
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
-        args, kwargs = tree_map(captured, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map(captured, (self.args, self.kwargs))
         return args, kwargs
 
     def _data(self, is_borrowed: bool) -> Callable[[Tensor], Tensor]:
@@ -340,7 +340,7 @@ class _Invocation:
         elif states is not None or must_run:
             result = self._call(self._data(is_borrowed=True))
             if not self.written:
-                layout = tree_map_only(Tensor, lambda leaf: Layout.of(leaf).empty(META), result)
+                layout = pytree.tree_map_only(Tensor, lambda leaf: Layout.of(leaf).empty(META), result)
         return states, layout
 
     def _is_large(self, tensor: Tensor) -> bool:
@@ -351,7 +351,7 @@ class _Invocation:
         operation.overwrites = self._overwrites(operation)
         for history in {history_of(tensor): None for tensor in self.written}:
             operation.append_to(history)
-        for position, leaf in enumerate(tree_leaves(layout)):
+        for position, leaf in enumerate(pytree.tree_leaves(layout)):
             if isinstance(leaf, Tensor) and not has_history(leaf):
                 history = StorageHistory(self.device, leaf.untyped_storage())
                 operation.append_to(history)
@@ -382,4 +382,4 @@ class _Invocation:
         def wrapped(leaf: Tensor) -> Tensor:
             return self.originals[id(leaf)] if id(leaf) in self.originals else DeferredTensor(leaf)
 
-        return tree_map_only(Tensor, wrapped, layout)
+        return pytree.tree_map_only(Tensor, wrapped, layout)

@@ -32,6 +32,8 @@ from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
     PathLike,
     move_optimizers,
+    reset_optimizers,
+    synchronizes_layers,
 )
 from lightning_parallel.compression import check_reducer
 from lightning_parallel.data_parallel import GradientReducer
@@ -138,7 +140,7 @@ class MeshStrategy(MeshProcesses):
         module = self.module
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        if self._layer_sync is not None and fitting:
+        if synchronizes_layers(self) and fitting:
             processes.synchronize_batch_norm(module, self.groups.data_parallel)
         with deferred_init(self.root_device):
             self.precision_plugin.convert_module(module)
@@ -198,7 +200,7 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        self._reset_optimizers_and_schedulers()
+        reset_optimizers(self)
         failure: Exception | None = None
         try:
             self._build_optimizers(trainer)

@@ -33,7 +33,7 @@ from typing_extensions import override
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups, fingerprints
 from lightning_parallel.compat import patched
-from lightning_parallel.compat.lightning import FunctionLauncher, init_process_group
+from lightning_parallel.compat.lightning import FunctionLauncher, init_process_group, strategy_of
 from lightning_parallel.compat.torch import non_persistent_buffers_of
 from lightning_parallel.mesh import AXES, Mesh
 
@@ -69,7 +69,7 @@ class SpawnLauncher(FunctionLauncher):
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
-        full = self._strategy.lightning_module_state_dict()  # every rank takes part
+        full = strategy_of(self).lightning_module_state_dict()  # every rank takes part
         module = trainer.lightning_module
         with patched(module, "state_dict", lambda *_, **__: full):
             return super()._collect_rank_zero_results(trainer, results)

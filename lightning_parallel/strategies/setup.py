@@ -23,13 +23,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from rich import box
 from rich.table import Table
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import ModelNames
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
-from lightning_parallel.compat.torch import buffers_of
+from lightning_parallel.compat.torch import BatchNormalization, buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.actions import Kind
 from lightning_parallel.pipeline.analyze import analyze
@@ -270,7 +269,7 @@ def _plan(
         return options.plan
     ranks = groups.pipeline_parallel.size
     samples = None if example is None else _samples(options.split_batch(example[1], 1))
-    if samples is not None and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+    if samples is not None and any(isinstance(layer, BatchNormalization) for layer in module.modules()):
         samples //= 2  # batch normalisation needs two samples in each microbatch
     request = _request(module, options, groups, samples)
     known = _plan_of_checkpoint(module, request, groups.world)

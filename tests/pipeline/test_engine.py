@@ -1,5 +1,7 @@
 """What surrounds a step: odd batches, evaluation, precision, accumulation, random numbers, hooks, memory."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
+from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.schedule import build_schedule
 from tests.harness import distributed, recorded_communication
@@ -375,3 +378,12 @@ def test_batches_and_losses_that_make_no_sense_are_refused(group):
     engine.microbatch_weight = lambda part: 0
     with pytest.raises(ValueError, match="positive weight"):
         engine.forward_backward(step, batch)
+
+
+def test_batch_normalization_gives_a_warning():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2)])
+    with pytest.warns(UserWarning, match="one microbatch at a time"):
+        pipeline(model, Group.alone("pipeline_parallel"), build_schedule("gpipe", 1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline(model, Group.alone("pipeline_parallel"), build_schedule("gpipe", 1, 1))

@@ -1,15 +1,12 @@
-"""Tensors without data: what they look like, what is made of them, and what cannot be."""
+"""Placeholder tensors: their look, the operations on them, and the operations that need data."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSite
 from lightning_parallel.pipeline.placeholder import (
     PlaceholderError,
     PlaceholderTensor,
@@ -17,18 +14,12 @@ from lightning_parallel.pipeline.placeholder import (
     reveal,
     watch_parameters,
 )
-from lightning_parallel.pipeline.stubs import StubOutputs, free_parameters, stubbed
 
 CPU = torch.device("cpu")
 
 
 def placeholder(*shape, dtype=torch.float32, **options):
     return PlaceholderTensor.like(torch.empty(*shape, dtype=dtype), "the output of `embed`", **options)
-
-
-def inferred(stubs, name, kind, module, args, kwargs):
-    site = CallSite(ActiveHandler(), name, kind)
-    return stubs.infer(Call(site, module, module.__call__, args, kwargs))
 
 
 def signature(tensor):
@@ -57,7 +48,7 @@ OPERATIONS = {
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_what_is_made_of_a_ghost_is_a_ghost_of_the_right_kind(name):
+def test_operations_on_placeholders_give_placeholders(name):
     state = torch.get_rng_state()
     for _ in range(2):  # the second time from memory
         result = OPERATIONS[name](placeholder(2, 5, 8))
@@ -80,7 +71,7 @@ def test_autocast_and_devices_look_real():
     assert elsewhere.to("cpu").device == CPU
 
 
-def test_a_ghost_holds_no_memory():
+def test_a_placeholder_holds_no_memory():
     huge = PlaceholderTensor.like(torch.empty(1 << 20, 1 << 20, device="meta"), "x", CPU)
     assert (huge @ huge).shape == huge.shape
 
@@ -94,7 +85,7 @@ NEEDS_DATA = {
 
 
 @pytest.mark.parametrize("name", NEEDS_DATA)
-def test_data_cannot_be_had(name):
+def test_operations_that_need_data_are_refused(name):
     with pytest.raises(PlaceholderError, match="needs the data of the output of `embed`"):
         NEEDS_DATA[name](placeholder(2, 3))
 
@@ -107,7 +98,7 @@ def test_a_real_tensor_is_never_overwritten_silently(write):
         getattr(target, write)(*arguments)
 
 
-def test_received_data_take_the_ghosts_place_with_gradients():
+def test_received_data_replace_the_placeholder_and_get_gradients():
     x, other = placeholder(2, 3), placeholder(2, 3)
     received = torch.ones(2, 3, requires_grad=True)
     x.value = received
@@ -141,12 +132,12 @@ def test_gradients_through_custom_functions_are_not_lost():
     assert x.value.grad is None
 
 
-def test_liveness_is_handed_on_only_by_the_living():
-    dead, available = placeholder(2, 3), placeholder(2, 3)
+def test_a_result_is_available_if_all_its_inputs_are():
+    unavailable, available = placeholder(2, 3), placeholder(2, 3)
     available.available = True
     assert (available * torch.ones(3)).available
-    assert not (available + dead).available
-    available.add_(dead)
+    assert not (available + unavailable).available
+    available.add_(unavailable)
     assert not available.available
 
 
@@ -160,112 +151,7 @@ def test_parameters_are_watched():
     assert isinstance(copy.deepcopy(weight), PlaceholderTensor)
 
 
-MODULES = {
-    "linear": (nn.Linear(8, 3), torch.ones(2, 8)),
-    "embedding": (nn.Embedding(5, 3), torch.zeros(2, 4, dtype=torch.long)),
-    "lstm": (nn.LSTM(8, 6, num_layers=2, batch_first=True), torch.ones(2, 5, 8)),
-    "batch norm": (nn.BatchNorm1d(5), torch.ones(2, 5, 8)),
-    "attention": (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.ones(2, 5, 8)),
-    "convolution": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2)), torch.ones(1, 3, 9, 9)),
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("real", [True, False])
-def test_stubs_return_the_right_shapes(name, real):
-    module, example = MODULES[name]
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    stubs = StubOutputs(CPU)
-    argument = example if real else PlaceholderTensor.like(example, "x")
-    for _ in range(2):
-        result = inferred(stubs, name, name, module, (argument,), {})
-        leaves = result if isinstance(result, tuple) else (result,)
-        expected = module(example)
-        expected = expected if isinstance(expected, tuple) else (expected,)
-        for leaf, wanted in zip(leaves, expected):
-            if isinstance(leaf, torch.Tensor):
-                assert isinstance(leaf, PlaceholderTensor)
-                assert signature(leaf) == signature(wanted)
-        module.load_state_dict(before)
-    with stubbed(module, CPU):
-        module(example)
-    assert all(torch.equal(before[key], value) for key, value in module.state_dict().items()), "buffers are safe"
-
-
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.calls = 0
-
-    def forward(self, x, mask=None, times=1):
-        self.calls += 1
-        return {"x": x * self.weight, "mask": mask, "count": times + 1}
-
-
-def test_a_module_is_asked_once_per_signature():
-    module, stubs = Counting(), StubOutputs(CPU)
-
-    def ask(*args, **kwargs):
-        return inferred(stubs, "layer", "kind", module, args, kwargs)
-
-    mask = torch.ones(2)
-    first, second = ask(placeholder(2, 3), mask=mask), ask(placeholder(2, 3), mask=mask)
-    assert module.calls == 1
-    assert first["mask"] is second["mask"] is mask
-    assert first["x"] is not second["x"], "each output is received on its own"
-    assert second["count"] == 2
-    other = torch.zeros(2)
-    assert ask(placeholder(2, 3), mask=other)["mask"] is other
-    assert module.calls == 1
-    assert ask(placeholder(4, 3), mask=mask)["x"].shape == (4, 3)
-    assert ask(placeholder(2, 3), mask=mask, times=5)["count"] == 6
-    assert module.calls == 3
-    with torch.autocast("cpu", torch.bfloat16):
-        ask(placeholder(2, 3), mask=mask)
-    module.eval()
-    ask(placeholder(2, 3), mask=mask)
-    assert module.calls == 5
-
-
-class Routing(nn.Module):
-    """Looks at its data."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x, seen):
-        chosen = self.linear(x)[:, 0].nonzero()
-        seen.chosen = len(chosen)
-        return self.linear(x).index_add(0, chosen[:, 0], torch.ones(len(chosen), 3)), seen
-
-
-def test_a_module_that_must_see_data_is_asked_with_made_up_data():
-    module, stubs, seen = Routing(), StubOutputs(CPU), SimpleNamespace()
-    free_parameters(module.linear, {id(p) for p in module.parameters()}, CPU, {id(p): "w" for p in module.parameters()})
-    result, handed_on = inferred(stubs, "layer", "kind", module, (placeholder(2, 3), seen), {})
-    assert isinstance(result, PlaceholderTensor)
-    assert result.shape == (2, 3)
-    assert handed_on is seen
-    assert not vars(seen), "it was asked with a copy"
-    assert isinstance(module.linear.weight, PlaceholderTensor)
-    with pytest.raises(PlaceholderError, match="cannot tell what the output of `layer`"):
-        inferred(stubs, "layer", "kind", module, (placeholder(2, 4), seen), {})
-
-
-@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
-def test_recurrent_layers_answer(kind):
-    module, stubs = kind(3, 4, num_layers=2, batch_first=True), StubOutputs(CPU)
-    for length in (7, 2, 7):
-        x = placeholder(2, length, 3)
-        answer = inferred(stubs, "layer", length, module, (x,), {})
-        expected = [tuple(leaf.shape) for leaf in tree_leaves(module(torch.randn(2, length, 3)))]
-        assert [tuple(leaf.shape) for leaf in tree_leaves(answer)] == expected
-    assert all(isinstance(weight, nn.Parameter) for weight in module._flat_weights)
-
-
-def test_a_ghost_cannot_change_its_shape():
+def test_the_shape_of_a_placeholder_cannot_be_changed_in_place():
     with pytest.raises(PlaceholderError, match="changes the shape of .* in place"):
         placeholder(2, 3).transpose_(0, 1)
     assert placeholder(3, 3).transpose_(0, 1).shape == (3, 3)

@@ -105,7 +105,7 @@ def test_both_ends_on_one_rank(group, builder):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv"])
 @distributed(world_size=2)
-def test_channels_of_their_own(group, schedule):
+def test_separate_message_groups(group, schedule):
     groups = MeshGroups(Mesh(pipeline_parallel=2))
     ways = [(kind, up) for kind in (Kind.F, Kind.I) for up in (True, False)]
     channels = {(kind, up): groups.extra(PIPELINE, f"{kind} {up}") for kind, up in ways}

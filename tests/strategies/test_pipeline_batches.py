@@ -144,7 +144,7 @@ def test_batches_that_cannot_be_split(message):
 
 
 @distributed(world_size=2)
-def test_a_split_of_ones_own():
+def test_a_user_defined_split():
     def make(x, y):
         return {"x": x, "y": y, "scale": torch.full((9,), 2.0)}
 
@@ -161,19 +161,3 @@ def test_a_split_of_ones_own():
     )
     module, _ = train(make, unpack, strategy, 2)
     torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
-
-
-@distributed(world_size=2)
-def test_each_rank_holds_its_stage_only(group):
-    make, unpack = KINDS["list"]
-    expected, _ = train(make, unpack, "auto", 1)
-    module, trainer = train(make, unpack, PipelineParallelStrategy(pipeline_parallel_size=2, balance=[3, 1]), 2)
-    whole = {name: parameter.nbytes for name, parameter in expected.named_parameters()}
-    first = sum(size for name, size in whole.items() if name.startswith(("layers.0", "layers.1", "layers.2")))
-    mine = sum(whole.values()) - first if group.rank else first
-    held = list(module.parameters())
-    states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
-    assert sum(parameter.nbytes for parameter in held) == mine
-    assert sum(parameter.grad.nbytes for parameter in held if parameter.grad is not None) in (0, mine)
-    assert sum(value.nbytes for value in states if isinstance(value, torch.Tensor)) == mine, "momentum"
-    assert not [child for child in module.modules() for tensor in child._buffers.values() if tensor is not None]

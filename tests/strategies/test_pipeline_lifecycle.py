@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, PowerSGD, comm
+from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, comm
 from tests.harness import distributed
 from tests.strategies.models import Samples, loader, trainer_for
 from tests.strategies.test_pipeline import Deep, assert_same, fit
@@ -291,20 +291,6 @@ def test_shuffled_data_and_dropout_are_seeded_alike_on_all_stages(group):
         losses.append(torch.stack(module.losses))
     assert torch.equal(*losses)
     assert len(set(comm.all_gather_object(losses[0].sum().item(), group))) == 1
-
-
-@distributed(world_size=4)
-def test_compression_between_replicas_of_a_pipeline(group):
-    module = Deep()
-    fit(
-        module,
-        PipelineParallelStrategy(pipeline_parallel_size=2, data_parallel_size=2, compression=PowerSGD(rank=2)),
-        4,
-        2,
-    )
-    values = comm.all_gather_object([parameter.sum().item() for parameter in module.parameters()], group)
-    assert values[0] == values[2]
-    assert values[1] == values[3]
 
 
 @distributed(world_size=4)

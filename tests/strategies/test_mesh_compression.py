@@ -1,6 +1,7 @@
-"""Compression between replicas, under the strategies with a mesh: the same training, its checkpoints, its overflows."""
+"""Compression between the replicas of a mesh: the same training, its checkpoints, its overflows."""
 
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridParallelStrategy, PowerSGD, Quantize, TensorParallelStrategy, TopK, comm
-from lightning_parallel.compression import Compressor
-from lightning_parallel.compression.compressor import Dense
+from lightning_parallel.compression import Compressor, Dense
 from tests.harness import distributed
 from tests.strategies.models import Net, fit_parallel, fit_single, loader, trainer_for
+from tests.strategies.test_pipeline import Deep
 
 
 def _compressor(kind) -> Compressor:
@@ -78,19 +79,11 @@ def test_another_division_of_the_model_forgets_what_was_not_sent_and_says_so(gro
     comm.barrier(group)
     for tensor in (1, 4):
         compression = _compressor("topk")
-        with pytest.warns(UserWarning, match="1 pipeline x 2 tensor") if group.rank == 0 else _nothing():
+        with pytest.warns(UserWarning, match="1 pipeline x 2 tensor") if group.rank == 0 else nullcontext():
             _fit(Net().double(), tensor, compression, ckpt_path=path)
         assert compression.step == (8 if tensor == 1 else 4), "one replica has nothing to compress"
     single = Net().double()
     fit_single(single, ckpt_path=path)  # stock Lightning does not mind
-
-
-class _nothing:
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return False
 
 
 class Overflow(Net):
@@ -149,7 +142,7 @@ class Tied(LightningModule):
 
 
 @distributed(world_size=4)
-def test_homes_of_a_tied_parameter_stay_equal(group):
+def test_copies_of_a_tied_parameter_stay_equal(group):
     """Rounded at random, the two would get different means of equal gradients."""
     compression = Quantize(4, stochastic=True, feedback=None, min_numel=1)
     strategy = HybridParallelStrategy(
@@ -172,13 +165,70 @@ def test_residuals_do_not_carry_the_loss_scale(group):
         if scaled:
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
             plugin = MixedPrecision("16-mixed", "cpu", scaler)
-            plugin.forward_context = _nothing  # whole precision: only the scale differs
+            plugin.forward_context = nullcontext  # whole precision: only the scale differs
         strategy = TensorParallelStrategy(tensor_parallel_size=1, compression=compression, precision_plugin=plugin)
         data = loader(2, group.rank, dtype=torch.float32)
         trainer_for(strategy, 2).fit(module, data)
-        trainer_for(TensorParallelStrategy(tensor_parallel_size=1, compression=compression), 2).fit(
-            module, data
-        )  # goes on without a scaler
+        without_scaler = TensorParallelStrategy(tensor_parallel_size=1, compression=compression)
+        trainer_for(without_scaler, 2).fit(module, data)
         return _weights(module), {n: t.clone() for n, t in compression.state_dict()["residual"].items()}
 
     torch.testing.assert_close(final(True), final(False), rtol=1e-6, atol=1e-7)
+
+
+def fit_stages(module, compression, group, ckpt_path=None, **kwargs):
+    """Two replicas of two stages."""
+    strategy = HybridParallelStrategy(pipeline_parallel_size=2, compression=compression, num_microbatches=2)
+    trainer = trainer_for(strategy, 4, use_distributed_sampler=False, **kwargs)
+    trainer.fit(module, loader(2, group.rank // 2), ckpt_path=ckpt_path)
+    return trainer
+
+
+def whole_state(trainer, group):
+    return comm.broadcast_object(trainer.strategy.lightning_module_state_dict(), group)
+
+
+@distributed(world_size=4)
+def test_stages_with_a_compressor_that_loses_nothing_train_as_one_process(group):
+    expected = Deep()
+    trainer_for().fit(expected, loader())
+    for compression in (Dense(), PowerSGD(16, min_numel=1)):
+        found = whole_state(fit_stages(Deep(), compression, group), group)
+        for name, weight in expected.named_parameters():
+            torch.testing.assert_close(found[name], weight.detach(), rtol=1e-9, atol=1e-10)
+        assert compression.step == 8
+
+
+@pytest.mark.parametrize("kind", [PowerSGD, TopK])
+@distributed(world_size=4)
+def test_stages_resume_bit_for_bit(kind, group, tmp_path):
+    def make():
+        return kind(1 if kind is PowerSGD else 0.2, min_numel=1)
+
+    whole = fit_stages(Deep(), make(), group)
+    fit_stages(Deep(), make(), group, max_epochs=1).save_checkpoint(tmp_path / "first.ckpt")
+    comm.barrier(group)
+    compression = make()
+    again = fit_stages(Deep(), compression, group, ckpt_path=tmp_path / "first.ckpt")
+    found, expected = whole_state(again, group), whole_state(whole, group)
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    assert compression.step == 8
+    assert sum(comm.all_gather_object(compression.residual_norm, group)) > 0
+
+
+class LastStageOverflow(Deep):
+    """The third batch has an infinite loss on the second replica, in the last stage's computation only."""
+
+    def training_step(self, batch, index):
+        result = super().training_step(batch, index)
+        bad = index == 2 and self.global_rank >= 2
+        return {**result, "loss": result["loss"] * (torch.inf if bad else 1.0)}
+
+
+@distributed(world_size=4)
+def test_an_overflow_in_one_replica_is_forgotten_by_all_stages_of_all(group):
+    compression = PowerSGD(1, min_numel=1)
+    trainer = fit_stages(LastStageOverflow(), compression, group, max_epochs=1)
+    assert compression.step == 3
+    assert all(weight.isfinite().all() for weight in whole_state(trainer, group).values() if weight.is_floating_point())

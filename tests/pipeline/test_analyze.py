@@ -1,0 +1,103 @@
+"""Where the parts of a model are used, how the layers are divided, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_parallel.pipeline.analyze import analyze, dry_run_stages, trace_use, use_by_registration
+from lightning_parallel.pipeline.layer_stack import cut_units, find_layer_stack
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.pipeline.schedule import build_schedule
+from tests.pipeline.models import Outer, built
+
+CPU = torch.device("cpu")
+
+
+def test_the_use_of_modules_is_traced_not_guessed():
+    model, step, batch = built("encoder")
+    seen = trace_use(model, find_layer_stack(model, 2), step, batch, CPU)
+    assert seen.modules["head"] == {3}
+    assert seen.modules["embed"] == {0}
+    assert seen.parameters["position"] == {0}
+    assert seen.parameters["encoder.norm.weight"] == {3}
+    assert seen.parameters["encoder.layers.2.linear1.weight"] == {2}
+    assert use_by_registration(model, find_layer_stack(model, 2)).modules["head"] == {0}, "the head is registered first"
+    assert not any(
+        isinstance(value, PlaceholderTensor) for module in model.modules() for value in vars(module).values()
+    )
+
+
+def test_what_is_used_on_several_stages_is_kept_on_each():
+    model, step, batch = built("tied")
+    seen = trace_use(model, find_layer_stack(model, 2), step, batch, CPU)
+    assert seen.parameters["embed.weight"] == {0, 3}
+    assert seen.parameters["shared.weight"] == {0, 1, 2}, "between two layers: with the former"
+    gpt2, _, _ = built("gpt2")
+    assert use_by_registration(gpt2, find_layer_stack(gpt2, 2)).parameters["transformer.wte.weight"] == {0, 3}
+
+
+def test_tracing_changes_nothing():
+    model, step, batch = built("two_streams")
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    trace_use(model, find_layer_stack(model, 2), step, batch, CPU)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_every_stage_gets_parameters_but_uniform_counts_layers():
+    layers = [nn.Linear(4, 4), nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 4)]
+    assert cut_units(find_layer_stack(nn.Sequential(*layers), 2)) == (4, 1, 1)
+
+    def cut(balance):
+        schedule = build_schedule("gpipe", 1, 1, virtual_stages=3)
+        return analyze(nn.Sequential(*layers), 1, schedule, balance=balance).layers_per_stage
+
+    assert cut("parameters") == (4, 1, 1)
+    assert cut("uniform") == (2, 2, 2)
+    assert cut((1, 4, 1)) == (1, 4, 1)
+
+
+REFUSED = [
+    ("Outer", r"`layers.3` needs .*`embed`.*Move it \(a residual addition"),
+    ("Skipping", "`layers.3` needs the output of `embed`.*skips over the cut"),
+    ("Twice", "`layers.0` is called twice or out of order"),
+    ("PrologueInLoss", "the step returns something made of the output of `embed`"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED)
+def test_models_that_cannot_be_cut_are_refused(kind, message):
+    model, step, batch = built("outer", kind=kind)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        analyze(model, 2, example=(step, batch), balance="uniform")
+
+
+def test_a_skip_over_a_whole_stage_is_refused():
+    class Skip(Outer):
+        def forward(self, x):
+            start = x = self.embed(x)
+            for number, layer in enumerate(self.layers):
+                x = layer(x * start if number == 3 else x)
+            return x
+
+    model = Skip()
+    stack = find_layer_stack(model, 2)
+    step, batch = (lambda batch: model(batch).mean()), torch.randn(2, 4)
+    seen = trace_use(model, stack, step, batch, CPU)
+    with pytest.raises(ValueError, match="skips over the cut"):
+        dry_run_stages(model, stack, seen, (0, 1, 1, 1), step, batch, CPU)
+    dry_run_stages(model, stack, seen, (0, 0, 0, 0), step, batch, CPU)
+
+
+def test_settings_that_do_not_fit_are_refused():
+    model, step, batch = built("mlp")
+    with pytest.raises(ValueError, match="1 ranks of the pipeline group, got one for 2"):
+        analyze(model, 1, build_schedule("1f1b", 2, 2), example=(step, batch))
+    nine = build_schedule("gpipe", 1, 2, virtual_stages=9)
+    with pytest.raises(ValueError, match="8 layers in `` for 9 stages"):
+        analyze(model, 1, nine)
