@@ -29,7 +29,7 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 bench: .venv/installed
-	for name in tensor_parallel strategies data_parallel pipeline compression_kernels profiling; do \
+	for name in tensor_parallel strategies data_parallel pipeline compression_kernels profiling step_path; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:

@@ -24,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compression import Cast, PowerSGD, Quantize, Sign, TopK
-from lightning_parallel.compression.selection import largest
+from lightning_parallel.compression.sparsifiers import largest
 
 ROUNDS, REPEATS = 3, 6
 

@@ -32,7 +32,7 @@ from rich.table import Table
 from sleeping import LiveBytes, Sleeper
 from torch import Tensor, nn
 
-from lightning_parallel import comm
+from lightning_parallel import comm, tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import build_schedule
@@ -155,11 +155,11 @@ def balance(group: Group, console: Console, repeats: int) -> None:
     table = Table("balance", "layers", "speed-up", "target", "step / simulated", "target", title="unbalanced layers")
     layers = [Cost(*(factor * s for s in light_s)) for factor in [1] * 9 + [10] * 3]
     for how, (engine, _), seconds in zip(("uniform", "auto"), engines, taken):
-        ends = [sum(engine.layers_per_stage[:stage]) for stage in range(RANKS + 1)]
+        ends = [sum(engine.plan.layers_per_stage[:stage]) for stage in range(RANKS + 1)]
         stages = [Cost.in_sequence(layers[start:stop]) for start, stop in zip(ends, ends[1:])]
         speed_up, ratio = min(single) / min(seconds), min(seconds) / simulate(schedule, stages).makespan_s
         target = _at_least(speed_up, 3.4) if how == "auto" else ""
-        shown = ", ".join(map(str, engine.layers_per_stage))
+        shown = ", ".join(map(str, engine.plan.layers_per_stage))
         table.add_row(how, shown, f"{speed_up:.2f}", target, f"{ratio:.3f}", _at_most(ratio, 1.03))
     console.print(table)
 
@@ -251,9 +251,9 @@ class _StageClock:
     def spent(self, run: Callable[[], Any]) -> tuple[float, float]:
         """Seconds before and after the layers, mean over the microbatches."""
         self.moments.clear()
-        with comm.record() as records:
+        with tracing.activate(tracing.Recorder()) as active:
             run()
-        waited_s = sum(record.blocked_s for record in records if record.op == "recv")
+        waited_s = sum(span.blocked_ns for span in active.spans if span.op == "recv") * 1e-9
         begun, entered, left, ended = (sum(self.moments[part::4]) for part in range(4))
         return (entered - begun - waited_s) / MICROBATCHES, (ended - left) / MICROBATCHES
 

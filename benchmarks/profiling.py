@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import TensorParallelStrategy, recorder
+from lightning_parallel import TensorParallelStrategy, tracing
 from lightning_parallel.callbacks import (
     CommunicationProfiler,
     MemoryProfiler,
@@ -37,8 +37,8 @@ from lightning_parallel.callbacks import (
     Throughput,
 )
 from lightning_parallel.callbacks.communication import CommunicationAccumulator
-from lightning_parallel.callbacks.step_breakdown import BreakdownAccumulator
-from lightning_parallel.recorder import Flight, Recorder
+from lightning_parallel.callbacks.step_times import BreakdownAccumulator
+from lightning_parallel.tracing import InFlight, Recorder
 
 Step = tuple[float, float]
 
@@ -147,17 +147,17 @@ def _spans(count: int = 20_000, repeats: int = 5) -> dict[str, float]:
 
     def phases() -> None:
         for _ in range(count):
-            with recorder.span("forward", "forward"):
+            with tracing.span("forward", "forward"):
                 pass
 
     def communications() -> None:
-        active = recorder.active()
+        active = tracing.active()
         assert active is not None
         for _ in range(count):
-            flight = Flight(active, "all_reduce", "tensor_parallel", (0, 1), 1024, "float32", None)
+            flight = InFlight(active, "all_reduce", "tensor_parallel", (0, 1), 1024, "float32", None)
             with flight:
                 pass
-            flight.land()
+            flight.finish()
 
     def accumulation() -> None:
         communication, breakdown = CommunicationAccumulator(0, True, {}, []), BreakdownAccumulator({"rank": 0})
@@ -165,7 +165,7 @@ def _spans(count: int = 20_000, repeats: int = 5) -> dict[str, float]:
         breakdown.add(window)
 
     found = {"a span with recording off": min(_seconds(phases) for _ in range(repeats)) / count}
-    with recorder.activate(Recorder()) as active:
+    with tracing.activate(Recorder()) as active:
         found["a phase"] = min(_seconds(phases) for _ in range(repeats)) / count
         active.close_step()
         found["a communication"] = min(_seconds(communications) for _ in range(repeats)) / count

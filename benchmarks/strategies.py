@@ -104,16 +104,16 @@ def _seconds(strategy: Strategy | str, devices: int, batches: int, by_hand: bool
 
 def _contests(ranks: int, batches: int) -> dict[str, tuple[Callable[[], float], Callable[[], float], str]]:
     if ranks == 1:
-        ours = lambda: _seconds(TensorParallelStrategy(1, 1), 1, batches)  # noqa: E731 (one line per contender)
+        ours = lambda: _seconds(TensorParallelStrategy(tensor_parallel_size=1, data_parallel_size=1), 1, batches)  # noqa: E731 (one line per contender)
         return {"one device": (ours, lambda: _seconds("auto", 1, batches), "<= 1.02")}
     return {
         "data parallel": (
-            lambda: _seconds(TensorParallelStrategy(1, 2), 2, batches),
+            lambda: _seconds(TensorParallelStrategy(tensor_parallel_size=1, data_parallel_size=2), 2, batches),
             lambda: _seconds(DDPStrategy(), 2, batches),
             "<= 1.05",
         ),
         "tensor parallel": (
-            lambda: _seconds(TensorParallelStrategy(2, 1), 2, batches),
+            lambda: _seconds(TensorParallelStrategy(tensor_parallel_size=2, data_parallel_size=1), 2, batches),
             lambda: _seconds(ModelParallelStrategy(1, 2), 2, batches, by_hand=True),
             "",
         ),

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_parallel.comm import Group
-from lightning_parallel.tensor.discovery import make_plan
+from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import apply_plan
 
 TARGETS = {128: 0.45, 256: 0.55, 512: 0.75, 1024: 0.95}

@@ -1,13 +1,17 @@
-"""One ordinary checkpoint for any layout: full tensors under global names, cut on load and merged on save.
+"""One ordinary checkpoint for any layout: full tensors under the model's own names.
 
-A rank of a tensor-parallel group holds shards; their rules say which part of the full tensor each one is. Everything
-here works on plain state dicts, so the file is that of one process: stock Lightning reads it, and the reverse.
+A rank holds the tensors of its pipeline stages, and of these the shards of its place on the tensor axis. The layout of
+a state says for every value of the whole model which stage it is on and how it is sharded; `gather` follows it when
+saving, `scatter` when loading, for the model and for optimizers alike. The file is that of one process: stock Lightning
+reads it, and the reverse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,171 +21,339 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = [
-    "check_shapes",
-    "cut_optimizer_state",
-    "cut_state_dict",
-    "merge_optimizer_state",
-    "merge_state_dict",
-    "rules_by_name",
-]
+__all__ = ["Checkpoints", "ModelNames", "rules_by_name"]
 
-Rules = Mapping[str, Shard]
+K = TypeVar("K", bound=Hashable)
+ParameterGroups = Sequence[Sequence[str]]
+"""Names of the parameters in each parameter group of an optimizer."""
 
 
-def rules_by_name(module: nn.Module, rules: Rules) -> dict[str, Shard]:
-    """Extend `rules` to every name of a shared parameter."""
-    by_identity = {id(tensor): rules[name] for name, tensor in _named_tensors(module).items() if name in rules}
-    return {
-        name: by_identity[id(tensor)] for name, tensor in _named_tensors(module).items() if id(tensor) in by_identity
-    }
+class ModelNames(NamedTuple):
+    """Names in the whole model, recorded before a pipeline frees the parameters of other stages.
+
+    Attributes:
+        state: Names in the state dict, in order.
+        parameters: Every name of each parameter, in order, and its first name, which `named_parameters` gives.
+    """
+
+    state: tuple[str, ...]
+    parameters: dict[str, str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModelNames:
+        """Record the names in `module`."""
+        first = {id(parameter): name for name, parameter in module.named_parameters()}
+        every = {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
+        return cls(tuple(module.state_dict()), every)
 
 
-def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {
+def rules_by_name(module: nn.Module, rules: Mapping[str, Shard]) -> dict[str, Shard]:
+    """Extend `rules` to every name of a shared tensor."""
+    tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
+    # A plan names a shared tensor once, and the state dict has it under each name.
+    by_identity = {id(tensor): rules[name] for name, tensor in tensors.items() if name in rules}
+    return {name: by_identity[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_identity}
 
 
-# ----------------------------------------------------------------------------------------------------------- saving
+class _Place(NamedTuple):
+    """Where a value of the whole model's state is.
 
-
-def merge_state_dict(state: Mapping[str, Any], rules: Rules, group: Group, keep: bool) -> dict[str, Any]:
-    """The full state dict of a module of which `state` holds this rank's shards.
-
-    Every rank of `group` must call it. Tensors that share storage in `state` share it in the result.
-
-    Args:
-        state: `state_dict()` of the module.
-        rules: How the tensors are sharded, by name; the others are whole.
-        group: The tensor-parallel group.
-        keep: Whether this rank needs the values. Elsewhere the result holds tensors on the `meta` device, so that
-            hooks which look at names and shapes work alike on all ranks at no cost.
-
-    Returns:
-        Tensors on the CPU (or `meta`); values that are not tensors as they are.
+    Attributes:
+        stage: Position in the pipeline group of the first rank that holds it.
+        shard: Which part of it each rank of the tensor group there holds; None where each holds it whole.
+        shape: Shape of the full tensor.
+        dtype: Element type; None where the value is not a tensor.
+        constant: The value itself where it is not a tensor.
+        alias: Equal for values of one rank that share their memory.
     """
-    merged: dict[tuple[Any, ...], Tensor] = {}
-    full: dict[str, Any] = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            full[name] = value
-            continue
-        key = (value.device, value.data_ptr(), value.shape, value.stride(), name if value.numel() == 0 else "")
-        if key not in merged:
-            merged[key] = _merge(value.detach(), rules.get(name), group, keep)
-        full[name] = merged[key]
-    return full
+
+    stage: int
+    shard: Shard | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    constant: Any
+    alias: Hashable
 
 
-def _merge(local: Tensor, rule: Shard | None, group: Group, keep: bool) -> Tensor:
-    """Gather the shards of one tensor; the values reach only the ranks that `keep` them."""
-    if rule is None or group.size == 1:
-        return local.cpu() if keep else local.to("meta")
-    sizes = [rule.local_size(rank) for rank in range(group.size)]
-    gathered = comm.all_gather(local, group, rule.dim, sizes)
-    if not keep:
-        return torch.empty(rule.full_shape(local.shape), dtype=local.dtype, device="meta")
-    return rule.merge(gathered.cpu().split(sizes, rule.dim))
+@dataclass(frozen=True)
+class Checkpoints:
+    """Gathers the state of a model and its optimizers for a checkpoint, and scatters that of a checkpoint.
 
+    Every rank of the replica must call each method at the same point.
 
-def merge_optimizer_state(
-    optimizer: Optimizer, names: Mapping[int, str], rules: Rules, group: Group, keep: bool
-) -> dict[str, Any]:
-    """The state dict that `optimizer` would have if its parameters were whole.
-
-    Args:
-        optimizer: The optimizer of this rank's shards.
-        names: Name of each parameter, by `id`.
-        rules, group, keep: As for `merge_state_dict`.
-
-    Raises:
-        RuntimeError: If the state of a sharded parameter holds a tensor that is neither of the parameter's shape nor
-            a scalar, so that how to merge it is not known.
+    Attributes:
+        module: The model, of which this rank holds a part.
+        rules: How its tensors are sharded over the tensor axis, by name; the others are whole.
+        tensor_group: The ranks that hold the shards of one stage.
+        pipeline_group: The ranks that hold the stages.
+        names: Names in the whole model; needed where the pipeline group has several ranks.
+        device: Where tensors must be to be sent between stages.
+        is_saved: Whether this replica's values are gathered. On the others, names and shapes are enough.
     """
-    state = optimizer.state_dict()
-    full: dict[int, Any] = {}
-    for index, parameter in enumerate(_parameters(optimizer)):
-        if index not in state["state"]:
-            continue
-        rule = rules.get(names.get(id(parameter), ""))
-        full[index] = {}
-        for key, value in state["state"][index].items():
-            elementwise = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
-            if rule is not None and isinstance(value, Tensor) and value.dim() > 0 and not elementwise:
+
+    module: nn.Module
+    rules: Mapping[str, Shard]
+    tensor_group: Group
+    pipeline_group: Group
+    names: ModelNames
+    device: torch.device
+    is_saved: bool
+
+    # -------------------------------------------------------------------------------------------------- the model
+
+    def gather_state(self) -> dict[str, Any]:
+        """Gather the full state dict of the model.
+
+        Returns:
+            Tensors on the CPU on the first rank of the saved replica, on the `meta` device elsewhere, so that hooks
+            that look at names and shapes work on all ranks. Tensors that share memory in the model share it here.
+        """
+        state = self.module.state_dict()
+        shards = {name: self.rules[name] for name in state if name in self.rules}
+        return self._gather(state, shards, self.names.state)
+
+    def scatter_state(self, full: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Take this rank's part of a full state dict. Names that the model does not know stay, to be reported.
+
+        Args:
+            full: The state dict.
+            source: Where it is from, for the error message.
+
+        Raises:
+            ValueError: If shapes do not fit the model.
+        """
+        state = self.module.state_dict()
+        # Before anything is split or loaded, so that one message lists all that does not fit.
+        self._check_shapes(full, state, source)
+        on_other_stages = set(self.names.state) - state.keys() if self.pipeline_group.size > 1 else set()
+        part = {}
+        for name, value in full.items():
+            if name in on_other_stages:
+                continue
+            is_shard = name in self.rules and isinstance(value, Tensor)
+            part[name] = self.rules[name].split(value, self.tensor_group.rank) if is_shard else value
+        return part
+
+    def _check_shapes(self, full: Mapping[str, Any], state: Mapping[str, Any], source: str) -> None:
+        problems = []
+        for name, tensor in state.items():
+            found = full.get(name)
+            if not isinstance(tensor, Tensor) or not isinstance(found, Tensor):
+                continue
+            expected = tuple(self.rules[name].full_shape(tensor.shape) if name in self.rules else tensor.shape)
+            if expected != tuple(found.shape):
+                problems.append(f"  {name}: expected {expected}, found {tuple(found.shape)}")
+        if problems:
+            raise ValueError(f"the checkpoint {source} does not fit the model (full shapes):\n" + "\n".join(problems))
+
+    # --------------------------------------------------------------------------------------------- the optimizers
+
+    def gather_optimizer(self, optimizer: Optimizer, recorded: ParameterGroups = ()) -> dict[str, Any]:
+        """Gather the state dict that `optimizer` would have if it held the whole model's parameters.
+
+        Args:
+            optimizer: The optimizer of this rank's parameters.
+            recorded: Its parameter groups over all stages, as `remove_placeholders` gave them.
+
+        Returns:
+            Tensors as `gather_state` returns them.
+
+        Raises:
+            RuntimeError: If the state of a sharded parameter holds a tensor that is neither of the parameter's shape
+                nor a scalar, or the order of the parameters over the stages is not known.
+        """
+        state = optimizer.state_dict()
+        mine = self._group_names(optimizer)
+        whole = self._whole_groups(mine, recorded)
+        held = list(zip(chain.from_iterable(mine), _parameters(optimizer)))
+        values: dict[tuple[str, str], Any] = {}
+        shards: dict[tuple[str, str], Shard] = {}
+        for index, (name, parameter) in enumerate(held):
+            for key, value in state["state"].get(index, {}).items():
+                values[name, key] = value
+                if name in self.rules and isinstance(value, Tensor) and value.dim() > 0:
+                    _check_elementwise(optimizer, name, parameter, key, value)
+                    shards[name, key] = self.rules[name]
+        gathered = self._gather(values, shards, order=())
+        position = {name: index for index, name in enumerate(chain.from_iterable(whole))}
+        full: dict[int, Any] = {index: {} for index in sorted({position[name] for name, _ in gathered})}
+        for (name, key), value in gathered.items():
+            full[position[name]][key] = value
+        return {**state, "state": full, "param_groups": _numbered(state["param_groups"], mine, whole)}
+
+    def scatter_optimizer(
+        self, full: Mapping[str, Any], optimizer: Optimizer, recorded: ParameterGroups = ()
+    ) -> dict[str, Any]:
+        """Take this rank's part of a full optimizer state dict.
+
+        Args:
+            full: The state dict of the same optimizer over the whole model's parameters.
+            optimizer, recorded: As for `gather_optimizer`.
+
+        Raises:
+            ValueError: If the parameter groups of the state and of the optimizer differ in number or size.
+        """
+        mine = self._group_names(optimizer)
+        whole = self._whole_groups(mine, recorded)
+        saved = [group["params"] for group in full["param_groups"]]
+        expected = [len(names) for names in whole]
+        found = [len(indices) for indices in saved]
+        if expected != found:
+            raise ValueError(
+                f"the optimizer state in the checkpoint does not fit: expected parameter groups of {expected}"
+                f" parameters, found {found}. Was `configure_optimizers` changed since it was saved?"
+            )
+        index_of = dict(zip(chain.from_iterable(whole), chain.from_iterable(saved)))
+        part: dict[int, Any] = {}
+        for index, (name, parameter) in enumerate(zip(chain.from_iterable(mine), _parameters(optimizer))):
+            entry = full["state"].get(index_of[name])
+            if entry is not None:
+                part[index] = {key: self._split_like(parameter, name, value) for key, value in entry.items()}
+        return {**full, "state": part, "param_groups": _numbered(full["param_groups"], whole, mine)}
+
+    def _split_like(self, parameter: Tensor, name: str, value: Any) -> Any:
+        rule = self.rules.get(name)
+        # Scalars, such as the step count of Adam, are the same on all ranks.
+        if rule is None or not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        is_elementwise = tuple(value.shape) == tuple(rule.full_shape(parameter.shape))
+        return rule.split(value, self.tensor_group.rank) if is_elementwise else value
+
+    def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        others = {id(parameter): f"parameter {index}" for index, parameter in enumerate(_parameters(optimizer))}
+        unknown = others.keys() - names.keys()
+        if unknown and self.pipeline_group.size > 1:
+            raise RuntimeError(
+                f"{len(unknown)} parameters of `{type(optimizer).__name__}` are not in the module, so that the stage"
+                " they belong to is not known; register them in the module"
+            )
+        return [[names.get(id(p), others[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
+
+    def _whole_groups(self, mine: list[list[str]], recorded: ParameterGroups) -> list[list[str]]:
+        """Join the parameter groups of the stages, in the order in which one process would have them.
+
+        Raises:
+            RuntimeError: If a group is in another order than the recorded one, and than that of the model.
+        """
+        if self.pipeline_group.size == 1:
+            return mine
+        everyone = comm.all_gather_object((mine, recorded), self.pipeline_group)
+        recorded = everyone[0][1]  # those of one rank, so that all ranks decide the same
+        model_order = _positions(self.names.parameters.values())
+        whole = []
+        for number, parts in enumerate(zip(*(groups for groups, _ in everyone), strict=True)):
+            union = {name for part in parts for name in part}
+            # A group that was added to the optimizer later, as when layers are unfrozen, has no recorded order.
+            for order in (_positions(recorded[number]) if number < len(recorded) else {}, model_order):
+                if union <= order.keys() and all(list(part) == sorted(part, key=order.__getitem__) for part in parts):
+                    whole.append(sorted(union, key=order.__getitem__))
+                    break
+            else:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__} keeps `{key}` of shape {tuple(value.shape)} for the shard"
-                    f" `{names[id(parameter)]}` of shape {tuple(parameter.shape)}; only state of the parameter's own"
-                    " shape can be merged into a full checkpoint"
+                    f"parameter group {number} of the optimizer was changed after `configure_optimizers` and is not in"
+                    " the order of `named_parameters()`, so that the order of the whole group over the pipeline stages"
+                    " is not known; build the groups in that order"
                 )
-            full[index][key] = _merge(value, rule if elementwise else None, group, keep) if elementwise else value
-    return {**state, "state": full}
+        return whole
+
+    # ---------------------------------------------------------------------------------------------- the transform
+
+    def _gather(self, values: Mapping[K, Any], shards: Mapping[K, Shard], order: Sequence[K]) -> dict[K, Any]:
+        """Gather the values of all stages, from the first stage that holds each; see `gather_state` for the result."""
+        full: dict[K, Any] = {}
+        tensors: dict[Hashable, Tensor] = {}
+        # All ranks follow the one order of the layout, so that their collectives and messages meet.
+        for tag, (key, place) in enumerate(self._layout(values, shards, order).items()):
+            if place.dtype is None:
+                full[key] = place.constant
+                continue
+            alias = (place.stage, place.alias)
+            if alias not in tensors:
+                tensors[alias] = self._gather_tensor(values, key, place, tag)
+            full[key] = tensors[alias]
+        return full
+
+    def _layout(self, values: Mapping[K, Any], shards: Mapping[K, Shard], order: Sequence[K]) -> dict[K, _Place]:
+        """Find where the values of the whole model are: those in `order` first, then the others."""
+        stage = self.pipeline_group.rank
+        held = {key: _place(stage, value, shards.get(key)) for key, value in values.items()}
+        if self.pipeline_group.size == 1:
+            return held
+        # Several stages hold a tied parameter; its place is the first of them, and the others send nothing.
+        found: dict[K, _Place] = {}
+        for places in comm.all_gather_object(held, self.pipeline_group):
+            found = {**found, **{key: place for key, place in places.items() if key not in found}}
+        in_order = [key for key in order if key in found]
+        return {key: found[key] for key in dict.fromkeys([*in_order, *found])}
+
+    def _gather_tensor(self, values: Mapping[K, Any], key: K, place: _Place, tag: int) -> Tensor:
+        """Merge the shards on the stage that holds the tensor, and send it from there to the first stage."""
+        empty = torch.empty(place.shape, dtype=place.dtype, device="meta")
+        stage = self.pipeline_group.rank
+        if not self.is_saved or stage not in (0, place.stage):
+            return empty
+        full = empty
+        if stage == place.stage:
+            full = _merge(values[key].detach(), place.shard, self.tensor_group)
+        if self.tensor_group.rank > 0:
+            return empty
+        if place.stage == 0:
+            return full.cpu()
+        if stage == 0:
+            # One at a time through the device, so that it never holds more of the model than one tensor.
+            received = torch.empty(place.shape, dtype=place.dtype, device=self.device)
+            return comm.irecv(received, self.pipeline_group, place.stage, tag).wait().cpu()
+        comm.isend(full.to(self.device).contiguous(), self.pipeline_group, 0, tag).wait()
+        return empty
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _place(stage: int, value: Any, shard: Shard | None) -> _Place:
+    if not isinstance(value, Tensor):
+        return _Place(stage, None, (), None, value, None)
+    shape = tuple(value.shape if shard is None else shard.full_shape(value.shape))
+    # An empty tensor or one on `meta` has no address of its own.
+    has_memory = value.numel() > 0 and not value.is_meta
+    address = (str(value.device), value.data_ptr()) if has_memory else id(value)
+    return _Place(stage, shard, shape, value.dtype, None, (address, tuple(value.shape), value.stride()))
 
 
-# ---------------------------------------------------------------------------------------------------------- loading
+def _merge(local: Tensor, shard: Shard | None, group: Group) -> Tensor:
+    """Merge the shards of one tensor, on the CPU, on the first rank of `group`; the others have no use for it."""
+    if shard is None or group.size == 1:
+        return local
+    sizes = [shard.local_size(rank) for rank in range(group.size)]
+    gathered = comm.all_gather(local, group, shard.dim, sizes)
+    return gathered if group.rank > 0 else shard.merge(gathered.cpu().split(sizes, shard.dim))
 
 
-def check_shapes(state: Mapping[str, Any], module: nn.Module, rules: Rules, source: str) -> None:
-    """Compare the shapes of a full state dict with those that `module` expects, before anything is loaded.
-
-    Raises:
-        ValueError: With every tensor that does not fit: its name, the expected and the found shape.
-    """
-    problems = []
-    for name, tensor in module.state_dict().items():
-        found = state.get(name)
-        if not isinstance(tensor, Tensor) or not isinstance(found, Tensor):
-            continue
-        expected = tuple(rules[name].full_shape(tensor.shape) if name in rules else tensor.shape)
-        if expected != tuple(found.shape):
-            problems.append(f"  {name}: expected {expected}, found {tuple(found.shape)}")
-    if problems:
-        raise ValueError(f"the checkpoint {source} does not fit the model (full shapes):\n" + "\n".join(problems))
-
-
-def cut_state_dict(state: Mapping[str, Any], rules: Rules, rank: int) -> dict[str, Any]:
-    """This rank's part of a full state dict."""
-    return {
-        name: rules[name].split(value, rank) if name in rules and isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
-
-
-def cut_optimizer_state(
-    state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str], rules: Rules, rank: int
-) -> dict[str, Any]:
-    """This rank's part of a full optimizer state dict, for an optimizer over the same parameters in the same order.
-
-    Raises:
-        ValueError: If the parameter groups of the state and of the optimizer differ in number or size.
-    """
-    _check_groups(state["param_groups"], optimizer.param_groups)
-    local: dict[int, Any] = {}
-    for index, parameter in zip(
-        (i for group in state["param_groups"] for i in group["params"]), _parameters(optimizer)
-    ):
-        if index not in state["state"]:
-            continue
-        rule = rules.get(names.get(id(parameter), ""))
-        full_shape = tuple(parameter.shape if rule is None else rule.full_shape(parameter.shape))
-        local[index] = {
-            key: rule.split(value, rank)
-            if rule is not None and isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) == full_shape
-            else value
-            for key, value in state["state"][index].items()
-        }
-    return {**state, "state": local}
-
-
-def _check_groups(saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]) -> None:
-    expected, found = ([len(group["params"]) for group in groups] for groups in (current, saved))
-    if expected != found:
-        raise ValueError(
-            f"the optimizer state in the checkpoint does not fit: expected parameter groups of {expected} parameters,"
-            f" found {found}. Was `configure_optimizers` changed since it was saved?"
+def _check_elementwise(optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Tensor) -> None:
+    if value.shape != parameter.shape:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} keeps `{key}` of shape {tuple(value.shape)} for the shard `{name}` of shape"
+            f" {tuple(parameter.shape)}; only state of the parameter's own shape can be merged into a full checkpoint"
         )
+
+
+def _numbered(settings: Sequence[Mapping[str, Any]], given: ParameterGroups, wanted: ParameterGroups) -> list[Any]:
+    """Turn the parameter groups of a state dict, `given` by names, into groups of the `wanted` parameters."""
+    groups = []
+    first = 0
+    for group, had, names in zip(settings, given, wanted):
+        group = {**group, "params": list(range(first, first + len(names)))}
+        if "param_names" in group and list(had) != list(names):
+            group["param_names"] = list(names)  # torch keeps them where an optimizer was given named parameters
+        groups.append(group)
+        first += len(names)
+    return groups
+
+
+def _positions(names: Any) -> dict[str, int]:
+    return {name: index for index, name in enumerate(dict.fromkeys(names))}
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

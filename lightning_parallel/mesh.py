@@ -56,6 +56,7 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
+            # `True` is an int, and a size of `True` most likely a flag in the wrong place.
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"`{axis}_size` must be a positive integer or 'auto', got {size!r}")
 
@@ -69,6 +70,7 @@ class Mesh:
             ValueError: If the sizes cannot multiply to `world_size`.
         """
         given = cls(**{axis: size for axis, size in sizes.items() if size != "auto"})
+        # Innermost first: tensor parallelism communicates most, and neighbouring ranks share a node.
         automatic = [axis for axis in reversed(AXES) if sizes.get(axis, 1) == "auto"]
         rest, remainder = divmod(world_size, given.world_size)
         if remainder or (rest != 1 and not automatic):

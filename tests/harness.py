@@ -46,6 +46,7 @@ __all__ = [
     "alone",
     "distributed",
     "free_port",
+    "recorded_communication",
     "run",
     "run_script",
     "start_script",
@@ -279,6 +280,20 @@ def distributed(
         return test
 
     return decorate
+
+
+@contextlib.contextmanager
+def recorded_communication() -> Iterator[list[Any]]:
+    """Collect the spans of the tensors' communication that ends inside the block, into a list filled at its end.
+
+    Python objects, whose size is not known, are left out.
+    """
+    from lightning_parallel.tracing import Recorder, activate
+
+    calls: list[Any] = []
+    with activate(Recorder()) as recorder:
+        yield calls
+    calls.extend(span for span in recorder.spans if span.category == "communication" and span.bytes is not None)
 
 
 def _work(rank: int, world_size: int, folder: str, pipe: Connection) -> None:

@@ -9,9 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
 LAYERS = {
     "compat": 0,
     "mesh": 0,
-    "fingerprint": 0,
-    "recorder": 0,
-    "terminal": 0,
+    "tracing": 0,
     "weight_gradients": 0,
     "comm": 1,
     "tensor": 2,
@@ -21,7 +19,6 @@ LAYERS = {
     "optim": 2,
     "gradients": 3,
     "checkpoint": 3,
-    "stage_checkpoint": 3,
     "planner": 3,
     "strategies": 4,
     "callbacks": 4,
@@ -31,8 +28,8 @@ LAYERS = {
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 PURE = {"mesh.py", "pipeline/schedule.py", "pipeline/simulate.py"}
-PURE |= {f"recorder/{name}.py" for name in ("__init__", "ledger", "recorder", "spans")}
-MAX_LINES = 400
+PURE |= {f"tracing/{name}.py" for name in ("__init__", "recorder", "spans", "text")}
+MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 

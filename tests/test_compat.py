@@ -1,13 +1,46 @@
-"""The contract with the dependencies: every private name that the library uses is there, with the expected signature."""
+"""The contract with the dependencies: every private name that is used exists, with the expected signature."""
 
+import inspect
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _init_utils, _runtime_utils
+from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import SequentialSampler
 
 from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat import torch as compat_torch
+from lightning_parallel.compat import transformers as compat_transformers
+from lightning_parallel.compat.lightning import ddp_hook_state, logged_step, should_update_logs, wrapped_sampler
+from lightning_parallel.compat.torch import (
+    CPU_FLASH_ATTENTION,
+    NormalizationBase,
+    TorchDispatchMode,
+    ddp_comm_hooks,
+    flight_recorder_entries,
+    has_unsharded_storage,
+    intercepted_all_reduce,
+    is_backward_running,
+    overload_packet,
+    pytree,
+    sharded_flat_parameters,
+    storage_address,
+    version_of,
+)
+from tests.harness import distributed
+from tests.strategies.models import Net, loader, trainer_for
 
 
 class _Target:
@@ -35,6 +68,220 @@ def test_patches_are_undone_last_first():
     patches.undo()
     assert (_Target.value, target.value) == (1, 1)
     assert not vars(target)
+
+
+# -- compression: where DDP, FSDP and DeepSpeed communicate gradients --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("owner", "names"),
+    [
+        (DistributedDataParallel.__init__, ["_ddp_params_and_buffers_to_ignore"]),
+        (FSDPParamGroup.__init__, ["_all_reduce_hook", "_reduce_scatter_comm", "mesh_info", "fsdp_params"]),
+        (FSDPParam, ["_orig_size", "sharded_param", "sharded_size", "padded_sharded_param_size", "fsdp_placement"]),
+        (FSDPState, ["_fsdp_param_group"]),
+        (FlatParamHandle, ["flat_param"]),
+    ],
+)
+def test_attributes_of_private_objects_are_set_by_torch(owner, names):
+    source = inspect.getsource(owner)
+    assert [name for name in names if name not in source] == []
+
+
+def test_the_layout_of_flat_parameters_is_known():
+    names = {"_fqns", "_shapes", "_numels_with_padding", "_is_padding_mask", "_unpadded_unsharded_size"}
+    assert names <= FlatParameter.__annotations__.keys()
+    for views in (FlatParamHandle._get_unflat_views_aligned, FlatParamHandle._get_unflat_views_unaligned):
+        assert list(inspect.signature(views).parameters) == ["self", "tensor"]
+
+
+def test_fsdp_calls_communication_hooks_as_we_define_them():
+    assert "state._comm_hook_state, padded_unsharded_grad, new_sharded_grad" in inspect.getsource(_runtime_utils)
+    assert "_inter_node_pg" in inspect.getsource(_init_utils)
+    for name in ("set_all_reduce_hook", "set_custom_reduce_scatter", "_get_fsdp_state"):
+        assert callable(getattr(FSDPModule, name))
+
+
+def test_deepspeed_averages_gradients_where_we_replace_it():
+    engine = pytest.importorskip("deepspeed.runtime.engine").DeepSpeedEngine
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    names = list(inspect.signature(DeepSpeedZeroOptimizer.gradient_reduction_w_predivide).parameters)
+    assert names == ["self", "tensor", "communication_data_type"]
+    zero = inspect.getsource(DeepSpeedZeroOptimizer)
+    for name in ("self.reduce_scatter", "self.check_grad_overflow", "self.ipg_buckets", "self.bit16_groups"):
+        assert name in zero
+    for name in ("buffered_allreduce_fallback", "clip_fp32_gradients", "_get_gradients_for_reduction"):
+        assert callable(getattr(engine, name))
+    bf16 = inspect.getsource(BF16_Optimizer)
+    for name in ("def get_grads_for_reduction", "self.bf16_groups", "self.fp32_groups_gradients"):
+        assert name in bf16
+
+
+# -- torch: comm, checkpoint -------------------------------------------------------------------------------------------
+
+
+def test_the_default_store_is_found(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        compat_torch.default_store().set("key", "value")
+        assert compat_torch.default_store().check(["key"])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_parameters_of_a_module_are_its_own_dict():
+    module = torch.nn.Linear(2, 2, bias=False)
+    compat_torch.parameters_of(module)["bias"] = torch.nn.Parameter(torch.ones(2))
+    assert dict(module.named_parameters()).keys() == {"weight", "bias"}
+    assert compat_torch.parameters_of(torch.nn.Linear(2, 2, bias=False))["bias"] is None
+
+
+# -- used by tensor -----
+
+
+def test_private_names_of_torch_that_tensor_uses():
+    layer = nn.Linear(2, 2, bias=False)
+    assert compat_torch.parameters_of(layer) == {"weight": layer.weight, "bias": None}
+    assert not compat_torch.has_compiled_call(layer)
+    layer.compile()
+    assert compat_torch.has_compiled_call(layer)
+    x = torch.ones(2)
+    before = compat_torch.version_of(x)
+    x.add_(1)
+    assert compat_torch.version_of(x) > before
+    assert compat_torch.pytree.tree_leaves({"a": [x, 1]}) == [x, 1]
+    reshaped = compat_torch.unsafe_view(x.requires_grad_() * 1, (2, 1))
+    reshaped.add_(1)
+    assert reshaped.shape == (2, 1)
+    assert not reshaped._is_view()
+
+
+def test_a_backward_pass_has_an_id_while_it_runs():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: seen.append(compat_torch.current_graph_task_id()))
+    for _ in range(2):
+        (2 * x).backward()
+    assert compat_torch.current_graph_task_id() == -1
+    assert len(set(seen)) == 2
+    assert -1 not in seen
+
+
+def test_private_names_of_transformers():
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
+    )
+    model = transformers.LlamaForCausalLM(config)
+    plan = compat_transformers.tensor_parallel_plan_of(model)
+    assert plan["model.layers.*.self_attn.q_proj"] == "colwise"
+    compat_transformers.weight_initializer_of(model)(model.lm_head)
+    assert compat_transformers.tensor_parallel_plan_of(nn.Linear(2, 2)) == {}
+    assert compat_transformers.weight_initializer_of(nn.Linear(2, 2)) is None
+
+
+def test_a_class_and_a_refused_value_are_put_back():
+    class Other(_Target):
+        pass
+
+    target = _Target()
+    patches = Patches()
+    patches.replace(target, "__class__", Other)
+    with pytest.raises(TypeError):
+        patches.replace([], "__class__", Other)
+    assert type(target) is Other
+    patches.undo()
+    assert type(target) is _Target
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_and_storages_have_identities_and_versions():
+    tensor = torch.zeros(3)
+    assert storage_address(tensor.untyped_storage()) == storage_address(tensor[1:].untyped_storage())
+    assert storage_address(tensor.untyped_storage()) != storage_address(torch.zeros(3).untyped_storage())
+    before = version_of(tensor)
+    tensor.add_(1)
+    assert version_of(tensor) == before + 1
+
+
+def test_backward_and_operators_are_known():
+    seen = []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((overload_packet(func), is_backward_running()))
+            return func(*args, **(kwargs or {}))
+
+    weight = torch.ones(2, 2, requires_grad=True)
+    with Ops():
+        (weight @ weight).sum().backward()
+    products = [(op, inside) for op, inside in seen if op is torch.ops.aten.mm]
+    assert products[0] == (torch.ops.aten.mm, False)
+    assert (torch.ops.aten.mm, True) in products
+    assert CPU_FLASH_ATTENTION is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    assert issubclass(nn.BatchNorm1d, NormalizationBase)
+    assert issubclass(nn.InstanceNorm2d, NormalizationBase)
+    assert pytree.tree_leaves({"a": [1, 2], "b": 3}) == [1, 2, 3]
+
+
+@distributed(world_size=2)
+def test_all_reduces_of_ddp_are_intercepted_and_none_after(group):
+    seen = []
+
+    def interceptor(tensors, process_group, call):
+        seen.append((tensors[0].numel(), process_group, type(call())))
+
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    assert ddp_comm_hooks(model) == []
+    with intercepted_all_reduce(interceptor):
+        model(torch.ones(1, 3)).sum().backward()
+    assert seen == [(8, dist.group.WORLD, dist.Work)]
+    model(torch.ones(1, 3)).sum().backward()
+    dist.all_reduce(torch.ones(1))
+    assert len(seen) == 1
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    assert ddp_comm_hooks(model) == [default_hooks.allreduce_hook]
+
+
+@distributed(world_size=2)
+def test_flat_parameters_of_fsdp_are_known(group):
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    (flat,) = sharded_flat_parameters(model)
+    assert not has_unsharded_storage(flat)
+    model(torch.ones(1, 4)).sum().backward()
+    assert has_unsharded_storage(flat)
+    assert sharded_flat_parameters(nn.Linear(4, 4)) == []
+
+
+def test_the_flight_recorder_is_where_it_was():
+    assert callable(torch._C._distributed_c10d._dump_fr_trace_json)
+    assert flight_recorder_entries() == []
+
+
+class _LogSteps(Callback):
+    def __init__(self):
+        self.logged = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if should_update_logs(trainer):
+            self.logged.append(logged_step(trainer))
+
+
+def test_steps_that_are_logged():
+    callback = _LogSteps()
+    trainer_for(callbacks=[callback], log_every_n_steps=2, max_epochs=1).fit(Net().double(), loader())
+    assert callback.logged == [1, 3]
+
+
+def test_samplers_and_hook_states_of_lightning():
+    sampler = SequentialSampler(range(4))
+    assert wrapped_sampler(DistributedSamplerWrapper(sampler, num_replicas=2, rank=0)) is sampler
+    assert ddp_hook_state(DDPStrategy(ddp_comm_state="state")) == "state"
+    assert ddp_hook_state(SingleDeviceStrategy()) is None
 
 
 # -- used by strategies.deferred_init -----
@@ -102,19 +349,3 @@ def test_a_tensor_can_be_marked_as_a_parameter():
     assert isinstance(tensor, nn.Parameter)
     compat_torch.mark_as_parameter(tensor, False)
     assert not isinstance(tensor, nn.Parameter)
-
-
-def test_a_dispatch_mode_sees_factories_and_nested_containers_are_walked():
-    class Mode(compat_torch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    seen = []
-    with Mode():
-        torch.zeros(2)
-    assert seen == [torch.ops.aten.zeros.default]
-    nested = {"a": [1, torch.ones(1)], "b": (2,)}
-    assert len(compat_torch.pytree.tree_leaves(nested)) == 3
-    assert compat_torch.pytree.tree_map(str, nested)["b"] == ("2",)
-    assert compat_torch.pytree.tree_map_only(int, float, nested)["b"] == (2.0,)

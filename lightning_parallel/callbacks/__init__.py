@@ -1,16 +1,15 @@
-"""Lightning callbacks that measure a run: where the time goes, what is communicated, what is held, what differs."""
+"""Lightning callbacks that measure a run: its time, communication and memory, and differences between ranks."""
 
-from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.communication import CommunicationProfiler
 from lightning_parallel.callbacks.compression_monitor import CompressionMonitor
 from lightning_parallel.callbacks.data_sharding import DataShardingMonitor
 from lightning_parallel.callbacks.hang import HangReporter
+from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.memory import MemoryProfiler
 from lightning_parallel.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
 from lightning_parallel.callbacks.report import ProfileReport
-from lightning_parallel.callbacks.step_breakdown import StepBreakdown
-from lightning_parallel.callbacks.straggler import StragglerMonitor
+from lightning_parallel.callbacks.step_times import StepBreakdown, StragglerMonitor
 from lightning_parallel.callbacks.throughput import Throughput
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What the ranks send each other: how often, how much, how fast, and who waits."""
+"""Communication by kind of call: how often, how many bytes, how fast, and who waits."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
-from lightning_parallel.recorder import Calls, Span, Window
+from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.tracing import CallCounter, Span, Window
 
 __all__ = ["CommunicationAccumulator", "CommunicationProfiler", "bus_factor", "wire_factor"]
 
 SAMPLES = 16
-"""Calls of each kind whose times the ranks compare at every exchange."""
+"""Calls of each kind whose times the ranks compare at every exchange: the latest ones."""
 
 RECENT = 64
-"""Calls of each group that are shared, to find the one in which ranks differ."""
+"""Calls of each group that the ranks share, to find the first in which they differ."""
 
 
-class Kind(NamedTuple):
-    """Calls that are alike. `peer` is the rank at the other end of a message."""
+class CallKind(NamedTuple):
+    """Facts that calls of one kind have in common. `peer` is the rank at the other end of a message."""
 
     axis: str
     op: str
@@ -37,8 +37,8 @@ class Kind(NamedTuple):
     bytes: int | None
 
 
-class Sample(NamedTuple):
-    """One call, waited for since `waiting_ns`; `duration_ns` is None where nothing told when it was over."""
+class CallSample(NamedTuple):
+    """One call, waited for since `waiting_ns`; `duration_ns` is None where nothing reported its completion."""
 
     sequence: int
     tag: int | None
@@ -48,30 +48,36 @@ class Sample(NamedTuple):
     duration_ns: int | None
 
 
-class Tally:
-    """Calls of one kind: how many, how long they held this rank up, and the last ones."""
+class CallTotals:
+    """Calls of one kind: how many, for how long they blocked this rank, and the latest ones."""
 
     __slots__ = ("blocked_ns", "count", "last")
 
     def __init__(self) -> None:
-        self.count = self.blocked_ns = 0
+        self.count = 0
+        self.blocked_ns = 0
         self.last: deque[Span] = deque(maxlen=SAMPLES)
 
 
 class CommunicationAccumulator(Accumulator):
-    """Calls of this rank by kind.
+    """Adds up the calls of this rank by kind.
 
     Args:
         rank: Global rank of this process.
         one_clock: Whether the times of all ranks can be compared.
-        calls: What was issued in each group, see `Recorder.calls`.
-        missing: What is not seen, in sentences; may grow until `summarize`.
+        calls: Collectives issued in each group, see `Recorder.calls`.
+        missing: Communication that is not recorded, in sentences; may grow until `summarize`.
     """
 
-    def __init__(self, rank: int, one_clock: bool, calls: Mapping[tuple[Any, ...], Calls], missing: list[str]) -> None:
-        self._rank, self._one_clock, self._calls, self._missing = rank, one_clock, calls, missing
+    def __init__(
+        self, rank: int, one_clock: bool, calls: Mapping[tuple[Any, ...], CallCounter], missing: list[str]
+    ) -> None:
+        self._rank = rank
+        self._one_clock = one_clock
+        self._calls = calls
+        self._missing = missing
         self._steps = 0
-        self._tallies: dict[Kind, Tally] = {}
+        self._totals: dict[CallKind, CallTotals] = {}
         self._logged: Counter[str] = Counter()
         self._steps_logged = 0
 
@@ -80,21 +86,23 @@ class CommunicationAccumulator(Accumulator):
         self._steps += 1
         for span in window.spans:
             if span.category == "communication":
+                # A plain tuple finds the `CallKind` that equals it, and is made in a fraction of the time.
                 key = span.axis, span.op, span.ranks, span.group, span.peer, span.dtype, span.bytes
-                tally = self._tallies.get(key)  # type: ignore[call-overload]  # equal to the `Kind` of these
-                if tally is None:
-                    kind = Kind(*key)  # type: ignore[arg-type]
-                    tally = self._tallies[kind] = Tally()
-                tally.count += 1
-                tally.blocked_ns += span.blocked_ns
-                tally.last.append(span)
+                totals = self._totals.get(key)  # type: ignore[call-overload]
+                if totals is None:
+                    kind = CallKind(*key)  # type: ignore[arg-type]
+                    totals = self._totals[kind] = CallTotals()
+                totals.count += 1
+                totals.blocked_ns += span.blocked_ns
+                totals.last.append(span)
 
     @override
     def share(self) -> dict[str, Any]:
         kinds = {
-            kind: (tally.count, tally.blocked_ns, [_sample(span) for span in tally.last])
-            for kind, tally in self._tallies.items()
+            kind: (totals.count, totals.blocked_ns, [_sample(span) for span in totals.last])
+            for kind, totals in self._totals.items()
         }
+        # Keys of three are groups; the longer ones are messages, which only two ranks know of.
         calls = {
             key: (calls.count, calls.digest, list(calls.recent)[-RECENT:])
             for key, calls in list(self._calls.items())
@@ -106,10 +114,12 @@ class CommunicationAccumulator(Accumulator):
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if not any(rank["steps"] for rank in shared):
             return {"records": [], "desynchronised": []}
-        groups: defaultdict[tuple[Any, ...], list[tuple[dict[str, Any], Kind]]] = defaultdict(list)
+        # One record for each axis, not for each group: the groups along an axis do the same on other data.
+        groups: defaultdict[tuple[Any, ...], list[tuple[dict[str, Any], CallKind]]] = defaultdict(list)
         for rank in shared:
             for kind in rank["kinds"]:
                 groups[kind.axis, kind.op, len(kind.ranks), kind.dtype, kind.bytes].append((rank, kind))
+        # Send and arrival are on different ranks: without a common clock there is no time between them.
         arrivals = _message_times(shared) if self._one_clock else {}
         records = [_record(key, found, len(shared), self._one_clock, arrivals) for key, found in groups.items()]
         records.sort(key=lambda record: (record["axis"], record["op"], -(record.get("payload_bytes") or 0)))
@@ -121,22 +131,24 @@ class CommunicationAccumulator(Accumulator):
 
     @override
     def scalars(self) -> dict[str, float]:
-        steps, self._steps_logged = self._steps - self._steps_logged, self._steps
+        steps = self._steps - self._steps_logged
+        self._steps_logged = self._steps
         if steps == 0:
             return {}
-        totals: Counter[str] = Counter()
-        for kind, tally in self._tallies.items():
-            totals[f"communication/{kind.axis}/exposed"] += tally.blocked_ns
+        sums: Counter[str] = Counter()
+        for kind, totals in self._totals.items():
+            sums[f"communication/{kind.axis}/exposed"] += totals.blocked_ns
             if kind.bytes is not None:
-                sent = tally.count * kind.bytes * wire_factor(kind.op, len(kind.ranks))
-                totals[f"communication/{kind.axis}/wire_bytes"] += round(sent)
-        recent = {key: (value - self._logged[key]) / steps for key, value in totals.items()}
-        self._logged = totals
+                # Of the bytes of Python objects nothing is known.
+                sent = totals.count * kind.bytes * wire_factor(kind.op, len(kind.ranks))
+                sums[f"communication/{kind.axis}/wire_bytes"] += round(sent)
+        recent = {key: (value - self._logged[key]) / steps for key, value in sums.items()}
+        self._logged = sums
         return {key: value / 1e9 if key.endswith("exposed") else value for key, value in recent.items()}
 
 
-class CommunicationProfiler(MeasuringCallback):
-    """Measures every kind of communication: along which axis, which operation, of which size.
+class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
+    """Measures every kind of communication call: its axis, operation and size, its rate and its waits.
 
     `report()` has, besides the common keys:
 
@@ -145,15 +157,21 @@ class CommunicationProfiler(MeasuringCallback):
         desynchronised: [{axis, group: [rank], ranks: [rank], detail}]
         missing: [sentence]
 
-    `count` is the number of calls per step and rank, the mean over all ranks: `count * steps * world_size` calls were
-    made. All else is per call: `payload_bytes` (the full tensor for all_reduce and broadcast, the gathered total for
-    all_gather and reduce_scatter, what a rank sends for all_to_all, the message for send and recv); `wire_bytes`, what
-    one rank sends, in the ring form of the operation; seconds of `latency`, from the last rank's call to the end, so
-    without the waiting for late ones; of `skew`, from the first rank that called to the last; of `exposed`, for which
-    the calling thread was held up, mean over the ranks. Bandwidths are bytes per second, payload / latency, and that
-    times the factor of the operation in a group of `group_size` (2(n-1)/n for all_reduce), which compares with the
-    link's. Keys that could not be observed are left out: the latency of messages that were there before they were
-    waited for, the bytes of Python objects.
+    | key | meaning |
+    |---|---|
+    | `count` | calls per step and rank, mean over all ranks: `count * steps * world_size` calls were made |
+    | `payload_bytes` | the tensor of all_reduce and broadcast, the gathered total of all_gather and reduce_scatter, |
+    | | the bytes that a rank sends in all_to_all, the message of send and recv |
+    | `wire_bytes` | bytes that one rank sends in the ring form of the operation |
+    | `latency` | seconds from the last rank's call to the end, so without the waiting for late ranks |
+    | `skew` | seconds from the first rank's call to the last rank's |
+    | `exposed` | seconds for which the call blocked the calling thread, mean over the ranks |
+    | `algorithm_bandwidth` | bytes per second: payload / latency |
+    | `bus_bandwidth` | that times the factor of the operation among n ranks, such as 2(n-1)/n for all_reduce: |
+    | | comparable with the bandwidth of the link |
+
+    All but `count` is per call. Keys that could not be observed are left out: the latency of messages that arrived
+    before they were waited for, the bytes of Python objects.
 
     `desynchronised` names the `ranks` that issued other collectives in a group than most of it did.
 
@@ -164,9 +182,8 @@ class CommunicationProfiler(MeasuringCallback):
     """
 
     @override
-    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
-        assert self.session is not None
-        session = self.session
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> CommunicationAccumulator:
+        session = self.open_session
         return CommunicationAccumulator(session.rank, session.one_clock, session.calls, session.missing)
 
     @override
@@ -186,24 +203,25 @@ class CommunicationProfiler(MeasuringCallback):
                 record["op"],
                 str(record["group_size"]),
                 f"{record['count']:.4g}",
-                _shown(record.get("payload_bytes"), 1, ".0f"),
-                _shown(record.get("latency"), 1e3, ".3f"),
-                _shown(record.get("skew"), 1e3, ".3f"),
-                _shown(record.get("exposed"), 1e3, ".3f"),
-                _shown(record.get("bus_bandwidth"), 1e-6, ".1f"),
+                _cell(record.get("payload_bytes"), 1, ".0f"),
+                _cell(record.get("latency"), 1e3, ".3f"),
+                _cell(record.get("skew"), 1e3, ".3f"),
+                _cell(record.get("exposed"), 1e3, ".3f"),
+                _cell(record.get("bus_bandwidth"), 1e-6, ".1f"),
             )
         return table
 
 
 def bus_factor(op: str, size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth in a group of `size` ranks."""
+    """Return ratio of bus bandwidth to algorithm bandwidth in a group of `size` ranks."""
+    # In a ring each rank sends its share n - 1 times to reduce it, and as often to gather the result.
     if op == "all_reduce":
         return 2 * (size - 1) / size
     return (size - 1) / size if op in ("all_gather", "reduce_scatter", "all_to_all") else 1.0
 
 
 def wire_factor(op: str, size: int) -> float:
-    """Bytes that one rank sends, mean over the group, over the payload."""
+    """Return ratio of the bytes that one rank sends, mean over the group, to the payload."""
     if op in ("broadcast", "reduce"):
         return (size - 1) / size
     return 0.0 if op == "recv" else bus_factor(op, size)
@@ -212,34 +230,40 @@ def wire_factor(op: str, size: int) -> float:
 # --------------------------------------------------------------------------------------------------------- one record
 
 
-def _sample(span: Span) -> Sample:
+def _sample(span: Span) -> CallSample:
     length = span.end_ns - span.start_ns
-    waits_throughout = span.blocked_ns > 0.8 * length
-    duration = length if span.in_flight is None and waits_throughout else span.in_flight
-    assert span.sequence is not None
-    return Sample(span.sequence, span.tag, span.start_ns, span.end_ns, span.end_ns - span.blocked_ns, duration)
+    duration = span.in_flight
+    # Where nothing reported the completion, a rank that waited nearly all the time saw it itself.
+    if duration is None and span.blocked_ns > 0.8 * length:
+        duration = length
+    waiting_ns = span.end_ns - span.blocked_ns
+    return CallSample(span.sequence or 0, span.tag, span.start_ns, span.end_ns, waiting_ns, duration)
 
 
 def _record(
     key: tuple[Any, ...],
-    found: Sequence[tuple[dict[str, Any], Kind]],
+    found: Sequence[tuple[dict[str, Any], CallKind]],
     num_ranks: int,
     one_clock: bool,
-    arrivals: Mapping[tuple[int, Kind], list[int]],
+    arrivals: Mapping[tuple[int, CallKind], list[int]],
 ) -> dict[str, Any]:
     axis, op, size, dtype, payload = key
+    # Kinds hold exact totals, samples only the latest calls: counts come from the former, times from the latter.
     count = sum(rank["kinds"][kind][0] for rank, kind in found)
     blocked_ns = sum(rank["kinds"][kind][1] for rank, kind in found)
     steps = max(rank["steps"] for rank, _ in found)
     record = {"axis": axis, "op": op, "group_size": size, "dtype": dtype, "count": count / steps / num_ranks}
     if payload is not None:
         record |= {"payload_bytes": payload, "wire_bytes": payload * wire_factor(op, size)}
+    # A message has no last rank to call: its latency is the time from send to arrival.
     if op in ("send", "recv"):
         times = [time for rank, kind in found for time in arrivals.get((rank["rank"], kind), ())]
         skews: list[int] = []
     else:
+        # Ranks keep their latest samples; a call that not all still have says nothing about the last rank.
         calls = [call for call in _matched(found) if len(call) == size]
-        times = [time for call in calls if (time := _latency(call, one_clock)) is not None]
+        latencies = [_latency(call, one_clock) for call in calls]
+        times = [latency for latency in latencies if latency is not None]
         skews = [_last_start(call) - min(sample.start_ns for sample in call) for call in calls if one_clock]
     if times:
         record["latency"] = fmean(times) / 1e9
@@ -252,31 +276,33 @@ def _record(
     return record
 
 
-def _matched(found: Iterable[tuple[dict[str, Any], Kind]]) -> list[list[Sample]]:
-    """The samples of each collective, from the ranks that still have them."""
-    calls: defaultdict[tuple[Any, ...], list[Sample]] = defaultdict(list)
+def _matched(found: Iterable[tuple[dict[str, Any], CallKind]]) -> list[list[CallSample]]:
+    """Group the samples by collective; of each, those of the ranks that still have it."""
+    calls: defaultdict[tuple[Any, ...], list[CallSample]] = defaultdict(list)
     for rank, kind in found:
         for sample in rank["kinds"][kind][2]:
             calls[kind.ranks, kind.group, sample.sequence].append(sample)
     return list(calls.values())
 
 
-def _last_start(call: Sequence[Sample]) -> int:
+def _last_start(call: Sequence[CallSample]) -> int:
     return max(sample.start_ns for sample in call)
 
 
-def _latency(call: Sequence[Sample], one_clock: bool) -> int | None:
-    """From the last call to the end, or the shortest duration: that of the rank which waited for nobody."""
+def _latency(call: Sequence[CallSample], one_clock: bool) -> int | None:
+    """Return nanoseconds from the last call to the end; without a common clock, of the rank that waited least."""
     if one_clock:
         began = _last_start(call)
         ends = [sample.start_ns + sample.duration_ns for sample in call if sample.duration_ns is not None]
-        return min((end - began for end in ends if end > began), default=None)  # a source may end before others call
+        # The source of a broadcast may end before others call.
+        return min((end - began for end in ends if end > began), default=None)
     durations = [sample.duration_ns for sample in call if sample.duration_ns is not None]
+    # The rank that called last waited for nobody, so its duration is the shortest and holds no waiting.
     return min(durations) if len(durations) == len(call) else None
 
 
-def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, Kind], list[int]]:
-    """Nanoseconds from the sending to the arrival, where the receiver was already waiting when it was sent."""
+def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, CallKind], list[int]]:
+    """Return nanoseconds from send to arrival, by rank and kind, where the receiver was already waiting at the send."""
     sent = {
         (rank["rank"], kind.peer, kind.ranks, kind.group, sample.tag, sample.sequence): (kind, sample.start_ns)
         for rank in shared
@@ -284,11 +310,12 @@ def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, Kind], l
         if kind.op == "send"
         for sample in samples
     }
-    times: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)
+    times: defaultdict[tuple[int, CallKind], list[int]] = defaultdict(list)
     for rank in shared:
         for kind, (_, _, samples) in rank["kinds"].items():
             for sample in samples if kind.op == "recv" else ():
                 match = sent.get((kind.peer, rank["rank"], kind.ranks, kind.group, sample.tag, sample.sequence))
+                # A receiver that came later finds the message there; when it had arrived nobody knows.
                 if match is not None and sample.waiting_ns < match[1]:
                     times[rank["rank"], kind].append(sample.end_ns - match[1])
                     times[kind.peer or 0, match[0]].append(sample.end_ns - match[1])
@@ -299,14 +326,16 @@ def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, Kind], l
 
 
 def _desynchronised(shared: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """The groups whose ranks did not issue the same collectives, and the ranks that differ from most of them."""
+    """Find the groups whose ranks did not issue the same collectives, and the ranks that differ from most of them."""
     issued: defaultdict[tuple[Any, ...], dict[int, tuple[int, int, list[Any]]]] = defaultdict(dict)
     for rank in shared:
         for key, calls in rank["calls"].items():
             issued[key][rank["rank"]] = calls
     for (axis, group, _), by_rank in issued.items():
+        # A rank that issued nothing in a group has no counter there.
         verdicts = {rank: (0, 0) if rank not in by_rank else by_rank[rank][:2] for rank in group}
         present = {rank["rank"] for rank in shared}
+        # A rank that did not answer is not accused.
         if not present.issuperset(group) or len(set(verdicts.values())) == 1:
             continue
         (usual, _), *_ = Counter(verdicts.values()).most_common(1)
@@ -318,12 +347,14 @@ def _desynchronised(shared: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]
 
 def _difference(rank: int, reference: int, by_rank: Mapping[int, tuple[int, int, list[Any]]]) -> str:
     """Say in which call `rank` first differs from `reference`."""
-    (mine, _, my_recent), (theirs, _, their_recent) = (by_rank.get(r, (0, 0, [])) for r in (rank, reference))
+    mine, _, my_recent = by_rank.get(rank, (0, 0, []))
+    theirs, _, their_recent = by_rank.get(reference, (0, 0, []))
     head = f"rank {rank} issued {mine} collectives, rank {reference} {theirs}"
+    # Both lists end with the latest call; they are compared from the first call that both still have.
     first = max(mine - len(my_recent), theirs - len(their_recent))
-    aligned = zip_longest(
-        my_recent[first - mine + len(my_recent) :], their_recent[first - theirs + len(their_recent) :]
-    )
+    my_first = first - mine + len(my_recent)
+    their_first = first - theirs + len(their_recent)
+    aligned = zip_longest(my_recent[my_first:], their_recent[their_first:])
     for number, (own, other) in enumerate(aligned, start=first):
         if first <= min(mine, theirs) and own != other:
             return f"{head}; call {number} is {_call(own)} on rank {rank}, {_call(other)} on rank {reference}"
@@ -337,5 +368,5 @@ def _call(call: tuple[str, int | None, str | None] | None) -> str:
     return op if num_bytes is None else f"{op} of {num_bytes} bytes {dtype}"
 
 
-def _shown(value: float | None, factor: float, form: str) -> str:
+def _cell(value: float | None, factor: float, form: str) -> str:
     return "-" if value is None else format(value * factor, form)

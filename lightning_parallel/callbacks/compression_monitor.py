@@ -1,4 +1,4 @@
-"""What gradient compression saves, costs and loses."""
+"""Gradient compression: the bytes it saves, the time it takes, and its error."""
 
 from __future__ import annotations
 
@@ -13,124 +13,127 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
-from lightning_parallel.callbacks.units import bytes_text, count_text, percent, seconds_text
+from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.compression import Reducer
-from lightning_parallel.compression.arguments import check_integer
+from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.compression.method import Method, Outcome
-from lightning_parallel.recorder import Window
+from lightning_parallel.tracing.text import bytes_text, count_text, percent, seconds_text
 
 __all__ = ["CompressionAccumulator", "CompressionMonitor"]
 
 Numbers = dict[str, float]
 TIMES = ("encode", "wire", "decode")
-LOSSES = ("relative_error", "cosine")
+ERRORS = ("relative_error", "cosine")
 
 
 class CompressionAccumulator(Accumulator):
-    """What a reducer has done, in the steps seen so far.
+    """Adds up the steps of a reducer.
+
+    The reducer itself reports them. Windows of the recorder would not do: they come late where a device lags behind
+    the host, and a batch may have several optimizer steps.
 
     Args:
-        reducer: Whom to watch, until `close`.
+        reducer: Observed until `close`.
         warmup_steps: First steps that are not counted.
     """
 
     def __init__(self, reducer: Reducer, warmup_steps: int = 0) -> None:
         self._reducer = reducer
+        # The reducer's thread appends, the training thread takes: a deque is safe for both.
         self._new: deque[Outcome] = deque()
         self._to_warm_up = warmup_steps
-        self._asked = -inf  # steps that had been counted when a comparison was last asked for
-        self._steps = self._timed = 0
+        self._requested_at = -inf  # steps that had been counted when a comparison was last requested
+        self._steps = 0
+        self._timed = 0
         self._seconds = dict.fromkeys(TIMES, 0.0)
         self._labels: dict[Method, str] = {}
         self._bytes: dict[str, Numbers] = {}  # by label
         self._names: dict[str, set[str]] = {}
-        self._losses: dict[str, list[Numbers]] = {}
+        self._errors: dict[str, list[Numbers]] = {}
         self._residuals: dict[str, float] = {}  # by parameter
         self._latest: Numbers = {}
-        reducer.observers.append(self._notice)
+        reducer.observers.append(self._new.append)
 
     def close(self) -> None:
-        """Watch no longer, and ask for no comparison."""
-        self._reducer.observers.remove(self._notice)
+        """Observe no longer, and request no comparison."""
+        self._reducer.observers.remove(self._new.append)
         self._reducer.sample_every = 0
 
-    def _notice(self, outcome: Outcome) -> None:
-        self._new.append(outcome)
+    def request_comparison(self, every_n_steps: int) -> None:
+        """Have steps compared with the true mean until the next call, if the last comparison is that many steps ago."""
+        # Counted in steps of the reducer, which are fewer than batches where gradients are accumulated.
+        is_due = every_n_steps > 0 and not self._to_warm_up
+        if is_due and 0 < self._steps - self._requested_at < every_n_steps:
+            is_due = False
+        # For all steps of a batch: several optimizers have separate gradients.
+        self._reducer.sample_every = int(is_due)
+        if is_due:
+            self._requested_at = self._steps
 
-    @override
-    def add(self, window: Window) -> None:
-        """Nothing: `look` has seen the steps when they ended; windows come late where a device is behind the host."""
-
-    def ask(self, every_n_steps: int) -> None:
-        """Have steps compared with the true mean until the next call, if the last such are `every_n_steps` ago."""
-        due = every_n_steps and not self._to_warm_up and not 0 < self._steps - self._asked < every_n_steps
-        self._reducer.sample_every = int(bool(due))
-        if due:
-            self._asked = self._steps
-
-    def look(self) -> None:
-        """Take notice of the steps that the reducer has committed since the last look."""
-        rows, compared = [], False
+    def count_new_steps(self) -> None:
+        """Add the steps that the reducer has committed since the last call."""
+        rows: list[Numbers] = []
+        compared = False
         while self._new:
             outcome = self._new.popleft()
             if self._to_warm_up:
                 self._to_warm_up -= 1
                 continue
             rows.append(self._count(outcome))
-            compared |= outcome.compared is not None
+            compared |= outcome.compression_error is not None
         if rows:
             self._latest.update(_mean(rows))
+        # Norms need a pass over all residuals: together with the comparison, which is rare.
         if compared:
             self._residuals = self._reducer.residual_norms
             self._latest.update(_norm_of(self._residuals, self._residuals))
 
     def _count(self, outcome: Outcome) -> Numbers:
-        """Add up one step; its own numbers."""
+        """Add one step; returns its numbers."""
         self._steps += 1
-        # Plain means that DDP takes by itself are not timed.
-        passed = outcome.seconds is None
-        seconds = {} if passed else {key: getattr(outcome.seconds, key) for key in TIMES}
-        self._timed += not passed
+        # Where DDP's own reduction has taken over, nothing is timed and nothing compressed.
+        is_dense = outcome.seconds is None
+        seconds = {} if is_dense else {key: getattr(outcome.seconds, key) for key in TIMES}
+        self._timed += not is_dense
         for key, value in seconds.items():
             self._seconds[key] += value
         sent: Numbers = {"dense_bytes": 0, "sent_bytes": 0}
-        for part in outcome.parts:
-            label = self._labels.get(part.method) or self._labels.setdefault(part.method, repr(part.method))
-            row = {"dense_bytes": part.dense_bytes, "sent_bytes": part.dense_bytes if passed else part.sent_bytes}
+        for block in outcome.blocks:
+            if block.method not in self._labels:
+                self._labels[block.method] = repr(block.method)
+            label = self._labels[block.method]
+            row = {"dense_bytes": block.dense_bytes, "sent_bytes": block.dense_bytes if is_dense else block.sent_bytes}
             total = self._bytes.setdefault(label, dict.fromkeys(row, 0.0))
-            self._names.setdefault(label, set()).update(part.names)
+            self._names.setdefault(label, set()).update(block.names)
             for key, value in row.items():
                 total[key] += value
                 sent[key] += value
-        if outcome.compared is None:
+        if outcome.compression_error is None:
             return {**sent, **seconds}
+        # The empty label stands for all parameters together.
         for label, names in [("", None), *self._names.items()]:
-            if loss := outcome.compared.report(names):
-                self._losses.setdefault(label, []).append(loss)
-        return {**sent, **seconds, **outcome.compared.report()}
+            error = outcome.compression_error.report(names)
+            if error:
+                self._errors.setdefault(label, []).append(error)
+        return {**sent, **seconds, **outcome.compression_error.report()}
 
     @override
     def share(self) -> dict[str, Any]:
         if not self._steps:
             return {}
-        rows = {
-            label: {
-                **{key: value / self._steps for key, value in total.items()},
-                **self._loss(label),
-                **_norm_of(self._residuals, self._names[label]),
-            }
-            for label, total in self._bytes.items()
-        }
+        rows = {}
+        for label, total in self._bytes.items():
+            num_bytes = {key: value / self._steps for key, value in total.items()}
+            rows[label] = {**num_bytes, **self._error(label), **_norm_of(self._residuals, self._names[label])}
         sent = {key: sum(row[key] for row in rows.values()) for key in ("dense_bytes", "sent_bytes")}
         times = {key: value / self._timed for key, value in self._seconds.items()} if self._timed else {}
-        total = {**sent, **self._loss(""), **_norm_of(self._residuals, self._residuals), **times}
+        overall = {**sent, **self._error(""), **_norm_of(self._residuals, self._residuals), **times}
         names = {label: sorted(names) for label, names in self._names.items()}
-        return {"steps": self._steps, "total": total, "compressors": rows, "names": names}
+        return {"steps": self._steps, "total": overall, "compressors": rows, "names": names}
 
-    def _loss(self, label: str) -> Numbers:
-        losses = self._losses.get(label, [])
-        return {key: fmean(loss[key] for loss in losses) for key in LOSSES} if losses else {}
+    def _error(self, label: str) -> Numbers:
+        errors = self._errors.get(label, [])
+        return {key: fmean(error[key] for error in errors) for key in ERRORS} if errors else {}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -147,45 +150,45 @@ class CompressionAccumulator(Accumulator):
             for label in labels
         ]
         total = _mean([rank["total"] for rank in ranks])
+        # Ranks wait for the slowest one, so a mean of times would be too small.
         slowest = {key: max(rank["total"][key] for rank in ranks) for key in TIMES if key in total}
         return {"steps": ranks[0]["steps"], **total, **slowest, "compressors": rows}
 
     @override
     def scalars(self) -> Numbers:
-        latest, self._latest = self._latest, {}
+        latest = self._latest
+        self._latest = {}
         return {f"compression/{key}": value for key, value in latest.items()}
 
 
-class CompressionMonitor(MeasuringCallback):
-    r"""Measures what compression of the gradients saves, costs and loses, under every strategy with `compression`.
+class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
+    r"""Measures the bytes, the time and the error of gradient compression, under every strategy with `compression`.
 
-    `report()` has, besides the common keys, means over the steps that the compressor has counted, after the first
-    `warmup_steps`: one for each optimizer step, so several in a batch where several optimizers step, and none where
-    gradients are accumulated.
+    `report()` has, besides the common keys, means over the compressor's steps after the first `warmup_steps`: one for
+    each optimizer step, so several in a batch where several optimizers step, and none where gradients are accumulated.
 
     | key | meaning |
     |---|---|
-    | `dense_bytes` | what one rank would send for plain means, by a bandwidth-optimal all-reduce |
-    | `sent_bytes` | what one rank sends |
+    | `dense_bytes` | bytes that one rank would send for plain means, by a bandwidth-optimal all-reduce |
+    | `sent_bytes` | bytes that one rank sends |
     | `ratio` | `dense_bytes / sent_bytes` |
     | `encode`, `wire`, `decode` | the host's seconds before, in and after collectives, of the slowest rank |
     | `relative_error` | \|compressed mean - true mean\| / \|true mean\|, mean over the comparisons |
     | `cosine` | of the angle between the two, mean over the comparisons |
-    | `residual_norm` | Euclidean norm of what error feedback has kept for later, at the last comparison |
+    | `residual_norm` | Euclidean norm of the residual of error feedback, at the last comparison |
     | `compressors` | for each compressor in use its `compressor`, its number of `parameters`, and all but the seconds |
 
-    Where ranks differ (shards of a model) bytes, losses and norms are means over the ranks that have them. Bytes are
+    Where ranks differ (shards of a model) bytes, errors and norms are means over the ranks that have them. Bytes are
     payloads, without the headers of messages. Compressors share their collectives, so seconds are not divided among
     them. A step in which a gradient was not finite is not counted. Without a residual there is no `residual_norm`;
     without a comparison no `relative_error` and `cosine`; with one replica nothing is sent and there is no `ratio`.
 
-    Logged: `compression/<key>` of rank 0, means over the steps of the last batch that had some; the losses and the norm
+    Logged: `compression/<key>` of rank 0, means over the steps of the last batch that had some; the errors and the norm
     after a comparison.
 
     Args:
         every_n_steps: Steps from one comparison with the true mean to the next, which costs a dense all-reduce; 0 for
             no comparison. All steps of a batch are compared.
-        exchange_every: Steps between two exchanges with the other ranks.
         warmup_steps: First steps that are not counted.
         dirpath: Where rank 0 writes `CompressionMonitor.json` and `.csv` at the end of training; nowhere when omitted.
         show_table: Print a table at the end of training, on rank 0.
@@ -198,15 +201,13 @@ class CompressionMonitor(MeasuringCallback):
     def __init__(
         self,
         every_n_steps: int = 50,
-        exchange_every: int = 50,
         warmup_steps: int = 1,
         dirpath: Optional[str] = None,
         show_table: bool = True,
     ) -> None:
-        super().__init__(exchange_every, warmup_steps, dirpath, show_table)
+        super().__init__(warmup_steps=warmup_steps, dirpath=dirpath, show_table=show_table)
         check_integer("every_n_steps", every_n_steps, least=0)
         self.every_n_steps = every_n_steps
-        self._watching: CompressionAccumulator | None = None
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> CompressionAccumulator:
@@ -216,30 +217,27 @@ class CompressionMonitor(MeasuringCallback):
                 f"expected a strategy with `compression`, found {type(trainer.strategy).__name__} without; give the "
                 "strategy a compressor, or leave `CompressionMonitor` out"
             )
-        assert self.session is not None
-        comm.agree("`every_n_steps` of CompressionMonitor", self.every_n_steps, self.session.group)
-        self._watching = CompressionAccumulator(reducer, self.warmup_steps)
-        return self._watching
+        # A comparison is a collective, so that all ranks have to request it in the same steps.
+        comm.agree("`every_n_steps` of CompressionMonitor", self.every_n_steps, self.open_session.group)
+        return CompressionAccumulator(reducer, self.warmup_steps)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        assert self._watching is not None
-        self._watching.ask(self.every_n_steps)
+        self.accumulator.request_comparison(self.every_n_steps)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._watching is not None
-        self._watching.look()
+        self.accumulator.count_new_steps()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
-        if self._watching is not None:
-            self._watching.close()
-            self._watching = None
+    def _leave(self) -> None:
+        # The reducer belongs to the strategy, and lives on after this `fit`.
+        if self.session is not None and self._accumulator is not None:
+            self._accumulator.close()
+        super()._leave()
 
     @override
     def rows(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -252,7 +250,7 @@ class CompressionMonitor(MeasuringCallback):
         if not rows:
             return None
         table = Table("", title=f"Gradient compression: one rank, mean of {report['steps']} steps")
-        columns = rows if len(rows) > 2 else rows[-1:]
+        columns = rows if len(rows) > 2 else rows[-1:]  # a single compressor is the total
         for row in columns:
             table.add_column(row["compressor"], justify="right")
         for key in (key for key in _WRITERS if any(key in row for row in columns)):
@@ -281,11 +279,11 @@ def _with_ratio(numbers: Numbers) -> Numbers:
 
 
 def _norm_of(norms: Mapping[str, float], names: Iterable[str]) -> Numbers:
-    found = [norms[name] ** 2 for name in names if name in norms]
-    return {"residual_norm": sum(found) ** 0.5} if found else {}
+    squares = [norms[name] ** 2 for name in names if name in norms]
+    return {"residual_norm": sum(squares) ** 0.5} if squares else {}
 
 
 def _mean(rows: Sequence[Numbers]) -> Numbers:
-    """The mean of each number over the rows that have it; the ratio is that of the means."""
+    """Average each number over the rows that have it; the ratio is that of the means."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return _with_ratio({key: fmean(row[key] for row in rows if key in row) for key in keys})

@@ -1,9 +1,8 @@
-"""Does every replica read its own part of the data, all of it once an epoch, and do the ranks of one read the same?"""
+"""Checks that each replica reads its part of the data, all of it once an epoch, and all ranks of a replica the same."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Optional
 
 import numpy
@@ -15,24 +14,32 @@ from rich.table import Table
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
-from lightning_parallel.callbacks.reading import NOTHING, EpochEnd, KnownBy, Loader, Reader, Reading
-from lightning_parallel.recorder import Window
+from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.callbacks.sample_tracking import (
+    NO_SAMPLES,
+    EpochEnd,
+    KnownBy,
+    ReadReport,
+    SampleTracker,
+    TrackedLoader,
+)
+from lightning_parallel.compat import Patches
 
 __all__ = ["DataShardingMonitor", "ShardingAccumulator"]
 
 MIN_SHARE = 0.01
-"""Share of the samples from which equal contents are no longer taken for repetitions in the data themselves."""
+"""Share of the samples up to which equal contents are taken for duplicates in the data set itself."""
 
 
 class ShardingAccumulator(Accumulator):
-    """Findings, from what all ranks read.
+    """Audits the samples that all ranks read.
 
     Args:
         known_by: Whether samples are known by their `place` in the data set, by their `content`, or not at all.
 
     Attributes:
-        findings: What was found, each kind once.
+        findings: Each kind once, with its first step.
+        epoch: The epoch that is being read.
     """
 
     def __init__(self, known_by: KnownBy = "place") -> None:
@@ -40,13 +47,10 @@ class ShardingAccumulator(Accumulator):
         self.findings: list[dict[str, Any]] = []
         self.epoch = -1
         self._read: dict[int, list[Tensor]] = {}
-        self._before, self._unknown = NOTHING, 0
+        self._before = NO_SAMPLES  # read in this epoch before a resume
+        self._unknown = 0  # samples that may have been read before it, too
         self._orders: dict[int, int | None] = {}
-        self._told: set[str] = set()
-
-    @override
-    def add(self, window: Window) -> None:
-        """Steps are not looked at."""
+        self._found: set[str] = set()
 
     @override
     def share(self) -> list[dict[str, Any]]:
@@ -61,29 +65,44 @@ class ShardingAccumulator(Accumulator):
         return {"data_sharding/findings": float(len(self.findings))}
 
     def state_dict(self, epoch: int, pending: Tensor, unknown: int) -> dict[str, Any]:
-        """What was read of `epoch` so far, with `pending`, and of how many more samples nothing is known."""
-        read = [self._before, *(part for parts in self._read.values() for part in parts)] if epoch == self.epoch else []
+        """Return the samples of `epoch` that were read so far.
+
+        Args:
+            epoch: The epoch that is being read.
+            pending: Samples read since the last audit.
+            unknown: Number of samples that other ranks may have read since then.
+        """
+        read: list[Tensor] = []
+        if epoch == self.epoch:
+            read.append(self._before)
+            for parts in self._read.values():
+                read += parts
         samples = torch.cat([*read, pending])
+        # Hashes cannot be packed as bits; indices of millions of samples would be a large checkpoint.
         packed = _pack(samples) if self.known_by == "place" else samples.unique()
         return {"epoch": epoch, "known_by": self.known_by, "samples": packed, "unknown": unknown}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue an epoch."""
+        # Indices and hashes do not compare, as after a change of the loader or the number of replicas.
         if state["known_by"] == self.known_by:
-            self.epoch, self._unknown = state["epoch"], state["unknown"]
+            self.epoch = state["epoch"]
+            self._unknown = state["unknown"]
             self._before = _unpack(state["samples"]) if self.known_by == "place" else state["samples"]
 
     # ------------------------------------------------------------------------------------------------------- auditing
 
-    def audit(self, epoch: int, readings: Sequence[Reading]) -> list[dict[str, Any]]:
-        """Take in what the ranks, in their order, have read in `epoch`; returns what is found for the first time."""
+    def audit(self, epoch: int, readings: Sequence[ReadReport]) -> list[dict[str, Any]]:
+        """Add the reports of all ranks, in their order, on `epoch`; returns the findings that are new."""
         if epoch != self.epoch:
-            self.epoch, self._read, self._before, self._unknown = epoch, {}, NOTHING, 0
+            self.epoch = epoch
+            self._forget_epoch()
         known = len(self.findings)
         step = next((reading.steps[0] for reading in readings if reading.steps), 0)
         ranks: dict[int, list[int]] = {}
         for rank, reading in enumerate(readings):
             ranks.setdefault(reading.replica, []).append(rank)
+        # Ranks of one replica read the same samples, so the first of them stands for it from here on.
         self._audit_peers(ranks, readings)
         parts = {replica: readings[members[0]].samples for replica, members in ranks.items()}
         if self.known_by:
@@ -97,15 +116,20 @@ class ShardingAccumulator(Accumulator):
             self._audit_order(last, ends)
             if self.known_by:
                 self._audit_epoch(last, ranks, ends)
-            self._read, self._before, self._unknown = {}, NOTHING, 0
+            self._forget_epoch()
         return self.findings[known:]
 
-    def _tell(self, name: str, step: int, ranks: Sequence[int], detail: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
+    def _forget_epoch(self) -> None:
+        self._read = {}
+        self._before = NO_SAMPLES
+        self._unknown = 0
+
+    def _add_finding(self, name: str, step: int, ranks: Sequence[int], detail: str) -> None:
+        if name not in self._found:
+            self._found.add(name)
             self.findings.append({"step": step, "name": name, "ranks": sorted(ranks), "detail": detail})
 
-    def _audit_peers(self, ranks: Mapping[int, list[int]], readings: Sequence[Reading]) -> None:
+    def _audit_peers(self, ranks: Mapping[int, list[int]], readings: Sequence[ReadReport]) -> None:
         for replica, members in ranks.items():
             batches = list(zip(*(readings[rank].contents for rank in members)))
             different = [index for index, hashes in enumerate(batches) if len(set(hashes)) > 1]
@@ -113,66 +137,84 @@ class ShardingAccumulator(Accumulator):
                 detail = (
                     f"ranks of replica {replica} read different batches, in {len(different)} of {len(batches)} steps"
                 )
-                self._tell("peers", readings[members[0]].steps[different[0]], members, detail)
+                self._add_finding("peers", readings[members[0]].steps[different[0]], members, detail)
 
     def _audit_overlap(self, step: int, ranks: Mapping[int, list[int]], parts: Mapping[int, Tensor]) -> None:
         distinct = {replica: samples.unique() for replica, samples in parts.items()}
         values, counts = torch.cat(list(distinct.values())).unique(return_counts=True)
         shared = values[counts > 1]
-        allowed = len(ranks) - 1  # what is added so that all replicas get as many
+        allowed = len(ranks) - 1  # samplers repeat some so that all replicas get equally many
+        # Equal contents need not be one sample: data sets have duplicates, which show within a replica, too.
         if self.known_by == "content":
             repeated = [_repeated(samples) for samples in parts.values()]
             shared = shared[~torch.isin(shared, torch.cat(repeated))]
             allowed = max(allowed, int(MIN_SHARE * len(values)))
         if len(shared) > allowed:
-            who = [
-                rank for replica, part in distinct.items() if torch.isin(shared, part).any() for rank in ranks[replica]
-            ]
+            who: list[int] = []
+            for replica, part in distinct.items():
+                if torch.isin(shared, part).any():
+                    who += ranks[replica]
             detail = (
                 f"{len(shared)} of {len(values)} samples were read by several replicas; at most {allowed} should be"
             )
-            self._tell("overlap", step, who, detail)
+            self._add_finding("overlap", step, who, detail)
 
     def _audit_resume(self, step: int, ranks: Mapping[int, list[int]], parts: Mapping[int, Tensor]) -> None:
         samples = torch.cat(list(parts.values()))
-        again = int(torch.isin(samples, self._before).sum()) if len(self._before) else 0
-        if again >= len(ranks):
+        again = int(torch.isin(samples, self._before).sum())
+        if again >= len(ranks):  # fewer fill up the last batches
             detail = f"{again} of {len(samples)} samples were read once more after the resume, in the same epoch"
-            self._tell("resume", step, [rank for members in ranks.values() for rank in members], detail)
+            self._add_finding("resume", step, [rank for members in ranks.values() for rank in members], detail)
 
     def _audit_order(self, step: int, ends: Sequence[EpochEnd]) -> None:
         orders = {rank: end.order for rank, end in enumerate(ends)}
+        # Unshuffled orders have no hash, and are the same in each epoch by intention.
         same = [rank for rank, order in orders.items() if order is not None and order == self._orders.get(rank)]
         if same:
             detail = "the same shuffled order as in the epoch before: is `set_epoch` called on the sampler?"
-            self._tell("order", step, same, detail)
+            self._add_finding("order", step, same, detail)
         self._orders = orders
 
     def _audit_epoch(self, step: int, ranks: Mapping[int, list[int]], ends: Sequence[EpochEnd]) -> None:
         parts = {replica: torch.cat(samples) for replica, samples in self._read.items()}
         self._audit_overlap(step, ranks, parts)
         promised = {end.samples for end in ends}
+        # A data set's duplicates have one hash, so that hashes are fewer than samples.
         if self.known_by != "place" or len(promised) != 1 or None in promised:
             return
-        everyone = [rank for members in ranks.values() for rank in members]
-        repeats = {replica: len(_repeated(samples)) for replica, samples in parts.items()}
-        if sum(repeats.values()) >= len(ranks):
-            who = [rank for replica, count in repeats.items() if count for rank in ranks[replica]]
-            self._tell("repetition", step, who, f"{sum(repeats.values())} samples were read twice in one epoch")
-        total = next(end.samples for end in ends if end.samples is not None)
+        self._audit_repetition(step, ranks, parts)
+        if all(end.is_whole for end in ends):
+            may_drop = sum(ends[members[0]].may_drop for members in ranks.values())
+            self._audit_missing(step, ranks, parts, ends[0].samples or 0, may_drop)
+
+    def _audit_repetition(self, step: int, ranks: Mapping[int, list[int]], parts: Mapping[int, Tensor]) -> None:
+        who: list[int] = []
+        count = 0
+        for replica, samples in parts.items():
+            repeats = len(_repeated(samples))
+            if repeats:
+                count += repeats
+                who += ranks[replica]
+        if count >= len(ranks):  # fewer fill up the last batches
+            self._add_finding("repetition", step, who, f"{count} samples were read twice in one epoch")
+
+    def _audit_missing(
+        self, step: int, ranks: Mapping[int, list[int]], parts: Mapping[int, Tensor], total: int, may_drop: int
+    ) -> None:
         missing = total - len(torch.cat([self._before, *parts.values()]).unique())
-        may_miss = self._unknown + sum(ends[members[0]].may_drop for members in ranks.values())
-        if all(end.is_whole for end in ends) and missing > may_miss:
-            self._tell("missing", step, everyone, f"{missing} of {total} samples were not read in a whole epoch")
+        if missing > self._unknown + may_drop:
+            everyone = [rank for members in ranks.values() for rank in members]
+            self._add_finding("missing", step, everyone, f"{missing} of {total} samples were not read in a whole epoch")
 
 
 def _repeated(samples: Tensor) -> Tensor:
+    """Return the samples that come more than once."""
     values, counts = samples.unique(return_counts=True)
     return values[counts > 1]
 
 
 def _pack(places: Tensor) -> Tensor:
-    """One bit for each place up to the last."""
+    """Encode indices in the data set as one bit for each index up to the last."""
     bits = numpy.zeros(int(places.max()) + 1 if len(places) else 0, dtype=bool)
     bits[places.numpy()] = True
     return torch.from_numpy(numpy.packbits(bits))
@@ -182,33 +224,34 @@ def _unpack(packed: Tensor) -> Tensor:
     return torch.from_numpy(numpy.flatnonzero(numpy.unpackbits(packed.numpy())))
 
 
-class DataShardingMonitor(MeasuringCallback):
-    """Watches which samples are read by whom.
+class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
+    """Checks how the samples of each epoch are divided among the ranks.
 
-    | finding | what |
+    | finding | meaning |
     |---|---|
     | `overlap` | several replicas read the same samples |
-    | `missing` | samples that nobody read in a whole epoch, though the sampler takes all |
+    | `missing` | samples that no rank read in a whole epoch, though the sampler takes all |
     | `repetition` | one replica read samples twice in an epoch, though the sampler takes each once |
     | `peers` | ranks of one replica, such as a tensor-parallel group, read different batches |
-    | `order` | the same shuffled order in two epochs running |
-    | `resume` | samples of the epoch in which training was resumed come once more |
+    | `order` | the same shuffled order in two consecutive epochs |
+    | `resume` | samples of the epoch in which training was resumed are read again |
 
-    A sample is known by its place in the data set where the sampler of a `DataLoader` divides it (`num_replicas`), or
-    there is one replica only; otherwise by a hash of its tensors, up to about 256 elements of each. By contents nothing
-    is said of what is missing, and random augmentation hides what overlaps. With several loaders, and where samples are
-    drawn with replacement, only peers and orders are compared. What fills up the last batch, and what `drop_last`
-    leaves out, is expected.
+    A sample is known by its index in the data set (`place`) where the sampler of a `DataLoader` divides it
+    (`num_replicas`), or there is one replica only; otherwise by a hash of its tensors, up to about 256 elements of each
+    (`content`). By content, missing samples are not found, and random augmentation hides overlaps. With several
+    loaders, and where samples are drawn with replacement, only peers and orders are compared. Samples that fill up the
+    last batch, and those that `drop_last` leaves out, are no findings.
 
     `report()` has, besides the common keys:
 
         findings: [{step, name, ranks, detail}]     each kind once, with the first `trainer.global_step`
         known_by: `place` or `content`
 
-    Logged: `data_sharding/findings`, their number so far. The checkpoint holds which samples of the epoch were read.
+    Logged: `data_sharding/findings`, the number of findings so far. Checkpoints hold the samples of the epoch that were
+    read.
 
     Args:
-        every_n_steps: Batches between two exchanges; there is one at the end of each epoch, too.
+        every_n_steps: Batches between two audits; there is one at the end of each epoch, too.
         dirpath, show_table: See `MeasuringCallback`.
 
     Raises:
@@ -220,32 +263,32 @@ class DataShardingMonitor(MeasuringCallback):
         if every_n_steps < 1:
             raise ValueError(f"expected every_n_steps >= 1, got {every_n_steps}")
         self.every_n_steps = every_n_steps
-        self._loaders: list[Loader] = []
-        self._reader: Reader | None = None
-        self._epoch, self._replicas = -1, 1
+        self._loaders: list[TrackedLoader] = []
+        self._tracker: SampleTracker | None = None
+        self._epoch = -1
+        self._replicas = 1
         self._resumed: dict[str, Any] = {}
-        self._undo = ExitStack()
+        self._patches = Patches()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         process = trainer.strategy.process_dataloader
 
-        def noted(dataloader: object) -> object:
+        def process_and_track(dataloader: object) -> object:
             dataloader = process(dataloader)
             if trainer.training:
-                self._add(Loader(dataloader))
+                self._add(TrackedLoader(dataloader))
             return dataloader
 
-        # Between the making of a loader and the first pass over it there is no hook.
-        trainer.strategy.process_dataloader = noted  # type: ignore[method-assign]
-        self._undo.callback(delattr, trainer.strategy, "process_dataloader")
+        # Lightning has no hook between the creation of a loader and the first pass over it.
+        self._patches.replace(trainer.strategy, "process_dataloader", process_and_track)
 
-    def _add(self, loader: Loader) -> None:
-        if self._reader is not None and self._reader.loader is not None:  # a new one for the next epoch
-            self._reader.loader.release()
+    def _add(self, loader: TrackedLoader) -> None:
+        if self._tracker is not None and self._tracker.loader is not None:  # a new one for the next epoch
+            self._tracker.loader.release()
             self._loaders.clear()
-            self._reader.loader = loader
+            self._tracker.loader = loader
         self._loaders.append(loader)
 
     @override
@@ -253,67 +296,75 @@ class DataShardingMonitor(MeasuringCallback):
         return ShardingAccumulator()
 
     @property
-    def _audit(self) -> ShardingAccumulator:
-        assert isinstance(self._accumulator, ShardingAccumulator)
-        return self._accumulator
+    def _open_tracker(self) -> SampleTracker:
+        if self._tracker is None:
+            raise RuntimeError("DataShardingMonitor tracks samples within training only")
+        return self._tracker
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        assert self.session is not None
+        # Strategies with tensor or pipeline ranks give several ranks the same part of the data.
         kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-        replica, replicas = kwargs.get("rank", trainer.global_rank), kwargs.get("num_replicas", trainer.world_size)
-        self._replicas = replicas
+        replica = kwargs.get("rank", trainer.global_rank)
+        self._replicas = kwargs.get("num_replicas", trainer.world_size)
         loader = self._loaders[0] if len(self._loaders) == 1 else None
-        known_by: KnownBy = "" if loader is None or loader.draws_again else "content"
-        if known_by and loader is not None and loader.tells_places and (loader.divides or replicas == 1):
-            known_by = "place"
-        everyone = self.session.gather(known_by)
-        # The least that all ranks can do, as the words are in that order.
-        self._audit.known_by = known_by = min(everyone) if everyone is not None else ""
-        self._reader = Reader(loader, replica, known_by, compares=replicas < trainer.world_size)
+        known_by = self._agreed(self._known_by(loader))
+        self.accumulator.known_by = known_by
+        self._tracker = SampleTracker(loader, replica, known_by, has_peers=self._replicas < trainer.world_size)
+        # Not in `load_state_dict`, which comes before it is known how samples are told apart.
         if self._resumed:
-            self._audit.load_state_dict(self._resumed)
+            self.accumulator.load_state_dict(self._resumed)
             self._resumed = {}
+
+    def _known_by(self, loader: TrackedLoader | None) -> KnownBy:
+        if loader is None or loader.has_replacement:
+            return ""
+        is_index_unique = loader.divides or self._replicas == 1
+        return "place" if loader.tells_places and is_index_unique else "content"
+
+    def _agreed(self, known_by: KnownBy) -> KnownBy:
+        """Return the most precise way to tell samples apart that all ranks know."""
+        by_rank = self.open_session.gather(known_by)
+        precision: tuple[KnownBy, ...] = ("", "content", "place")
+        return "" if by_rank is None else min(by_rank, key=precision.index)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        assert self._reader is not None
         self._epoch = trainer.current_epoch
-        self._reader.note(trainer.global_step, batch)
+        self._open_tracker.add(trainer.global_step, batch)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._reader is not None
-        if self._reader.batches >= self.every_n_steps:
-            self._exchange(trainer, self._reader.take())
+        if self._open_tracker.batches >= self.every_n_steps:
+            self._audit(trainer, self._open_tracker.take_report())
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._reader is not None
-        self._exchange(trainer, self._reader.take(epoch_is_over=True))
+        self._audit(trainer, self._open_tracker.take_report(epoch_has_ended=True))
         super().on_train_epoch_end(trainer, pl_module)
 
-    def _exchange(self, trainer: Trainer, reading: Reading) -> None:
-        assert self.session is not None
-        readings = self.session.gather(reading)
-        if readings is None or self.session.rank != 0:
+    def _audit(self, trainer: Trainer, reading: ReadReport) -> None:
+        """Audit the reports of all ranks on rank 0; every rank must call it."""
+        # One rank audits for all: findings reach the others with the exchange at the end.
+        readings = self.open_session.gather(reading)
+        if readings is None or self.open_session.rank != 0:
             return
-        for finding in self._audit.audit(trainer.current_epoch, readings):
+        for finding in self.accumulator.audit(trainer.current_epoch, readings):
             ranks = ", ".join(map(str, finding["ranks"]))
             where = f"optimizer step {finding['step']}, ranks {ranks}"
             rank_zero_warn(f"Data, {where}: {finding['name']}: {finding['detail']}")
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        if self._reader is None or self._accumulator is None:
+        if self._tracker is None or self._accumulator is None:
             return {}
-        pending = self._reader.pending
-        return self._audit.state_dict(self._epoch, pending, unknown=len(pending) * (self._replicas - 1))
+        pending = self._tracker.pending
+        return self.accumulator.state_dict(self._epoch, pending, unknown=len(pending) * (self._replicas - 1))
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -321,10 +372,11 @@ class DataShardingMonitor(MeasuringCallback):
 
     @override
     def _leave(self) -> None:
-        self._undo.close()
+        self._patches.undo()
         for loader in self._loaders:
             loader.release()
-        self._loaders, self._reader = [], None
+        self._loaders = []
+        self._tracker = None
         super()._leave()
 
     @override

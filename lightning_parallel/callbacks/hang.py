@@ -1,51 +1,64 @@
-"""When nothing moves any more: what every rank was doing, who did not come, and an end."""
+"""Hang watchdog: writes down every rank's stacks and pending communication, names the missing ranks, and exits."""
 
 from __future__ import annotations
 
 import faulthandler
+import json
+import math
 import os
 import signal
 import socket
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Optional
+from types import FrameType
+from typing import Any, NamedTuple, Optional
 
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
-from lightning_parallel import comm
-from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback, made_folder
-from lightning_parallel.callbacks.hang_state import blame, read_states, state_of_rank, write_text
-from lightning_parallel.recorder import Window
+from lightning_parallel import comm, tracing
+from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, create_folder
+from lightning_parallel.compat.torch import flight_recorder_entries
+from lightning_parallel.tracing import InFlight, Recorder, Span
 
-__all__ = ["EXIT_STATUS", "HangReporter", "Process", "Watchdog"]
+__all__ = ["EXIT_STATUS", "HangReporter", "RankProcess", "Watchdog", "explain_hang"]
 
 EXIT_STATUS = 70
-"""Of a process that ends because nothing moved."""
+"""Exit status of a process that made no progress."""
+
 GRACE_S = 5.0
-"""How long ranks that still run are given to say what they are doing, at least; a twentieth of the deadline if more."""
+"""Seconds at least for which a rank waits for the states of the others; a twentieth of the deadline if that is more."""
+
+RankState = Mapping[str, Any]  # as `state_of_rank` writes it
+
+_LAST_SPANS = 50
+# Frames of packages and of the standard library are passed over, to show a line of the user's.
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "lightning_parallel"))
+_LIBRARY = sysconfig.get_path("stdlib")
 
 
-class Process:
-    """A process as others can find it again.
+class RankProcess:
+    """Identifies the process of a rank to other ranks.
 
     Attributes:
         host: Where it runs.
-        pid: Its number there.
-        birth: When it was started, in ticks of that host: numbers are used again.
+        pid: Its process ID there.
+        birth: When it was started, in clock ticks of that host, as process IDs are used again; None if not known.
     """
 
     def __init__(self, pid: int) -> None:
-        self.host, self.pid = socket.gethostname(), pid
-        self.birth = _birth(pid)
+        self.host = socket.gethostname()
+        self.pid = pid
+        self.birth = _birth(pid)  # process IDs are used again
 
     def kill(self) -> bool:
-        """End the process, also a stopped one, if it is of this host and still the same; whether it was."""
+        """Kill the process, even a stopped one, if it runs on this host; returns whether it did."""
         is_same = self.host == socket.gethostname() and self.birth is not None and _birth(self.pid) == self.birth
         if is_same:
             with suppress(ProcessLookupError, PermissionError):
@@ -54,81 +67,90 @@ class Process:
 
 
 def _birth(pid: int) -> str | None:
-    """Field 22 of /proc/<pid>/stat; the second one, the name, may have spaces and brackets."""
+    """Field 22 of /proc/<pid>/stat; None where that cannot be read."""
     try:
+        # The second field, the name, may have spaces and brackets: count from its last bracket.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return None
 
 
 class Watchdog:
-    """Ends the process when it has made no progress for `deadline` seconds, and says why.
+    """Ends the process when it has made no progress for `deadline` seconds, and reports why.
 
-    The ranks talk through files in `folder`, which works while their processes are stuck, whichever of them is: the
-    first rank that misses its deadline makes the folder, the others see it, and each writes down what it is doing.
+    The ranks communicate through files in `folder`, as collectives may be what they are stuck in: the first rank that
+    misses its deadline creates the folder, the others see it, and each writes down its state.
 
         rank0.txt    stacks of all threads
         rank0.json   communication that has begun and not ended, calls made so far, last spans
-        verdict.txt  who did not come
+        verdict.txt  the missing ranks
 
     A process of this host that does not answer is killed: a stopped one would stay for ever.
 
     Args:
-        rank: Of this process.
-        processes: Of all ranks.
-        folder: Of this run alone, the same on all ranks; must not exist.
+        rank: Rank of this process.
+        processes: The processes of all ranks, by rank.
+        folder: Used by this run only, the same on all ranks; must not exist.
         deadline: Seconds without progress after which the process ends.
-        end: What to do at the end; by default, leave with `EXIT_STATUS`.
+        end: Ends the process; by default with `EXIT_STATUS`.
 
     Attributes:
-        longest: Seconds of the longest time without progress.
+        longest: Longest time without progress, in seconds.
     """
 
     def __init__(
         self,
         rank: int,
-        processes: list[Process],
+        processes: list[RankProcess],
         folder: Path,
         deadline: float,
         end: Callable[[], Any] = lambda: os._exit(EXIT_STATUS),
     ) -> None:
-        self.rank, self.processes, self.folder, self.deadline, self.end = rank, processes, folder, deadline, end
+        self.rank = rank
+        self.processes = processes
+        self.folder = folder
+        self.deadline = deadline
+        self.end = end
         self.longest = 0.0
         self._main = threading.get_ident()
-        self._where, self._count, self._since = "the start", 0, time.monotonic()
+        self._where = "the start"
+        self._count = 0
+        self._since = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lightning_parallel-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch the calling thread."""
+        """Start to watch the calling thread."""
         self._main = threading.get_ident()
         self.progress("the start")
         self._thread.start()
 
     @property
     def started(self) -> bool:
-        """Whether it watches, or has."""
+        """Whether it was started."""
         return self._thread.ident is not None
 
     def progress(self, where: str) -> None:
-        """Something has been done; what comes now is `where`."""
+        """Note progress: training has come to `where`."""
         now = time.monotonic()
         self.longest = max(self.longest, now - self._since)
-        self._where, self._since = where, now
+        self._where = where
+        self._since = now
         self._count += 1
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(timeout=GRACE_S)
 
     def _watch(self) -> None:
+        # This thread goes on while the main thread waits in a collective, which releases Python's lock.
         while not self._stopped.wait(min(1.0, self.deadline / 10)):
             if time.monotonic() - self._since > self.deadline or self.folder.exists():
                 try:
                     self._report()
-                except Exception as error:  # a full disk, say: then it is said here
+                except Exception as error:  # such as a full disk: stderr is what remains
                     text = f"[rank {self.rank}] no progress in {self._where}; could not write details: {error!r}"
                     print(text, file=sys.stderr, flush=True)  # noqa: T201
                     faulthandler.dump_traceback()
@@ -137,7 +159,7 @@ class Watchdog:
                 return
 
     def _report(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)  # the signal for the others
         with (self.folder / f"rank{self.rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         idle = time.monotonic() - self._since
@@ -145,23 +167,20 @@ class Watchdog:
         write_text(self.folder / f"rank{self.rank}.json", state)
         states = read_states(self.folder, len(self.processes), max(GRACE_S, self.deadline / 20))
         silent = [rank for rank in range(len(self.processes)) if rank not in states]
-        lines = blame(states, len(self.processes))
+        lines = explain_hang(states, len(self.processes))
         lines += [f"killed rank {rank}, which did not answer" for rank in silent if self.processes[rank].kill()]
         text = "\n".join([f"[rank {self.rank}] no progress for {idle:.0f} s", *lines, f"details: {self.folder}"])
+        # All ranks come to the same verdict; one of them says it.
         if self.rank == min(states):
             write_text(self.folder / "verdict.txt", text + "\n")
             print(text, file=sys.stderr, flush=True)  # noqa: T201 - loggers may be stuck, and the process ends
 
 
-class _Pauses(Accumulator):
-    """The longest time without progress."""
+class PauseAccumulator(Accumulator):
+    """Shares the longest time without progress, which a watchdog measures."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
-
-    @override
-    def add(self, window: Window) -> None:
-        pass
 
     @override
     def share(self) -> dict[str, Any]:
@@ -172,26 +191,27 @@ class _Pauses(Accumulator):
         return {"deadline": self._watchdog.deadline, "ranks": list(shared)}
 
 
-class HangReporter(MeasuringCallback):
-    """Ends training that no longer moves, and says which rank did not come.
+class HangReporter(MeasuringCallback[PauseAccumulator]):
+    """Ends training that makes no progress, and names the ranks that the others wait for.
 
-    Waiting for a rank that is stopped, stuck, or runs other code ends after half an hour, with an error on ranks that
-    did nothing wrong. This callback ends it after `deadline_s`: every rank that still runs writes the stacks of its
-    threads, its last spans and its unfinished communication to files, the ranks that are missing from it are named on
+    By default, waiting for a rank that is stopped, stuck, or runs other code ends after half an hour, with an error on
+    ranks that did nothing wrong. This callback ends it after `deadline_s`: every rank that still runs writes the stacks
+    of its threads, its last spans and its unfinished communication to files, the ranks missing from it are named on
     stderr, and the processes end with status 70. A process of the same host that does not answer is killed.
 
     Progress is a batch, of training or of validation, begun or ended, or an epoch. `deadline_s` must be longer than the
-    longest time between two of these, which `report()` tells, with the checkpoints that are saved there. What comes
-    after the last epoch is not watched: `on_train_end` of callbacks further down the list, and `on_fit_end`.
+    longest time between two of these, which `report()` gives, including the checkpoints that are saved there. Hooks
+    after the last epoch are not watched: `on_train_end` of callbacks further down the list, and `on_fit_end`.
 
     Args:
         deadline_s: Seconds without progress after which the processes end.
-        dirpath: Where a folder for the files is made, when they are needed; on a file system that all ranks share. By
-            default, the trainer's log folder.
+        dirpath: Where a folder for the files is created when they are needed, on a file system that all ranks share.
+            By default, the trainer's log folder.
 
     `report()` has, besides the common keys:
 
-        deadline: as given; ranks: [{rank, longest_pause}], in seconds.
+        deadline: as given
+        ranks: [{rank, longest_pause}], in seconds
 
     Raises:
         ValueError: If `deadline_s` is not positive.
@@ -201,19 +221,21 @@ class HangReporter(MeasuringCallback):
         if not deadline_s > 0:
             raise ValueError(f"expected deadline_s > 0, got {deadline_s}")
         super().__init__(show_table=False)
-        self.deadline_s, self.folder = deadline_s, dirpath
+        self.deadline_s = deadline_s
+        self.folder = dirpath
         self._watchdog: Watchdog | None = None
 
     @override
-    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
-        assert self.session is not None
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> PauseAccumulator:
+        session = self.open_session
         base = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
-        base = made_folder(base, self.session.group)
-        name = f"hang-{datetime.now():%Y%m%d-%H%M%S}"
-        facts = comm.all_gather_object((base / name, Process(os.getpid())), self.session.group)
-        folder, processes = facts[0][0], [process for _, process in facts]
-        self._watchdog = Watchdog(self.session.rank, processes, folder, self.deadline_s)
-        return _Pauses(self._watchdog)
+        base = create_folder(base, session.group)
+        name = f"hang-{datetime.now():%Y%m%d-%H%M%S}"  # that of rank 0 counts
+        by_rank = comm.all_gather_object((base / name, RankProcess(os.getpid())), session.group)
+        folder = by_rank[0][0]
+        processes = [process for _, process in by_rank]
+        self._watchdog = Watchdog(session.rank, processes, folder, self.deadline_s)
+        return PauseAccumulator(self._watchdog)
 
     def _progress(self, where: str) -> None:
         if self._watchdog is not None:
@@ -221,6 +243,7 @@ class HangReporter(MeasuringCallback):
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not in `on_fit_start`: callbacks further down may take any time to set up.
         self._start()
 
     @override
@@ -229,8 +252,7 @@ class HangReporter(MeasuringCallback):
         self._start()
 
     def _start(self) -> None:
-        assert self._watchdog is not None
-        if not self._watchdog.started:
+        if self._watchdog is not None and not self._watchdog.started:
             self._watchdog.start()
 
     @override
@@ -263,8 +285,8 @@ class HangReporter(MeasuringCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._progress("the end of training")
         super().on_train_end(trainer, pl_module)
-        assert self._watchdog is not None
-        self._watchdog.stop()  # an export of what was trained may take its time
+        if self._watchdog is not None:
+            self._watchdog.stop()  # an export of the model may take its time
 
     @override
     def _leave(self) -> None:
@@ -272,3 +294,205 @@ class HangReporter(MeasuringCallback):
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
+
+
+# ------------------------------------------------------------------------------------------------ state of this rank
+
+
+def state_of_rank(rank: int, where: str, progress: int, idle_s: float, thread: int) -> str:
+    """Describe what this process is doing, as JSON.
+
+    Args:
+        rank: Rank of this process.
+        where: Where training was at its last progress.
+        progress: How often it made progress: equal on ranks that are in step.
+        idle_s: Seconds since the last progress.
+        thread: Identifier of the thread that trains.
+    """
+    state = {"rank": rank, "where": where, "progress": progress, "idle_s": idle_s, "line": _line(thread)}
+    active = tracing.active()
+    if active is not None:
+        state |= _recorder_state(active)
+    return json.dumps({**state, "torch_groups": _torch_groups()}, indent=1)
+
+
+def _line(thread: int) -> str:
+    """Return the line that a thread is at, in the user's code if there is any on its stack."""
+    frame = sys._current_frames().get(thread)
+    frames = list(_walk(frame))
+    if not frames:
+        return "no known line"
+    shown = next((frame for frame in frames if _is_users(frame)), frames[0])
+    return f"{shown.f_code.co_filename}:{shown.f_lineno} ({shown.f_code.co_name})"
+
+
+def _is_users(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return not name.startswith(("<", _LIBRARY)) and not any(package in name for package in _PACKAGES)
+
+
+def _walk(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _recorder_state(active: Recorder) -> dict[str, Any]:
+    calls = []
+    for key, made in list(active.calls.items()):
+        axis, ranks, group, *message = key
+        op, peer, tag = message or ("", None, None)
+        place = {"axis": axis, "ranks": ranks, "group": group}
+        calls.append({**place, "op": op, "peer": peer, "tag": tag, "count": made.count})
+    flights = [_flight_state(flight) for flight in list(active.in_flight.values())]
+    spans = [_span_state(span) for span in active.last_steps(3)[-_LAST_SPANS:]]
+    return {"calls": calls, "in_flight": flights, "spans": spans}
+
+
+def _flight_state(flight: InFlight) -> dict[str, Any]:
+    fields = ("op", "axis", "ranks", "group", "peer", "tag", "sequence", "bytes", "dtype")
+    # On CUDA the start is a mark of the device, which cannot be read while the device hangs.
+    age_s = (time.perf_counter_ns() - flight.start) / 1e9 if isinstance(flight.start, int) else None
+    # Ranks write their states at different moments, so that ages alone do not compare.
+    began_at = None if age_s is None else time.time() - age_s
+    facts = {"waited_for": flight.is_waited_for, "age_s": age_s, "began_at": began_at}
+    return {**{name: getattr(flight, name) for name in fields}, **facts}
+
+
+def _span_state(span: Span) -> dict[str, Any]:
+    ago_s = (time.perf_counter_ns() - span.end_ns) / 1e9
+    facts = {"name": span.name, "category": span.category, "step": span.step, "axis": span.axis}
+    return {**facts, "duration_s": (span.end_ns - span.start_ns) / 1e9, "ended_s_ago": ago_s}
+
+
+def _torch_groups() -> dict[str, dict[str, Any]]:
+    """Return by process group the number of collectives that torch's flight recorder has seen, and the last one."""
+    groups: dict[str, dict[str, Any]] = {}
+    for entry in flight_recorder_entries():
+        name, description = entry["process_group"]
+        count = entry["collective_seq_id"]
+        # Messages have counters of their own, by pair of ranks.
+        if not entry["is_p2p"] and count >= groups.get(name, {"count": -1})["count"]:
+            last = entry["profiling_name"].partition(":")[2]
+            groups[name] = {"count": count, "last": last, "name": description}
+    return groups
+
+
+# ----------------------------------------------------------------------------------------------- states of all ranks
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that others see whole or not at all."""
+    # Renaming is atomic, so that a file that exists is whole.
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def read_states(folder: Path, world_size: int, patience_s: float) -> dict[int, RankState]:
+    """Read the states of the ranks that write one within `patience_s`."""
+    until = time.monotonic() + patience_s
+    paths = {rank: folder / f"rank{rank}.json" for rank in range(world_size)}
+    while time.monotonic() < until and not all(path.exists() for path in paths.values()):
+        time.sleep(0.05)
+    return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
+
+
+class MissingCall(NamedTuple):
+    """A call that `rank` has not made and `waiters` wait for, since a Unix time (infinite if not known); as text."""
+
+    since: float
+    waiters: list[int]
+    rank: int
+    text: str
+
+
+def explain_hang(states: Mapping[int, RankState], world_size: int) -> list[str]:
+    """Name the missing ranks, and where each rank is, from the states of those that answered; one sentence per line."""
+    silent = [rank for rank in range(world_size) if rank not in states]
+    lines = [f"rank {rank} does not answer: it is stopped, gone, or keeps Python's lock" for rank in silent]
+    # Calls that a thread visibly waits for first; a wait in C++ is not visible, only that the call has not ended.
+    missing = list(_missing_calls(states, waited_for=True)) or list(_missing_calls(states, waited_for=False))
+    missing.sort(key=lambda call: call.since)
+    waiting = {waiter for call in missing for waiter in call.waiters}
+    # A rank that waits itself is not the cause: the cause is at the end of the chain.
+    roots = [call for call in missing if call.rank not in waiting]
+    if not roots and not silent and missing:
+        lines.append("ranks wait for each other: one of them left out a call, or made one too many")
+        # The longest wait first; clocks and ranks are not in step enough to conclude more.
+        roots = missing
+    lines += [call.text for call in roots]
+    if not lines:
+        lines += _ranks_behind(states) or ["every rank answered, and none is known to be late: see their stacks"]
+    return lines + [_place(state) for _, state in sorted(states.items())]
+
+
+def _place(state: RankState) -> str:
+    waits = [flight for flight in state.get("in_flight", ()) if flight["waited_for"]]
+    held = "".join(f", waiting in {flight['op']} for ranks {flight['ranks']}" for flight in waits)
+    return f"rank {state['rank']} is in {state['where']}, at {state['line']}{held}"
+
+
+def _missing_calls(states: Mapping[int, RankState], waited_for: bool) -> Iterator[MissingCall]:
+    """Find the calls that keep ranks waiting; or the unfinished ones that no thread visibly waits for."""
+    seen = set()
+    for state in states.values():
+        for flight in state.get("in_flight", ()):
+            key = (*flight["ranks"], flight["group"], flight["sequence"], flight["peer"], flight["tag"])
+            if flight["waited_for"] == waited_for and key not in seen:
+                seen.add(key)  # each rank that waits reports the same call
+                yield from _missing_in(flight, state["rank"], states)
+
+
+def _missing_in(flight: RankState, waiter: int, states: Mapping[int, RankState]) -> Iterator[MissingCall]:
+    """Find the ranks that have not made their part of a communication that `waiter` has begun."""
+    op = flight["op"]
+    ranks = flight["ranks"]
+    sequence = flight["sequence"]
+    along = f"along {flight['axis'].replace('_', ' ')}"
+    if flight["peer"] is None:
+        missing = [rank for rank in ranks if rank in states and _count(states[rank], flight) <= sequence]
+        waiters = [rank for rank in ranks if rank not in missing]
+        text = f"did not enter {op} {along}, call {sequence} of ranks {ranks}"
+    elif op == "recv":
+        peer = flight["peer"]
+        is_sent = peer not in states or _count(states[peer], flight, "send", waiter, flight["tag"]) > sequence
+        missing = [] if is_sent else [peer]
+        waiters = [waiter]
+        text = f"did not send message {sequence} {along} to rank {waiter}"
+    else:
+        return
+    who = f"rank {waiters[0]} waits" if len(waiters) == 1 else f"ranks {', '.join(map(str, waiters))} wait"
+    since = math.inf if flight["began_at"] is None else flight["began_at"]
+    for rank in missing:
+        yield MissingCall(since, waiters, rank, f"rank {rank} {text}, where {who}")
+
+
+def _count(state: RankState, flight: RankState, op: str = "", peer: int | None = None, tag: Any = None) -> int:
+    """Return number of calls that a rank has made in the group of `flight`; messages are counted separately."""
+    wanted = {"ranks": flight["ranks"], "group": flight["group"], "op": op, "peer": peer, "tag": tag}
+    for calls in state.get("calls", ()):
+        if all(calls[key] == value for key, value in wanted.items()):
+            return calls["count"]
+    return 0
+
+
+def _ranks_behind(states: Mapping[int, RankState]) -> list[str]:
+    """Name ranks that have issued fewer of torch's collectives than others, or else made less progress."""
+    by_group: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for rank, state in states.items():
+        for name, issued in state.get("torch_groups", {}).items():
+            by_group.setdefault(name, {})[rank] = issued
+    lines = []
+    for by_rank in by_group.values():
+        first = max(by_rank.values(), key=lambda issued: issued["count"])
+        late = [str(rank) for rank, issued in by_rank.items() if issued["count"] < first["count"]]
+        if late:
+            call = f"{first['last']}, call {first['count']} of torch's group {first['name']}"
+            lines.append(f"rank {', '.join(late)} did not enter {call}")
+    if lines:
+        return lines
+    most = max((state["progress"] for state in states.values()), default=0)
+    ahead = next((state["where"] for state in states.values() if state["progress"] == most), "")
+    behind = [rank for rank, state in states.items() if state["progress"] < most]
+    return [f"rank {rank} is behind: others have got to {ahead}" for rank in behind]

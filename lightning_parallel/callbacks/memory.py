@@ -1,9 +1,10 @@
-"""What training holds in memory, rank by rank."""
+"""Memory of training on each rank: bytes of parameters, gradients, optimizer state and activations."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
@@ -13,51 +14,67 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from rich import box
 from rich.table import Table
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback, place
-from lightning_parallel.callbacks.storage import ActivationMeter, Storages, tensors_in
-from lightning_parallel.callbacks.units import bytes_text
-from lightning_parallel.recorder import Window
+from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, rank_info
+from lightning_parallel.compat.lightning import ddp_hook_state
+from lightning_parallel.compat.torch import (
+    has_unsharded_storage,
+    pytree,
+    sharded_flat_parameters,
+    storage_address,
+    version_of,
+)
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.tracing.text import bytes_text
 
-__all__ = ["MemoryAccumulator", "MemoryProfiler", "held_bytes"]
+__all__ = [
+    "HELD",
+    "ActivationMeter",
+    "MemoryAccumulator",
+    "MemoryProfiler",
+    "StorageSet",
+    "held_bytes",
+    "tensors_in",
+]
+
+HELD = ("parameters", "buffers", "gradients", "optimizer", "compression", "activations_peak")
+"""Keys of a rank in the report that add up to what training holds at its peak."""
 
 
 class MemoryAccumulator(Accumulator):
-    """The most bytes that each part of training has held on this rank.
+    """Keeps the most bytes that each part of training held on this rank.
 
     Args:
-        place: `rank` and `coordinate` of this process.
+        rank_info: `rank` and `coordinate` of this process.
     """
 
-    def __init__(self, place: Mapping[str, Any]) -> None:
-        self._place = dict(place)
+    def __init__(self, rank_info: Mapping[str, Any]) -> None:
+        self._rank_info = dict(rank_info)
         self._now: dict[str, int] = {}
         self._most: dict[str, int] = {}
         self._stages: dict[int, dict[str, int]] = {}
 
-    @override
-    def add(self, window: Window) -> None:
-        """Steps are not looked at."""
-
     def note(self, sizes: Mapping[str, int], now: Mapping[str, int] | None = None) -> None:
-        """Keep the largest of `sizes`, and `now` as it is."""
+        """Keep the maximum of `sizes`, and the latest of `now`, in bytes by key."""
         self._now.update(now or {})
         for key, num_bytes in sizes.items():
             self._most[key] = max(num_bytes, self._most.get(key, 0))
 
     def note_stage(self, stage: int, sizes: Mapping[str, int]) -> None:
-        """Keep the largest `sizes` of one pipeline stage."""
+        """Keep the maximum of `sizes` of one pipeline stage, in bytes by key."""
         most = self._stages.setdefault(stage, {})
-        most.update({key: max(num_bytes, most.get(key, 0)) for key, num_bytes in sizes.items()})
+        for key, num_bytes in sizes.items():
+            most[key] = max(num_bytes, most.get(key, 0))
 
     @override
     def share(self) -> dict[str, Any]:
-        return {**self._place, **self._most, **self._now, "stages": dict(self._stages)}
+        return {**self._rank_info, **self._most, **self._now, "stages": dict(self._stages)}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -75,12 +92,13 @@ class MemoryAccumulator(Accumulator):
 
 
 def held_bytes(parameters: Sequence[Parameter], buffers: Sequence[Tensor], states: Sequence[Any]) -> dict[str, int]:
-    """Bytes of parameters, buffers, gradients and the `states` of optimizers.
+    """Count the bytes of parameters, buffers, gradients and the `states` of optimizers.
 
     Each storage counts once, for the first of these that holds it. Gradients are left out where there are none: before
     backward, or because they are kept elsewhere.
     """
-    storages = Storages()
+    # One set for all parts, in this order: a tied or flattened tensor counts for the first part that holds it.
+    storages = StorageSet()
     sizes = {"parameters": storages.add(parameters), "buffers": storages.add(buffers)}
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
@@ -88,34 +106,35 @@ def held_bytes(parameters: Sequence[Parameter], buffers: Sequence[Tensor], state
     return {**sizes, "optimizer": storages.add(tensors_in(states))}
 
 
-class MemoryProfiler(MeasuringCallback):
-    """Counts, byte for byte, what training holds on each rank, and on each pipeline stage.
+class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
+    """Counts the bytes that training holds on each rank, and on each pipeline stage.
 
-    `report()` has, besides the common keys, in bytes, the most that was seen:
+    `report()` has, besides the common keys, in bytes, the maximum that was seen:
 
         ranks: [{rank, coordinate: {axis: index}, parameters, buffers, gradients, optimizer, compression,
                  activations, activations_peak, resident, resident_peak, allocated_peak, reserved_peak}]
         stages: [{stage, rank, parameters, gradients, optimizer}]      in a pipeline
 
-    | key | what |
+    | key | memory |
     |---|---|
-    | `gradients` | before the optimizer's step; left out where they are not in `.grad`, as under DeepSpeed ZeRO |
-    | `optimizer` | state of the optimizers, with the copies of parameters that they work on, if they do |
+    | `gradients` | before the optimizer step; left out where they are not in `.grad`, as under DeepSpeed ZeRO |
+    | `optimizer` | state of the optimizers, and the copies of parameters that they update, if they have some |
     | `compression` | memory of the gradient compressor, if there is one |
     | `activations_peak` | the most that autograd kept for backward at once, without parameters and the batch itself |
-    | `activations` | what it still kept after the last measured step: other than 0, something holds on to a graph |
+    | `activations` | bytes still saved after the last measured step; non-zero means a graph is being kept alive |
     | `resident`, `resident_peak` | memory of the process (Linux): after that step, and the most since it started |
     | `allocated_peak`, `reserved_peak` | of the CUDA allocator, during training |
 
-    A storage counts once, as a whole, for the first part that holds it. Under FSDP these are the rank's pieces. Of
-    modules under activation checkpointing only what is kept outside of them is seen; under `fully_shard` and ZeRO-3
-    activations cannot be told from gathered parameters and are left out.
+    A storage counts once, as a whole, for the first part that holds it. Under FSDP these are the rank's shards. In
+    modules under activation checkpointing only the tensors saved outside of them are seen; under `fully_shard` and
+    ZeRO-3 activations cannot be told from gathered parameters and are left out.
 
     Logged: `memory/<key>` of rank 0, in bytes.
 
     Args:
-        every_n_steps: Optimizer steps between two measured ones; the first two are measured.
-        activations: Whether to look at what autograd saves. `torch.func` does not allow it; False then.
+        every_n_steps: Optimizer steps between two measured ones; the first two are always measured.
+        activations: Whether to count what autograd saves. Set it to False for models that use `torch.func`, which does
+            not work with the hooks needed for it.
         dirpath, show_table: See `MeasuringCallback`.
 
     Raises:
@@ -132,45 +151,44 @@ class MemoryProfiler(MeasuringCallback):
         super().__init__(dirpath=dirpath, show_table=show_table)
         if every_n_steps < 1:
             raise ValueError(f"expected every_n_steps >= 1, got {every_n_steps}")
-        self.every_n_steps, self.activations = every_n_steps, activations
+        self.every_n_steps = every_n_steps
+        self.activations = activations
         self._meter = ActivationMeter()
-        self._watching = ExitStack()
+        self._metering = ExitStack()
         self._is_due = False
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> MemoryAccumulator:
-        assert self.session is not None
         self._meter = ActivationMeter()
-        return MemoryAccumulator(place(self.session))
-
-    @property
-    def _memory(self) -> MemoryAccumulator:
-        assert isinstance(self._accumulator, MemoryAccumulator)
-        return self._accumulator
+        return MemoryAccumulator(rank_info(self.open_session))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if trainer.strategy.root_device.type == "cuda":
+            # The peak of training, not that of its setup.
             torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._watching.close()  # of a batch that was skipped
+        self._metering.close()  # of a batch that was skipped
+        # Optimizer state exists from the end of the first step on, so that the second step shows the usual memory.
         self._is_due = trainer.global_step < 2 or trainer.global_step % self.every_n_steps == 0
-        if self._is_due and self.activations and _tells_activations(trainer.strategy):
-            assert trainer.strategy.model is not None
-            held = Storages()
-            for flat in _flat_parameters(trainer.strategy.model):
+        model = trainer.strategy.model
+        if self._is_due and self.activations and model is not None and _tells_activations(trainer.strategy, model):
+            # Autograd saves parameters and inputs, too; they are not activations, and are there anyway.
+            held = StorageSet()
+            for flat in sharded_flat_parameters(model):
                 held.add(value for value in vars(flat).values() if isinstance(value, Tensor))
             held.add([*pl_module.parameters(), *pl_module.buffers()])
             held.add(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-            self._watching.enter_context(self._meter.watch(held))
+            self._metering.enter_context(self._meter.measure(held))
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         super().on_before_optimizer_step(trainer, pl_module, optimizer)
+        # All gradients are there now; after the step they may be set to None.
         if self._is_due:
             self._count(trainer, pl_module)
 
@@ -179,30 +197,33 @@ class MemoryProfiler(MeasuringCallback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._is_due:
-            self._watching.close()
+            self._metering.close()
             self._count(trainer, pl_module)
+            # Zero where activations are not measured: left out, as all that is not known.
             if self._meter.peak:
-                self._memory.note({"activations_peak": self._meter.peak}, {"activations": self._meter.current})
-            self._memory.note(*_process_bytes())
-            self._memory.note(_allocator_bytes(trainer.strategy.root_device))
+                self.accumulator.note({"activations_peak": self._meter.peak}, {"activations": self._meter.current})
+            self.accumulator.note(*_process_bytes())
+            self.accumulator.note(_allocator_bytes(trainer.strategy.root_device))
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def _leave(self) -> None:
-        self._watching.close()
+        self._metering.close()
         super()._leave()
 
     def _count(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = trainer.strategy
         states = {owner: state for optimizer in strategy.optimizers for owner, state in optimizer.state.items()}
-        copies = [optimizer.param_groups for optimizer in strategy.optimizers]  # of the parameters, if they are others
+        # Under mixed precision optimizers may update copies of the parameters; those are counted here.
+        copies = [optimizer.param_groups for optimizer in strategy.optimizers]
         sizes = held_bytes(list(module.parameters()), list(module.buffers()), [*states.values(), copies])
         compression = _compression_bytes(strategy)
-        self._memory.note(sizes if compression is None else {**sizes, "compression": compression})
+        self.accumulator.note(sizes if compression is None else {**sizes, "compression": compression})
+        # By stage as well: a rank with several stages shows which of them is the large one.
         for stage, names in _stages(strategy).items():
             mine = [parameter for name, parameter in module.named_parameters() if name in names]
             sizes = held_bytes(mine, [], [states.get(parameter) for parameter in mine])
-            self._memory.note_stage(stage, {key: size for key, size in sizes.items() if key != "buffers"})
+            self.accumulator.note_stage(stage, {key: size for key, size in sizes.items() if key != "buffers"})
 
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:
@@ -233,16 +254,16 @@ _HEADERS = {
 """Columns of the table; those that are zero everywhere are left out."""
 
 
-# ---------------------------------------------------------------------------------------------- what a strategy holds
+# ------------------------------------------------------------------------------------------------ state of a strategy
 
 
 def _stages(strategy: Strategy) -> dict[int, set[str]]:
-    """Names of the parameters of each pipeline stage of this rank; of one on several stages, the first counts it."""
+    """Return the parameter names of each pipeline stage of this rank; one of several stages counts for the first."""
     engine = getattr(strategy, "engine", None)
-    if engine is None:
+    if not isinstance(engine, PipelineEngine):
         return {}
     names: dict[int, set[str]] = {stage: set() for stage in engine.stages}
-    for name, stages in engine.parameter_stages.items():
+    for name, stages in engine.plan.parameter_stages.items():
         mine = [stage for stage in stages if stage in names]
         if mine:
             names[mine[0]].add(name)
@@ -250,43 +271,180 @@ def _stages(strategy: Strategy) -> dict[int, set[str]]:
 
 
 def _compression_bytes(strategy: Strategy) -> int | None:
-    """What gradient compression remembers, ours or that of a communication hook; None without it."""
-    reducer, state = getattr(strategy, "compression", None), getattr(strategy, "_ddp_comm_state", None)
-    reducer = getattr(state, "compressor", None) if reducer is None else reducer
+    """Return bytes of the state of gradient compression, ours or a communication hook's; None without it."""
+    state = ddp_hook_state(strategy)
+    reducer = getattr(strategy, "compression", None)
+    if reducer is None:
+        reducer = getattr(state, "compressor", None)
+    # Hooks of torch, such as PowerSGD's, keep their tensors in attributes of their state.
     if reducer is not None:
         return reducer.memory.num_bytes
-    return None if state is None else Storages().add(tensors_in(vars(state)))
+    return None if state is None else StorageSet().add(tensors_in(vars(state)))
 
 
-def _tells_activations(strategy: Strategy) -> bool:
-    """Whether what autograd saves can be told from parameters that are gathered for the moment."""
+def _tells_activations(strategy: Strategy, model: torch.nn.Module) -> bool:
+    """Return whether saved activations can be told from parameters that are gathered temporarily."""
     if isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3:
         return False
-    assert strategy.model is not None
-    if any(isinstance(module, FSDPModule) for module in strategy.model.modules()):
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         return False
-    return all(hasattr(flat, "_full_param_padded") for flat in _flat_parameters(strategy.model))  # after the first step
-
-
-def _flat_parameters(model: torch.nn.Module) -> list[Tensor]:
-    """Of FSDP, if `model` is wrapped in it: each says where its parameters are gathered."""
-    if not isinstance(model, FullyShardedDataParallel):
-        return []
-    handles = [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model)]
-    return [handle.flat_param for handle in handles if handle is not None and handle.uses_sharded_strategy]
+    # FSDP1 gathers into storages that are known from its first step on.
+    return all(has_unsharded_storage(flat) for flat in sharded_flat_parameters(model))
 
 
 def _process_bytes() -> tuple[dict[str, int], dict[str, int]]:
-    """The most and the present resident memory of this process, where the system tells."""
+    """Return the largest and the present resident memory of this process; empty where the system does not tell."""
     status = Path("/proc/self/status")
     if not status.exists():
         return {}, {}
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in status.read_text().splitlines() if line.endswith("kB")}
+    lines = [line for line in status.read_text().splitlines() if line.endswith("kB")]
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
     return {"resident_peak": kib["VmHWM"] * 1024}, {"resident": kib["VmRSS"] * 1024}
 
 
 def _allocator_bytes(device: torch.device) -> dict[str, int]:
     if device.type != "cuda":
         return {}
-    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return {"allocated_peak": allocated, "reserved_peak": reserved}
+    return {
+        "allocated_peak": torch.cuda.max_memory_allocated(device),
+        "reserved_peak": torch.cuda.max_memory_reserved(device),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ storages, activations
+
+
+class StorageSet:
+    """A set of storages, which counts the bytes of those that are added."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+
+    def add(self, tensors: Iterable[Tensor]) -> int:
+        """Add the storages of `tensors`; returns the bytes of those that are new. Views of one storage count once."""
+        num_bytes = 0
+        for tensor in tensors:
+            storage = _storage(tensor)
+            if storage is not None and storage not in self:
+                # The reference keeps it alive, so that no other storage gets its address.
+                self._seen[storage_address(storage)] = storage
+                num_bytes += storage.nbytes()
+        return num_bytes
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        return storage_address(storage) in self._seen
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Find the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor's data; None where there is none, as for tensors on the meta device."""
+    # Of a DTensor this rank holds only its shard. Other subclasses may have no storage, or several.
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if type(tensor) not in (Tensor, Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    return tensor.untyped_storage()
+
+
+class ActivationMeter:
+    """Measures the bytes that autograd saves between forward and backward.
+
+    Storages count once however often they are saved, and as a whole, as a view keeps all of its storage alive. Storages
+    that are held anyway do not count.
+
+    Attributes:
+        current: Bytes saved now.
+        peak: Most bytes saved at once.
+    """
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.peak = 0
+        self._held = StorageSet()
+        self._kept: dict[int, list[int]] = {}  # by storage: references, bytes
+        # Backward frees tensors on other threads, and garbage collection may free some within `keep` itself.
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def measure(self, held: StorageSet) -> Iterator[None]:
+        """Measure the tensors that the block saves, without the storages in `held`."""
+        self._held = held
+        try:
+            with saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            self._held = StorageSet()
+
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
+        storage = _storage(tensor)
+        # `_unpack` is given whatever is returned here, so tensors that do not count are wrapped, too.
+        if storage is None or storage in self._held:
+            return _SavedTensor(tensor)
+        return _CountedTensor(tensor, self, storage_address(storage), storage.nbytes())
+
+    def keep(self, key: int, num_bytes: int) -> None:
+        """Add a reference to a storage, which is counted with the first one."""
+        with self._lock:
+            entry = self._kept.setdefault(key, [0, num_bytes])
+            entry[0] += 1
+            if entry[0] == 1:
+                self.current += num_bytes
+                self.peak = max(self.peak, self.current)
+
+    def release(self, key: int) -> None:
+        """Drop a reference to a storage, which is no longer counted after the last one."""
+        with self._lock:
+            entry = self._kept[key]
+            entry[0] -= 1
+            if entry[0] == 0:
+                self.current -= entry[1]
+                del self._kept[key]
+
+
+class _SavedTensor:
+    """A tensor that autograd saved, with its version at that time."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached, for an output of the operation that saves it would keep its graph alive, and so itself.
+        self.tensor = tensor.detach()
+        self.version = version_of(tensor)
+
+
+class _CountedTensor(_SavedTensor):
+    __slots__ = ("key", "meter")
+
+    def __init__(self, tensor: Tensor, meter: ActivationMeter, key: int, num_bytes: int) -> None:
+        super().__init__(tensor)
+        self.meter = meter
+        self.key = key
+        meter.keep(key, num_bytes)
+
+    # Autograd drops what it saved without calling a hook: freeing is the only sign.
+    def __del__(self) -> None:
+        self.meter.release(self.key)
+
+
+def _unpack(saved: _SavedTensor) -> Tensor:
+    # Under hooks autograd leaves this check to them; without it gradients would be silently wrong.
+    version = version_of(saved.tensor)
+    if version != saved.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"
+            f" of shape {tuple(saved.tensor.shape)} is at version {version}; expected version"
+            f" {saved.version} instead. Hint: torch.autograd.set_detect_anomaly(True) finds the operation,"
+            " without MemoryProfiler"
+        )
+    return saved.tensor

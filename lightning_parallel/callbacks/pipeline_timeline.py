@@ -1,4 +1,4 @@
-"""What the stages of a pipeline did and when, beside what the schedule promised."""
+"""Timeline of a pipeline: when its stages did what, compared with the schedule as planned."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
+from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.mesh import PIPELINE, Mesh
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.simulate import Cost, Timeline, simulate
-from lightning_parallel.recorder import Span, Window
+from lightning_parallel.tracing import Span, Window
 
 __all__ = ["PipelineAccumulator", "PipelineTimeline", "stage_costs"]
 
 STEPS = 256
-"""Last steps whose times the ranks compare."""
+"""Latest steps whose times the ranks compare."""
 
 
 class StepTimes(NamedTuple):
-    """One step of one rank; the last three are nanoseconds that it computed, and was held up by messages."""
+    """One step of one rank: its first and last moment, and the time it computed, and was blocked by messages."""
 
     step: int
     start_ns: int
@@ -37,19 +37,22 @@ class StepTimes(NamedTuple):
 
 
 class PipelineAccumulator(Accumulator):
-    """The actions of this rank.
+    """Measures the actions of this rank.
 
     Args:
         rank: Global rank of this process.
         mesh: The mesh of all ranks.
-        schedule: What every step runs; a step on fewer microbatches is not counted. None without a pipeline.
+        schedule: Of a full step; a step on fewer microbatches is not counted. None without a pipeline.
         one_clock: Whether the times of all ranks can be compared.
     """
 
     def __init__(self, rank: int, mesh: Mesh, schedule: Schedule | None, one_clock: bool = True) -> None:
-        self._rank, self._mesh, self._schedule, self._one_clock = rank, mesh, schedule, one_clock
+        self._rank = rank
+        self._mesh = mesh
+        self._schedule = schedule
+        self._one_clock = one_clock
         row = schedule.rows[mesh.coordinate(rank).pipeline_parallel] if schedule is not None else ()
-        self._actions = {str(action): action for action in row}
+        self._actions = {str(action): action for action in row}  # spans are named by the text of their action
         self._count: Counter[tuple[int, Kind]] = Counter()
         self._total_ns: Counter[tuple[int, Kind]] = Counter()
         self._steps: deque[StepTimes] = deque(maxlen=STEPS)
@@ -60,20 +63,24 @@ class PipelineAccumulator(Accumulator):
         if not self._actions:
             return
         spans = [span for span in window.spans if span.category == "pipeline"]
-        training = spans[-len(self._actions) :]  # before them, validation has run through the pipeline
+        # Spans before those of the step are of a validation that ran through the pipeline.
+        training = spans[-len(self._actions) :]
+        # The last batch of an epoch may have fewer microbatches: its bubble is another one.
         if {span.name for span in training} != self._actions.keys():
             return
         earlier = spans[: -len(self._actions)]
-        self._take(window, training, earlier[-1].end_ns if earlier else window.start_ns)
+        self._add_step(window, training, earlier[-1].end_ns if earlier else window.start_ns)
 
-    def _take(self, window: Window, training: Sequence[Span], since_ns: int) -> None:
+    def _add_step(self, window: Window, training: Sequence[Span], since_ns: int) -> None:
         self._last = [(self._actions[span.name], span.start_ns, span.end_ns) for span in training]
         for (kind, stage, _), start_ns, end_ns in self._last:
             self._count[stage, kind] += 1
             self._total_ns[stage, kind] += end_ns - start_ns
         busy = sum(end_ns - start_ns for _, start_ns, end_ns in self._last)
+        # Messages that ended before are those of a validation.
         messages = [span for span in window.spans if span.peer is not None and span.end_ns > since_ns]
-        receive, send = (sum(span.blocked_ns for span in messages if span.op == op) for op in ("recv", "send"))
+        receive = sum(span.blocked_ns for span in messages if span.op == "recv")
+        send = sum(span.blocked_ns for span in messages if span.op == "send")
         self._steps.append(StepTimes(window.step, self._last[0][1], self._last[-1][2], busy, receive, send))
 
     @override
@@ -84,45 +91,54 @@ class PipelineAccumulator(Accumulator):
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        if self._schedule is None:
+        schedule = self._schedule
+        if schedule is None:
             return {"missing": ["The strategy has no pipeline: there is no timeline of one."]}
+        # Only pipelines of which all ranks have answered: a bubble is that of the whole.
         by_rank = {rank["rank"]: rank for rank in shared}
         pipelines = [ranks for ranks in self._mesh.peers(PIPELINE) if all(_ran(by_rank.get(rank)) for rank in ranks)]
         if not pipelines:
             return {"missing": ["No step ran the whole schedule, or the ranks could not exchange what they measured."]}
-        costs = stage_costs(self._schedule, [by_rank[rank]["costs"] for ranks in pipelines for rank in ranks])
-        planned = simulate(self._schedule, costs)
+        costs = stage_costs(schedule, [by_rank[rank]["costs"] for ranks in pipelines for rank in ranks])
+        planned = simulate(schedule, costs)
         bubble = {
-            "ideal": simulate(self._schedule, _mean_cost(costs)).bubble_fraction,
+            # Equal stages: what remains of the bubble is due to the schedule alone.
+            "ideal": simulate(schedule, _mean_cost(costs)).bubble_fraction,
             "simulated": planned.bubble_fraction,
         }
-        report: dict[str, Any] = {"schedule": self._schedule.name, "microbatches": self._schedule.num_microbatches}
+        report: dict[str, Any] = {"schedule": schedule.name, "microbatches": schedule.num_microbatches}
         if not self._one_clock:
             sentence = "The ranks run on several hosts, whose clocks differ: the measured bubble is left out."
             return {**report, "bubble": bubble, "missing": [sentence]}
         matched = [_common_steps([by_rank[rank] for rank in ranks]) for ranks in pipelines]
         bubble["measured"] = fmean(_bubble(step) for steps in matched for step in steps)
-        rows = [row for ranks, steps in zip(pipelines, matched) for row in self._rows(ranks, steps, by_rank)]
+        rows = []
+        for ranks, steps in zip(pipelines, matched):
+            rows += self._rows(schedule, ranks, steps, by_rank)
         return {
             **report,
             "bubble": bubble,
             "ranks": sorted(rows, key=lambda row: row["rank"]),
-            "stages": [_named(stage, cost) for stage, cost in enumerate(costs)],
+            "stages": [_stage_row(stage, cost) for stage, cost in enumerate(costs)],
             "timeline": {
                 "step": matched[0][-1][0].step,
                 "planned": planned.to_dict(),
-                "measured": self._measured([by_rank[rank] for rank in pipelines[0]]).to_dict(),
+                "measured": _measured(schedule, [by_rank[rank] for rank in pipelines[0]]).to_dict(),
             },
         }
 
     def _rows(
-        self, ranks: Sequence[int], steps: Sequence[Sequence[StepTimes]], by_rank: Mapping[int, Any]
+        self,
+        schedule: Schedule,
+        ranks: Sequence[int],
+        steps: Sequence[Sequence[StepTimes]],
+        by_rank: Mapping[int, Any],
     ) -> list[dict[str, Any]]:
-        """What each rank of one pipeline did, in seconds per step."""
-        assert self._schedule is not None
+        """Return rows of the report for the ranks of one pipeline, in seconds per step."""
+        # A step of the pipeline is longer than a rank's part of it: from the first action of any rank to the last.
         begins = [min(times.start_ns for times in step) for step in steps]
         ends = [max(times.end_ns for times in step) for step in steps]
-        peaks = self._measured([by_rank[rank] for rank in ranks]).in_flight_peaks
+        peaks = _measured(schedule, [by_rank[rank] for rank in ranks]).in_flight_peaks
         rows = []
         for position, rank in enumerate(ranks):
             mine = [step[position] for step in steps]
@@ -144,26 +160,16 @@ class PipelineAccumulator(Accumulator):
                     "rank": rank,
                     "coordinate": self._mesh.coordinate(rank)._asdict(),
                     "stage": position,
-                    "stages": list(self._schedule.stages_of(position)),
+                    "stages": list(schedule.stages_of(position)),
                     **{key: value / 1e9 for key, value in means.items()},
                     "in_flight_peak": peaks[position],
                 }
             )
         return rows
 
-    def _measured(self, pipeline: Sequence[dict[str, Any]]) -> Timeline:
-        """The last step of one pipeline, from its first action."""
-        assert self._schedule is not None
-        timeline = Timeline(self._schedule)
-        begin_ns = min(start_ns for rank in pipeline for _, start_ns, _ in rank["last"])
-        for position, rank in enumerate(pipeline):
-            for name, start_ns, end_ns in rank["last"]:
-                timeline.record(position, Action.parse(name), (start_ns - begin_ns) / 1e9, (end_ns - begin_ns) / 1e9)
-        return timeline
 
-
-class PipelineTimeline(MeasuringCallback):
-    """Compares what the pipeline did with what its schedule promised.
+class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
+    """Compares the steps of a pipeline with its schedule as simulated.
 
     `report()` has, besides the common keys:
 
@@ -180,22 +186,22 @@ class PipelineTimeline(MeasuringCallback):
     instant messages; beyond `ideal` it is imbalance. `measured`: beyond `simulated` it is messages and jitter.
 
     Ranks, in seconds per step, mean over the last 256 steps: `wait` is divided into the time before the rank's first
-    action, between its actions, and after its last. `receive_wait` and `send` are how long receiving and sending held
-    the rank up. `in_flight_peak`: the most microbatches between forward and backward, over the rank's stages. `stage`
-    is the position in the pipeline, `stages` what is there. Stages: seconds per microbatch.
+    action, between its actions, and after its last. `receive_wait` and `send` are how long receiving and sending
+    blocked the rank. `in_flight_peak`: the most microbatches between forward and backward, over the rank's stages.
+    `stage` is the position in the pipeline, `stages` are the stages there. Stages: seconds per microbatch.
 
     `planned` and `measured` are `Timeline.to_dict()` of the same schedule: the simulated step, and the last step of the
     first replica. Without a pipeline there is only `missing`.
 
-    Logged: nothing; what one rank sees tells little.
+    Logged: nothing; one rank alone does not know the bubble.
     """
 
     @override
-    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
-        assert self.session is not None
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> PipelineAccumulator:
+        session = self.open_session
         engine = getattr(trainer.strategy, "engine", None)
         schedule = engine.schedule if isinstance(engine, PipelineEngine) else None
-        return PipelineAccumulator(self.session.rank, self.session.mesh, schedule, self.session.one_clock)
+        return PipelineAccumulator(session.rank, session.mesh, schedule, session.one_clock)
 
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:
@@ -216,7 +222,7 @@ class PipelineTimeline(MeasuringCallback):
 
 
 def stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kind], float]]) -> list[Cost]:
-    """Mean seconds of every stage over the ranks that hold it, from seconds by (stage, kind).
+    """Average the seconds of every stage over the ranks that hold it, from seconds by (stage, kind).
 
     A backward that is not divided counts as input gradient.
     """
@@ -224,13 +230,26 @@ def stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kind], f
     for costs in shared:
         for key, value in costs.items():
             seconds[key].append(value)
+    # Replicas run the same stages; the mean over them is what one pipeline does.
     mean = {key: fmean(values) for key, values in seconds.items()}
-    return [
-        Cost(mean[stage, Kind.F], mean[stage, Kind.I], mean[stage, Kind.W])
-        if (stage, Kind.I) in mean
-        else Cost(mean[stage, Kind.F], mean[stage, Kind.B])
-        for stage in range(schedule.num_stages)
-    ]
+    result = []
+    for stage in range(schedule.num_stages):
+        if (stage, Kind.I) in mean:
+            result.append(Cost(mean[stage, Kind.F], mean[stage, Kind.I], mean[stage, Kind.W]))
+        else:
+            result.append(Cost(mean[stage, Kind.F], mean[stage, Kind.B]))
+    return result
+
+
+def _measured(schedule: Schedule, pipeline: Sequence[dict[str, Any]]) -> Timeline:
+    """Return timeline of the last step of one pipeline, from its first action."""
+    timeline = Timeline(schedule)
+    # Each pipeline from its own start: replicas need not begin a step together.
+    begin_ns = min(start_ns for rank in pipeline for _, start_ns, _ in rank["last"])
+    for position, rank in enumerate(pipeline):
+        for name, start_ns, end_ns in rank["last"]:
+            timeline.record(position, Action.parse(name), (start_ns - begin_ns) / 1e9, (end_ns - begin_ns) / 1e9)
+    return timeline
 
 
 def _mean_cost(costs: Sequence[Cost]) -> Cost:
@@ -241,11 +260,11 @@ def _mean_cost(costs: Sequence[Cost]) -> Cost:
     )
 
 
-def _named(stage: int, cost: Cost) -> dict[str, Any]:
-    named = {"stage": stage, "forward": cost.forward_s}
+def _stage_row(stage: int, cost: Cost) -> dict[str, Any]:
+    row = {"stage": stage, "forward": cost.forward_s}
     if cost.weight_gradient_s == 0:
-        return {**named, "backward": cost.input_gradient_s}
-    return {**named, "input_gradient": cost.input_gradient_s, "weight_gradient": cost.weight_gradient_s}
+        return {**row, "backward": cost.input_gradient_s}
+    return {**row, "input_gradient": cost.input_gradient_s, "weight_gradient": cost.weight_gradient_s}
 
 
 def _ran(rank: Mapping[str, Any] | None) -> bool:
@@ -253,12 +272,13 @@ def _ran(rank: Mapping[str, Any] | None) -> bool:
 
 
 def _common_steps(pipeline: Sequence[Mapping[str, Any]]) -> list[list[StepTimes]]:
-    """The steps that all ranks of a pipeline still have; for each, the times of every rank."""
+    """Collect the steps that all ranks of a pipeline still have; for each, the times of every rank."""
     rows = [{times.step: times for times in rank["steps"]} for rank in pipeline]
     common = set.intersection(*(set(by_step) for by_step in rows))
     return [[by_step[step] for by_step in rows] for step in sorted(common)]
 
 
 def _bubble(step: Sequence[StepTimes]) -> float:
+    """Return share of the time of a step in which its ranks computed nothing."""
     length = max(times.end_ns for times in step) - min(times.start_ns for times in step)
     return 1 - sum(times.busy_ns for times in step) / (len(step) * length)

@@ -1,8 +1,8 @@
-"""Do ranks that must hold equal values still do?
+"""Drift between ranks that must hold equal values: found by hashes, bit for bit, named, and healed if asked for.
 
-Each rank hashes what it shares with others. What the same ranks share is one class, and of a class only the hash of
-its hashes is exchanged: a few numbers per rank, whatever the size of the model. Where those differ the hashes follow,
-and of what differs, the values.
+Each rank hashes its replicated state. The values that the same ranks share form a class, and for each class only the
+hash of its hashes is exchanged: a few numbers per rank, whatever the size of the model. Where those differ, the hashes
+of all values follow, and where these differ, the values.
 """
 
 from __future__ import annotations
@@ -23,28 +23,25 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
-from lightning_parallel.callbacks.holdings import Held, Key, holdings
-from lightning_parallel.comm import Group
-from lightning_parallel.fingerprint import fingerprints
-from lightning_parallel.recorder import Window
+from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.callbacks.replicated_state import StateEntry, StateKey, collect_state
+from lightning_parallel.comm import Group, fingerprints
 
 __all__ = ["Disagreement", "DriftAccumulator", "ReplicaDriftMonitor", "disagreements", "shared_classes"]
 
 Ranks = tuple[int, ...]
-Action = Literal["warn", "raise", "heal"]
-Gather = Callable[[Any], Optional[list[Any]]]
+DriftAction = Literal["warn", "raise", "heal"]
+GatherValues = Callable[[Any], Optional[list[Any]]]
 
 MAX_COMPARED = 16
-"""Of so many values that differ is also found out by how much, unless they are healed, for which all are needed."""
-
+"""Values at most that are sent in order to say by how much they differ; to be healed, all are sent."""
 
 _KINDS = ("option", "parameter", "buffer", "optimizer")
-"""Kinds of values; what comes first makes what follows drift, rather than the other way round."""
+"""Kinds of state in causal order: drift in an earlier kind causes drift in later ones."""
 
 
 class Difference(NamedTuple):
-    """By how much a value differs from the reference: the largest difference, and all in words."""
+    """Difference of a value from the reference: the largest one of an element, and a description."""
 
     largest: float
     text: str
@@ -52,46 +49,47 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A value that ranks should share and do not.
+    """A value that should be equal on several ranks and is not.
 
     Attributes:
-        key: Of the value.
-        reference: The rank whose value counts: the first of the majority, or of all where there is none.
-        different: The ranks with other values than the reference.
-        ranks: Those that are known to be wrong, or all that hold it where there is no majority.
+        key: Identifies the value.
+        reference: The rank whose value is taken as right: the first of the majority, or of all if there is none.
+        different: The ranks whose values differ from the reference.
+        ranks: The ranks that are known to be wrong, or all that hold the value if there is no majority.
     """
 
-    key: Key
+    key: StateKey
     reference: int
     different: Ranks
     ranks: Ranks
 
     @property
     def is_certain(self) -> bool:
-        """Whether a majority tells who is wrong."""
+        """Whether a majority of equal values shows which ranks are wrong."""
         return self.ranks == self.different
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Likely causes first: those of which it is certain who is wrong, then by kind."""
+        """Sort key, likely causes first: certain ones before the others, then in causal order."""
         return not self.is_certain, _KINDS.index(self.key.kind)
 
 
-def shared_classes(keys_by_rank: Sequence[Sequence[Key]]) -> dict[Ranks, list[Key]]:
-    """Sort keys by the ranks that hold them, where these are several."""
-    holders: dict[Key, list[int]] = {}
+def shared_classes(keys_by_rank: Sequence[Sequence[StateKey]]) -> dict[Ranks, list[StateKey]]:
+    """Group keys by the ranks that hold them, where these are several."""
+    holders: dict[StateKey, list[int]] = {}
     for rank, keys in enumerate(keys_by_rank):
         for key in keys:
             holders.setdefault(key, []).append(rank)
-    classes: dict[Ranks, list[Key]] = {}
+    classes: dict[Ranks, list[StateKey]] = {}
+    # Sorted, so that all ranks have the same order, whatever that of their own keys.
     for key in sorted(holders):
         if len(holders[key]) > 1:
             classes.setdefault(tuple(holders[key]), []).append(key)
     return classes
 
 
-def disagreements(hashes_by_rank: Sequence[Mapping[Key, int]]) -> list[Disagreement]:
-    """The keys that several ranks hold with different hashes, likely causes first."""
+def disagreements(hashes_by_rank: Sequence[Mapping[StateKey, int]]) -> list[Disagreement]:
+    """Find the keys that several ranks hold with different hashes, likely causes first."""
     found = []
     for ranks, keys in shared_classes([list(hashes) for hashes in hashes_by_rank]).items():
         for key in keys:
@@ -99,6 +97,7 @@ def disagreements(hashes_by_rank: Sequence[Mapping[Key, int]]) -> list[Disagreem
             (common, most), *others = Counter(values.values()).most_common()
             if not others:
                 continue
+            # With two replicas there is never a majority: which one is right cannot be known.
             is_certain = most > others[0][1]
             reference = next(rank for rank in ranks if values[rank] == common) if is_certain else ranks[0]
             different = tuple(rank for rank in ranks if values[rank] != values[reference])
@@ -107,12 +106,12 @@ def disagreements(hashes_by_rank: Sequence[Mapping[Key, int]]) -> list[Disagreem
 
 
 class DriftAccumulator(Accumulator):
-    """What was found to differ between ranks.
+    """Compares the replicated state of all ranks, and keeps the findings.
 
     Args:
-        group: All ranks; used by nobody else while a check runs.
-        gather: Gives the value of every rank, or None if they do not all answer.
-        action: `heal` overwrites what differs; otherwise nothing is changed here.
+        group: All ranks; used for nothing else while a check runs.
+        gather: Returns the value of every rank, or None if they do not all answer.
+        action: `heal` overwrites values that differ; otherwise nothing is changed here.
 
     Attributes:
         findings: One for each value that drifted, with its first step.
@@ -120,12 +119,14 @@ class DriftAccumulator(Accumulator):
         classes: Keys by the ranks that share them.
     """
 
-    def __init__(self, group: Group, gather: Gather, action: Action = "warn") -> None:
-        self._group, self._gather, self._action = group, gather, action
+    def __init__(self, group: Group, gather: GatherValues, action: DriftAction = "warn") -> None:
+        self._group = group
+        self._gather = gather
+        self._action = action
         self.findings: list[dict[str, Any]] = []
         self.checks = 0
-        self.classes: dict[Ranks, list[Key]] = {}
-        self._keys: list[Key] | None = None
+        self.classes: dict[Ranks, list[StateKey]] = {}
+        self._keys: list[StateKey] | None = None
         self._known: set[Disagreement] = set()
 
     @property
@@ -133,12 +134,8 @@ class DriftAccumulator(Accumulator):
         return self._group.rank
 
     @override
-    def add(self, window: Window) -> None:
-        """Steps are not looked at."""
-
-    @override
     def share(self) -> None:
-        """Nothing: a check leaves all ranks with the same findings."""
+        """Return share nothing: a check leaves all ranks with the same findings."""
 
     @override
     def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
@@ -149,20 +146,30 @@ class DriftAccumulator(Accumulator):
     def scalars(self) -> dict[str, float]:
         return {"replica_drift/findings": float(len(self.findings))}
 
-    def check(self, step: int, held: Mapping[Key, Held]) -> list[dict[str, Any]]:
-        """Compare what the ranks hold; every rank must call it at the same `step`. Returns what was not known yet."""
+    def check(self, step: int, state: Mapping[StateKey, StateEntry]) -> list[dict[str, Any]]:
+        """Compare the state of all ranks; every rank must call it at the same `step`.
+
+        Args:
+            step: Of the findings.
+            state: This rank's state, see `collect_state`.
+
+        Returns:
+            The findings that are new.
+        """
         if self._group.size == 1:
             return []
-        drifted = self._drifted(held)
+        drifted = self._drifted(state)
+        # A rank does not answer; the session reports that.
         if drifted is None:
             return []
         self.checks += 1
         new = [disagreement for disagreement in drifted if disagreement not in self._known]
         if self._action == "heal":
-            details = self._details(new, held)
+            details = self._details(new, state)
         else:
+            # Drift stays until training ends; a healed value that drifts once more is a new finding.
             self._known |= set(new)
-            details = self._details(new[:MAX_COMPARED], held)
+            details = self._details(new[:MAX_COMPARED], state)
         unknown = Difference(0.0, "")
         new.sort(key=lambda drift: (drift.order, -details.get(drift.key, unknown).largest))
         findings = [_finding(step, drift, details.get(drift.key, unknown).text) for drift in new]
@@ -171,32 +178,34 @@ class DriftAccumulator(Accumulator):
 
     # --------------------------------------------------------------------------------------------------- comparing
 
-    def _drifted(self, held: Mapping[Key, Held]) -> list[Disagreement] | None:
-        """What differs anywhere, alike on all ranks; None if a rank does not answer."""
-        answers = self._gather(None if sorted(held) != self._keys else self._digests(held))
-        if answers is not None and None in answers:  # somewhere there is something new, such as the optimizer's state
-            self._keys = sorted(held)
+    def _drifted(self, state: Mapping[StateKey, StateEntry]) -> list[Disagreement] | None:
+        """Find all values that differ, with the same result on all ranks; None if a rank does not answer."""
+        answers = self._gather(None if sorted(state) != self._keys else self._digests(state))
+        # Classes are agreed on anew when a rank has other keys, such as those of optimizer state after the first step.
+        if answers is not None and None in answers:
+            self._keys = sorted(state)
             keys = self._gather(self._keys)
             if keys is None:
                 return None
             self.classes = shared_classes(keys)
-            answers = self._gather(self._digests(held))
+            answers = self._gather(self._digests(state))
         if answers is None:
             return None
+        # The usual case ends here, after one exchange of some bytes for each class.
         different = [ranks for ranks in self.classes if len({answers[rank][ranks] for rank in ranks}) > 1]
         if not different:
             return []
-        keys_in_doubt = [key for ranks in different for key in self._mine(ranks)]
-        hashes_by_rank = self._gather(_hashes(keys_in_doubt, held))
+        keys_in_doubt: list[StateKey] = []
+        for ranks in different:
+            if self._rank in ranks:
+                keys_in_doubt += self.classes[ranks]
+        hashes_by_rank = self._gather(_hashes(keys_in_doubt, state))
         return None if hashes_by_rank is None else disagreements(hashes_by_rank)
 
-    def _mine(self, ranks: Ranks) -> list[Key]:
-        return self.classes[ranks] if self._rank in ranks else []
-
-    def _digests(self, held: Mapping[Key, Held]) -> dict[Ranks, bytes]:
-        """One hash for each class of values that this rank shares."""
+    def _digests(self, state: Mapping[StateKey, StateEntry]) -> dict[Ranks, bytes]:
+        """Hash each class of values that this rank shares."""
         mine = {ranks: keys for ranks, keys in self.classes.items() if self._rank in ranks}
-        hashes = _hashes([key for keys in mine.values() for key in keys], held)
+        hashes = _hashes([key for keys in mine.values() for key in keys], state)
         return {
             ranks: hashlib.blake2b(str([hashes[key] for key in keys]).encode(), digest_size=16).digest()
             for ranks, keys in mine.items()
@@ -205,31 +214,37 @@ class DriftAccumulator(Accumulator):
     # -------------------------------------------------------------------------------------------- by how much, healing
 
     @torch.no_grad()
-    def _details(self, drifted: Sequence[Disagreement], held: Mapping[Key, Held]) -> dict[Key, Difference]:
-        """Send the reference's values to the ranks that differ, which say by how much, and heal if they may."""
+    def _details(
+        self, drifted: Sequence[Disagreement], state: Mapping[StateKey, StateEntry]
+    ) -> dict[StateKey, Difference]:
+        """Send the reference's values to the ranks that differ; these compare them, and heal if that is the action."""
         if not drifted:
             return {}
-        mine = {
-            drift.key: held[drift.key].value for drift in drifted if self._rank in (drift.reference, *drift.different)
-        }
+        involved = [drift for drift in drifted if self._rank in (drift.reference, *drift.different)]
+        mine = {drift.key: state[drift.key].value for drift in involved}
+        # Numbers are small enough to be gathered at once; tensors go from the reference to those that differ.
         numbers = {key: value for key, value in mine.items() if not isinstance(value, Tensor)}
         numbers_by_rank = self._gather(numbers)
         if numbers_by_rank is None:
             return {}
-        found: dict[Key, Difference] = {}
-        for drift in drifted:
-            if drift.key not in mine:
-                continue
+        found: dict[StateKey, Difference] = {}
+        # All ranks go through the values in the same order, so that sends and receives match.
+        for drift in involved:
             value = mine[drift.key]
             reference = numbers_by_rank[drift.reference].get(drift.key)
             if isinstance(value, Tensor):
                 reference = self._reference(drift, value)
             if self._rank in drift.different:
-                found[drift.key] = self._compare(drift, held[drift.key], reference)
-        return {key: how for differences in self._gather(found) or [] for key, how in differences.items()}
+                found[drift.key] = self._compare(drift, state[drift.key], reference)
+        details: dict[StateKey, Difference] = {}
+        for differences in self._gather(found) or []:
+            details.update(differences)
+        return details
 
     def _reference(self, drift: Disagreement, value: Tensor) -> Tensor | None:
+        """Send or receive the reference's tensor; None on the rank that sends it."""
         if self._rank == drift.reference:
+            # The group is on gloo, whatever the device.
             sent = value.detach().cpu().contiguous()
             for pending in [comm.isend(sent, self._group, rank) for rank in drift.different]:
                 pending.wait()
@@ -237,24 +252,25 @@ class DriftAccumulator(Accumulator):
         received = torch.empty(value.shape, dtype=value.dtype)
         return comm.irecv(received, self._group, drift.reference).wait()
 
-    def _compare(self, drift: Disagreement, held: Held, reference: Any) -> Difference:
-        found = difference(held.value, reference)
+    def _compare(self, drift: Disagreement, entry: StateEntry, reference: Any) -> Difference:
+        found = difference(entry.value, reference)
         if self._action != "heal":
             return found
-        held.replace(reference)
+        entry.replace(reference)
         return found._replace(text=f"{found.text}; now that of rank {drift.reference}")
 
 
 def difference(value: Any, reference: Any) -> Difference:
-    """How a value differs from the reference."""
+    """Compare a value with the reference."""
     if not isinstance(value, Tensor):
         return Difference(0.0, f"{value} instead of {reference}")
-    mine, other = value.detach().cpu(), reference
-    count = int((mine != other).sum())
+    mine = value.detach().cpu()
+    count = int((mine != reference).sum())
     if count == 0:
         return Difference(0.0, "bits that do not change the value, such as the sign of a zero")
+    # Half precision would round the difference, and integers may overflow.
     wide = torch.complex128 if mine.is_complex() else torch.float64
-    largest = float((mine.to(wide) - other.to(wide)).abs().max())
+    largest = float((mine.to(wide) - reference.to(wide)).abs().max())
     text = f"{count} of {mine.numel()} elements, by up to {largest:.3g}"
     return Difference(largest if isfinite(largest) else inf, text)
 
@@ -266,23 +282,23 @@ def _finding(step: int, drift: Disagreement, text: str) -> dict[str, Any]:
     return {"step": step, "name": drift.key.name, "ranks": list(drift.ranks), "detail": detail}
 
 
-def _hashes(keys: Sequence[Key], held: Mapping[Key, Held]) -> dict[Key, int]:
-    tensors = [key for key in keys if isinstance(held[key].value, Tensor)]
-    hashes = dict(zip(tensors, fingerprints(held[key].value for key in tensors)))
-    return {key: hashes[key] if key in hashes else _number_hash(held[key].value) for key in keys}
+def _hashes(keys: Sequence[StateKey], state: Mapping[StateKey, StateEntry]) -> dict[StateKey, int]:
+    tensors = [key for key in keys if isinstance(state[key].value, Tensor)]
+    hashes = dict(zip(tensors, fingerprints(state[key].value for key in tensors)))
+    return {key: hashes[key] if key in hashes else _number_hash(state[key].value) for key in keys}
 
 
 def _number_hash(value: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")
 
 
-class ReplicaDriftMonitor(MeasuringCallback):
-    """Compares what ranks must hold alike, bit for bit, and names what differs.
+class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
+    """Compares values that must be equal on several ranks, bit for bit, and names those that differ.
 
     Between the replicas of the data-parallel axis: parameters, buffers, optimizer state. Between the ranks of the
-    tensor axis: whatever is not divided, and pieces that several of them hold. Between pipeline stages: parameters that
-    both hold. Everywhere: learning rate, momentum and the other options of the optimizers. Under FSDP, what ranks hold
-    pieces of is compared where two of them have the same piece.
+    tensor axis: all that is not sharded, and shards that several of them hold. Between pipeline stages: tied
+    parameters. Everywhere: learning rate, momentum and the other options of the optimizers. Under FSDP, shards are
+    compared where two ranks hold the same one.
 
     Not compared: buffers that DDP overwrites at each forward, statistics of normalisation layers that are not
     synchronised (but under the strategies of this library they are), and the optimizer state of DeepSpeed.
@@ -290,17 +306,17 @@ class ReplicaDriftMonitor(MeasuringCallback):
     `report()` has, besides the common keys:
 
         findings: [{step, name, ranks, detail}]    `step` as `trainer.global_step` counts; `ranks` that are wrong, or
-                                                   all that hold it if no majority tells
+                                                   all that hold the value if there is no majority
         checks: how often everything was compared
-        compared: {parameter, buffer, optimizer, option: how many values several ranks hold}
+        compared: {parameter, buffer, optimizer, option: number of values that several ranks hold}
 
-    Logged: `replica_drift/findings`, their number so far.
+    Logged: `replica_drift/findings`, the number of findings so far.
 
     Args:
         every_n_steps: Optimizer steps between two checks; the first is before training, the last after it. A check
             reads all values once.
-        action: `warn`; `raise` an error on every rank; or `heal`: overwrite what differs with the value of the
-            majority, or of the first rank that holds it where there is none.
+        action: `warn`; `raise` an error on every rank; or `heal`: overwrite values that differ with that of the
+            majority, or of the first rank that holds it if there is none.
         dirpath, show_table: See `MeasuringCallback`.
 
     Raises:
@@ -320,13 +336,13 @@ class ReplicaDriftMonitor(MeasuringCallback):
             raise ValueError(f"expected every_n_steps >= 1, got {every_n_steps}")
         if action not in ("warn", "raise", "heal"):
             raise ValueError(f"expected `action` to be 'warn', 'raise' or 'heal', got {action!r}")
-        self.every_n_steps, self.action = every_n_steps, action
+        self.every_n_steps = every_n_steps
+        self.action = action
         self._checked_step = 0
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> DriftAccumulator:
-        assert self.session is not None
-        return DriftAccumulator(self.session.group, self.session.gather, self.action)
+        return DriftAccumulator(self.open_session.group, self.open_session.gather, self.action)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -337,6 +353,7 @@ class ReplicaDriftMonitor(MeasuringCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # Not by modulo: several optimizers may step in one batch, and a multiple be passed over.
         if trainer.global_step - self._checked_step >= self.every_n_steps:
             self._check(trainer, pl_module)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -348,9 +365,8 @@ class ReplicaDriftMonitor(MeasuringCallback):
         super().on_train_end(trainer, pl_module)
 
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(self._accumulator, DriftAccumulator)
         self._checked_step = trainer.global_step
-        findings = self._accumulator.check(trainer.global_step, holdings(trainer, pl_module))
+        findings = self.accumulator.check(trainer.global_step, collect_state(trainer, pl_module))
         if not findings:
             return
         listed = "\n".join(f"  {one['name']}, ranks {one['ranks']}: {one['detail']}" for one in findings[:MAX_COMPARED])

@@ -1,7 +1,9 @@
-"""How much is trained in a second, and how much of the devices that takes."""
+"""Throughput: samples and tokens per second, and the share of the devices' peak that the model takes."""
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Optional, Union
 
@@ -12,34 +14,43 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_parallel.callbacks.base import Accumulator, MeasuringCallback
-from lightning_parallel.callbacks.flops import ForwardFlops, Peak, peak_of
+from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.compat.torch import (
+    CPU_FLASH_ATTENTION,
+    TorchDispatchMode,
+    is_backward_running,
+    overload_packet,
+    pytree,
+)
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.microbatch import num_samples
-from lightning_parallel.recorder import Window
+from lightning_parallel.tracing import Window
 
-__all__ = ["Throughput", "ThroughputAccumulator", "num_tokens"]
+__all__ = ["ForwardFlops", "Throughput", "ThroughputAccumulator", "num_tokens", "peak_flops_of"]
 
 POINTS = 512
-"""Most points of a curve over the steps."""
+"""Points of a curve over the steps at most."""
 
 BACKWARD_FACTOR = 3
-"""A step takes three times the operations of its forward: two of them for the gradients of inputs and weights."""
+"""Operations of a step over those of its forward: the gradients of inputs and of weights take as many again each."""
+
+PeakFlops = tuple[float, str]
+"""Operations per second of a device, and where the figure comes from."""
 
 
-class Batch(NamedTuple):
-    """What one rank was given in one step; None where it could not be told."""
+class BatchCounts(NamedTuple):
+    """Samples and tokens of one rank's batch; None where they could not be counted."""
 
     samples: int | None
     tokens: int | None
 
 
-class Point(NamedTuple):
-    """Some steps that follow each other, up to `step`."""
+class CurvePoint(NamedTuple):
+    """Totals of a run of consecutive steps, the last of which is `step`."""
 
     step: int
     samples: int
@@ -48,51 +59,59 @@ class Point(NamedTuple):
 
 
 class ThroughputAccumulator(Accumulator):
-    """Samples, tokens and seconds of this rank.
+    """Adds up samples, tokens and seconds of this rank.
 
     Args:
         rank: Global rank of this process.
         mesh: The mesh of all ranks.
-        peak: What this rank's device can do.
-        wants_utilisation: Say so if it cannot be given.
+        peak: Of this rank's device.
+        wants_utilisation: Whether `missing` names the reason if the utilisation is not known.
+
+    Attributes:
+        flops: Operations of this rank, forward and backward, and for how many samples of its replica; or None.
     """
 
-    def __init__(self, rank: int, mesh: Mesh, peak: Peak | None = None, wants_utilisation: bool = True) -> None:
-        self._rank, self._mesh, self._peak, self._wants_utilisation = rank, mesh, peak, wants_utilisation
-        self._batches: dict[int, Batch] = {}
+    def __init__(self, rank: int, mesh: Mesh, peak: PeakFlops | None = None, wants_utilisation: bool = True) -> None:
+        self._rank = rank
+        self._mesh = mesh
+        self._peak = peak
+        self._wants_utilisation = wants_utilisation
+        self._batches: dict[int, BatchCounts] = {}
         self._samples: int | None = 0
         self._tokens: int | None = 0
         self._seconds = 0.0
-        self._points: list[Point] = []
+        self._points: list[CurvePoint] = []
         self._stride = 1
         self._logged = (0, 0, 0.0)
         self.flops: tuple[float, int] | None = None
-        """Operations of this rank, forward and backward, for so many samples of its replica."""
 
-    def count(self, step: int, batch: Batch) -> None:
-        """Take notice of what `step` was given."""
+    def count(self, step: int, batch: BatchCounts) -> None:
+        """Add the batch of `step`, whose time comes later by `add`."""
         self._batches[step] = batch
 
     @override
     def add(self, window: Window) -> None:
+        # Validation and checkpoints are as rare as the user wants: the rate is that of training.
         paused_ns = window.phases.get("validation", 0) + window.phases.get("checkpoint", 0)
         seconds = (window.wall_ns - paused_ns) / 1e9
-        batch = self._batches.pop(window.step, Batch(None, None))
+        batch = self._batches.pop(window.step, BatchCounts(None, None))
+        # Of steps that were skipped or are not counted no window comes.
         self._batches = {step: later for step, later in self._batches.items() if step > window.step}
         self._seconds += seconds
         self._samples = _sum(self._samples, batch.samples)
         self._tokens = _sum(self._tokens, batch.tokens)
-        self._draw(Point(window.step, batch.samples or 0, seconds, 1))
+        self._add_point(CurvePoint(window.step, batch.samples or 0, seconds, 1))
 
-    def _draw(self, point: Point) -> None:
+    def _add_point(self, point: CurvePoint) -> None:
+        """Add a step to the curve; of a long run each point covers several steps, and twice as many when it is full."""
         last = self._points[-1] if self._points else None
         if last is not None and last.steps < self._stride:
-            self._points[-1] = _joined(last, point)
+            self._points[-1] = _merged(last, point)
         else:
             self._points.append(point)
         if len(self._points) > POINTS:
             pairs = zip(self._points[::2], self._points[1::2])
-            self._points = [_joined(*pair) for pair in pairs] + self._points[len(self._points) // 2 * 2 :]
+            self._points = [_merged(*pair) for pair in pairs] + self._points[len(self._points) // 2 * 2 :]
             self._stride *= 2
 
     @override
@@ -133,9 +152,10 @@ class ThroughputAccumulator(Accumulator):
         replicas: Sequence[Sequence[Mapping[str, Any]]],
         samples_per_second: float | None,
     ) -> tuple[dict[str, Any], list[str]]:
-        """What is known of the operations, and what is not."""
+        """Return keys of the report on operations and utilisation, and the reasons why some are missing."""
         if samples_per_second is None or any(rank["flops"] is None for rank in shared):
             return {}, ["The model's operations could not be counted: pass `flops_per_sample` to Throughput."]
+        # Each rank counted its own part of the model, for the samples of its replica.
         samples = sum(replica[0]["flops"][1] for replica in replicas)
         per_sample = sum(rank["flops"][0] for rank in shared) / samples
         rate = per_sample * samples_per_second
@@ -148,7 +168,7 @@ class ThroughputAccumulator(Accumulator):
         return {**known, "model_flops_utilisation": rate / peak}, []
 
     def _replicas(self, shared: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-        """The ranks of each replica: they work on the same samples."""
+        """Group the ranks by replica: those of one work on the same samples."""
         by_replica: dict[int, list[dict[str, Any]]] = {}
         for rank in shared:
             by_replica.setdefault(self._mesh.coordinate(rank["rank"]).data_parallel, []).append(rank)
@@ -160,10 +180,11 @@ class ThroughputAccumulator(Accumulator):
     @override
     def scalars(self) -> dict[str, float]:
         samples, tokens, seconds = self._logged
-        elapsed = self._seconds - seconds
+        elapsed = self._seconds - seconds  # none on a device that is behind the host
         if elapsed == 0:
             return {}
-        replicas, scalars = self._mesh.data_parallel, {}
+        replicas = self._mesh.data_parallel
+        scalars = {}
         if self._samples is not None:
             scalars["throughput/samples_per_second"] = (self._samples - samples) * replicas / elapsed
         if self._tokens is not None:
@@ -172,22 +193,22 @@ class ThroughputAccumulator(Accumulator):
         return scalars
 
 
-class Throughput(MeasuringCallback):
-    """Counts samples and tokens per second over the replicas, and the share of the devices' peak that they take.
+class Throughput(MeasuringCallback[ThroughputAccumulator]):
+    """Measures samples and tokens per second of all replicas, and the share of the devices' peak that the model takes.
 
-    The ranks of one replica (tensor and pipeline parallel) work on the same samples, which count once. Time is that of
-    the steps, without validation and checkpoints.
+    The ranks of one replica (tensor and pipeline parallel) work on the same samples, which count once. The time is that
+    of the steps, without validation and checkpoints.
 
     Args:
-        samples: Samples of a batch; by default the length of its tensors.
-        tokens: Tokens of a batch; by default the elements of `input_ids`, or of the first tensor of integers with two
-            dimensions.
+        samples: Counts the samples of a batch; by default the length of its tensors.
+        tokens: Counts the tokens of a batch; by default the elements of `input_ids`, or of the first tensor of integers
+            with two dimensions.
         flops_per_sample: Operations of forward and backward of the whole model. `"auto"`: three times those of a
-            forward, counted in the first step and summed over the ranks of a replica; what tensor-parallel ranks
-            compute alike counts on each. None: no utilisation.
+            forward, counted in the first step and summed over the ranks of a replica; what several tensor-parallel
+            ranks compute counts on each. None: no utilisation.
         peak_flops: Operations per second of one device. `"auto"`: from a table of dense peaks; on CPU calibrated with a
             matrix product. None: no utilisation.
-        exchange_every, warmup_steps, dirpath, show_table: See `MeasuringCallback`.
+        every_n_steps, warmup_steps, dirpath, show_table: See `MeasuringCallback`.
 
     `report()` has, besides the common keys:
 
@@ -197,7 +218,7 @@ class Throughput(MeasuringCallback):
         series: {samples_per_second: [[step, value]], step_seconds: [[step, value]]}
         missing: [sentence]
 
-    What could not be counted is left out.
+    Keys that could not be counted are left out.
 
     Logged: `throughput/samples_per_second`, `throughput/tokens_per_second`: of rank 0's replica, times the number of
     replicas, over the steps since the last logging.
@@ -211,45 +232,53 @@ class Throughput(MeasuringCallback):
         tokens: Optional[Callable[[Any], int]] = None,
         flops_per_sample: Union[Literal["auto"], float, None] = "auto",
         peak_flops: Union[Literal["auto"], float, None] = "auto",
-        exchange_every: int = 50,
+        every_n_steps: int = 50,
         warmup_steps: int = 1,
         dirpath: Optional[str] = None,
         show_table: bool = True,
     ) -> None:
-        super().__init__(exchange_every, warmup_steps, dirpath, show_table)
-        self.samples, self.tokens = samples or num_samples, tokens or num_tokens
-        self.flops_per_sample, self.peak_flops = flops_per_sample, peak_flops
+        super().__init__(every_n_steps, warmup_steps, dirpath, show_table)
+        self.samples = samples or num_samples
+        self.tokens = tokens or num_tokens
+        self.flops_per_sample = flops_per_sample
+        self.peak_flops = peak_flops
         self._counter: ForwardFlops | None = None
-        self._updates: tuple[RemovableHandle, ...] = ()
-        self._depth = 0  # of the updates that run: one may call that of its superclass
+        self._hooks: tuple[RemovableHandle, ...] = ()
+        self._depth = 0  # of optimizer steps that run: one may call that of its superclass
 
     @override
-    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> Accumulator:
-        assert self.session is not None
-        if self.peak_flops == "auto" and self.flops_per_sample is not None:
-            peak = peak_of(trainer.strategy.root_device, _dtype(trainer, pl_module))
-        else:
-            peak = (self.peak_flops, "given") if isinstance(self.peak_flops, (int, float)) else None
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> ThroughputAccumulator:
+        peak: PeakFlops | None = None
+        if isinstance(self.peak_flops, (int, float)):
+            peak = self.peak_flops, "given"
+        elif self.peak_flops == "auto" and self.flops_per_sample is not None:
+            peak = peak_flops_of(trainer.strategy.root_device, _dtype(trainer, pl_module))
         wanted = self.flops_per_sample is not None and self.peak_flops is not None
-        return ThroughputAccumulator(self.session.rank, self.session.mesh, peak, wanted)
+        return ThroughputAccumulator(self.open_session.rank, self.open_session.mesh, peak, wanted)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        assert self.session is not None
-        assert self.session.recorder is not None
-        assert isinstance(self._accumulator, ThroughputAccumulator)
-        step = self.session.recorder.step
-        counted = Batch(_counted(self.samples, batch), _counted(self.tokens, batch))
-        self._accumulator.count(step, counted)
-        if step == 0 and counted.samples:
+        session = self.open_session
+        step = session.active_recorder.step
+        counts = BatchCounts(_counted(self.samples, batch), _counted(self.tokens, batch))
+        self.accumulator.count(step, counts)
+        # One step is enough, and counting makes it slow: the first, which warms up anyway.
+        if step == 0 and counts.samples:
             if self.flops_per_sample == "auto":
-                before, after = self._before_update, self._after_update
-                self._updates = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-                self._counter = ForwardFlops()
-                self._counter.__enter__()
+                self._start_counting()
             elif self.flops_per_sample is not None:
-                share = self.session.mesh.world_size // self.session.mesh.data_parallel
-                self._accumulator.flops = self.flops_per_sample * counted.samples / share, counted.samples
+                # The ranks of a replica add up to the whole model, of which each takes an equal share.
+                share = session.mesh.world_size // session.mesh.data_parallel
+                self.accumulator.flops = self.flops_per_sample * counts.samples / share, counts.samples
+
+    def _start_counting(self) -> None:
+        # Lightning has a hook before an optimizer step, but none at its end: torch's hooks tell when it is over.
+        self._hooks = (
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        )
+        self._counter = ForwardFlops()
+        self._counter.__enter__()
 
     def _pause(self, paused: bool) -> None:
         if self._counter is not None:
@@ -264,6 +293,7 @@ class Throughput(MeasuringCallback):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        # Backward itself is left out anyway; gradient compression multiplies matrices in its hooks.
         self._pause(True)
 
     @override
@@ -283,21 +313,22 @@ class Throughput(MeasuringCallback):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def _stop_counting(self, samples: int | None) -> None:
-        counter, self._counter = self._counter, None
+        counter = self._counter
+        self._counter = None
         if counter is None:
             return
         counter.__exit__(None, None, None)
-        for update in self._updates:
-            update.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._depth = 0
-        assert isinstance(self._accumulator, ThroughputAccumulator)
+        # A step that ended with an error counted only a part, and a model may have no such operations at all.
         if samples and counter.total:
-            self._accumulator.flops = BACKWARD_FACTOR * counter.total, samples
+            self.accumulator.flops = BACKWARD_FACTOR * counter.total, samples
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def _leave(self) -> None:
         self._stop_counting(None)
-        super().on_exception(trainer, pl_module, exception)
+        super()._leave()
 
     @override
     def rows(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -322,12 +353,13 @@ class Throughput(MeasuringCallback):
 
 
 def num_tokens(batch: Any) -> int:
-    """The elements of `input_ids`, or else of the first tensor of integers with two dimensions.
+    """Count the elements of `input_ids`, or else of the first tensor of integers with two dimensions.
 
     Raises:
         ValueError: If there is none.
     """
-    leaves = [batch["input_ids"]] if isinstance(batch, Mapping) and "input_ids" in batch else tree_leaves(batch)
+    # Other tensors of integers, such as masks and labels, may have another shape.
+    leaves = [batch["input_ids"]] if isinstance(batch, Mapping) and "input_ids" in batch else pytree.tree_leaves(batch)
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.dtype in (torch.int32, torch.int64):
             return leaf.numel()
@@ -345,15 +377,16 @@ def _sum(total: int | None, value: int | None) -> int | None:
     return None if total is None or value is None else total + value
 
 
-def _joined(first: Point, second: Point) -> Point:
+def _merged(first: CurvePoint, second: CurvePoint) -> CurvePoint:
     seconds = first.seconds + second.seconds
-    return Point(second.step, first.samples + second.samples, seconds, first.steps + second.steps)
+    return CurvePoint(second.step, first.samples + second.samples, seconds, first.steps + second.steps)
 
 
 def _series(replicas: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[list[float]]]:
-    """Curves over the steps, from those of one rank of each replica."""
+    """Draw curves over the steps, from those of one rank of each replica."""
     series: dict[str, list[list[float]]] = {"samples_per_second": [], "step_seconds": []}
     for points in zip(*(replica[0]["points"] for replica in replicas)):
+        # Replicas end their steps together; a rate is that of the slowest.
         seconds = max(point.seconds for point in points)
         series["samples_per_second"].append([points[0].step, sum(point.samples for point in points) / seconds])
         series["step_seconds"].append([points[0].step, seconds / points[0].steps])
@@ -361,10 +394,104 @@ def _series(replicas: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[l
 
 
 def _dtype(trainer: Trainer, pl_module: LightningModule) -> torch.dtype:
-    """In which matrices are multiplied."""
+    """Return the dtype in which matrices are multiplied."""
+    # Under autocast the parameters keep their dtype, while products are taken in another.
     if str(trainer.precision) == "bf16-mixed":
         return torch.bfloat16
     if str(trainer.precision) == "16-mixed":
         return torch.float16
     dtypes = (parameter.dtype for parameter in pl_module.parameters() if parameter.is_floating_point())
     return next(dtypes, torch.float32)
+
+
+# -------------------------------------------------------------------------------------------------------- operations
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {CPU_FLASH_ATTENTION: _attention}
+"""Operations that torch's table lacks."""
+
+
+class ForwardFlops(TorchDispatchMode):
+    """Counts the operations of matrix products, convolutions and attention inside the block, by torch's formulas.
+
+    `FlopCounterMode` would count backward, too, and with it what activation checkpointing computes again; here both are
+    left out, and so are tensors without data.
+
+    Attributes:
+        total: Operations so far; a multiplication and its addition are two.
+        paused: Count nothing now: gradients are reduced, or parameters updated, by matrix products that are not the
+            model's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self.paused = False
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A tensor subclass has to say first which plain tensors it stands for: those are counted.
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        operator = overload_packet(func)
+        formula = flop_registry.get(operator) or _FORMULAS.get(operator)
+        if formula is not None and not self.paused and not is_backward_running() and not _is_meta(out):
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def _is_meta(out: Any) -> bool:
+    first = out[0] if isinstance(out, tuple) else out
+    return isinstance(first, Tensor) and first.is_meta
+
+
+_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("B200", {"bfloat16": 2250e12, "float16": 2250e12}),
+    ("H200", {"bfloat16": 989.4e12, "float16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}),
+    ("H100 PCIe", {"bfloat16": 756e12, "float16": 756e12, "tf32": 378e12, "float32": 51.2e12}),
+    ("H100 NVL", {"bfloat16": 835.5e12, "float16": 835.5e12, "tf32": 417.8e12, "float32": 60e12}),
+    ("H100", {"bfloat16": 989.4e12, "float16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}),
+    ("A100", {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}),
+    ("L40S", {"bfloat16": 362e12, "float16": 362e12, "tf32": 183e12, "float32": 91.6e12}),
+    ("L4", {"bfloat16": 121e12, "float16": 121e12, "tf32": 60e12, "float32": 30.3e12}),
+    ("V100", {"float16": 125e12, "float32": 15.7e12}),
+    ("T4", {"float16": 65e12, "float32": 8.1e12}),
+    ("MI300X", {"bfloat16": 1307.4e12, "float16": 1307.4e12, "float32": 163.4e12}),
+)
+"""Operations per second in dense matrix products, from data sheets, by a part of the device's name, specific first.
+
+Lightning's `get_available_flops` (2.6) does not serve: it has figures for sparse matrices, twice as high, for H200 and
+H100 NVL, takes L40 and L40S for L4, and has no figures of the tensor cores of several others.
+"""
+
+
+def peak_flops_of(device: torch.device, dtype: torch.dtype) -> PeakFlops | None:
+    """Return peak rate of `device` in dense matrix products of `dtype`; None if it is not known."""
+    if device.type == "cpu":
+        return _measured_flops(dtype), "calibrated by a matrix product"
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    kind = str(dtype).removeprefix("torch.")
+    # With this setting products of float32 run on tensor cores, several times as fast.
+    if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        kind = "tf32"
+    peaks = next((peaks for part, peaks in _PEAKS if re.search(rf"\b{part}\b", name)), {})
+    return (peaks[kind], f"data sheet of {name}, dense {kind}") if kind in peaks else None
+
+
+def _measured_flops(dtype: torch.dtype, size: int = 512, seconds: float = 0.05) -> float:
+    """Return the best rate of a square matrix product within some seconds."""
+    matrix = torch.ones(size, size, dtype=dtype)
+    matrix @ matrix  # the first one allocates
+    fastest = float("inf")
+    until = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < until:
+        matrix @ matrix
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2 * size**3 / fastest

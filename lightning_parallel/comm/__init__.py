@@ -5,35 +5,51 @@ peer into an error that names the lost ranks. A group of one rank communicates n
 """
 
 from lightning_parallel.comm.collectives import (
+    agree,
     all_gather,
+    all_gather_object,
     all_reduce,
     all_reduce_,
     all_to_all,
-    broadcast_,
-    irecv,
-    isend,
-    reduce_scatter,
-)
-from lightning_parallel.comm.groups import Group, MeshGroups
-from lightning_parallel.comm.objects import (
-    agree,
-    all_gather_object,
     barrier,
+    broadcast_,
     broadcast_from,
     broadcast_object,
     equal_everywhere,
+    fingerprint,
+    fingerprints,
+    irecv,
+    isend,
     raise_together,
+    reduce_scatter,
+    row_fingerprints,
 )
-from lightning_parallel.comm.records import PROFILING, CommRecord, Pending, observe, record, rehearsal
-from lightning_parallel.comm.worker import Worker
+from lightning_parallel.comm.gradient_session import (
+    Executor,
+    GradientSession,
+    InlineExecutor,
+    MeanReducer,
+    MeanStep,
+    StreamExecutor,
+    ThreadExecutor,
+    fill_buckets,
+    overlapping_executor,
+)
+from lightning_parallel.comm.groups import Group, MeshGroups
+from lightning_parallel.comm.work import PROFILING, Pending, dry_run
 
 __all__ = [
+    "GradientSession",
     "PROFILING",
-    "CommRecord",
+    "Executor",
     "Group",
+    "InlineExecutor",
+    "MeanReducer",
+    "MeanStep",
     "MeshGroups",
     "Pending",
-    "Worker",
+    "StreamExecutor",
+    "ThreadExecutor",
     "agree",
     "all_gather",
     "all_gather_object",
@@ -44,12 +60,15 @@ __all__ = [
     "broadcast_",
     "broadcast_from",
     "broadcast_object",
+    "dry_run",
     "equal_everywhere",
+    "fill_buckets",
+    "fingerprint",
+    "fingerprints",
     "irecv",
     "isend",
-    "observe",
+    "overlapping_executor",
     "raise_together",
-    "record",
     "reduce_scatter",
-    "rehearsal",
+    "row_fingerprints",
 ]

@@ -1,28 +1,46 @@
-"""The collectives on tensors. A group of one rank communicates nothing."""
+"""The collectives, on tensors and on Python objects, and the checks that ranks make together: all go on, or all raise.
+
+A group of one rank communicates nothing. Tensors are compared by their fingerprints, hashes that are equal where all
+bits are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.comm.exchange import Exchange
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.comm.records import Done, Pending
+from lightning_parallel.comm.work import Done, Pending, blocking_call
 
-__all__ = ["all_gather", "all_reduce", "all_reduce_", "all_to_all", "broadcast_", "irecv", "isend", "reduce_scatter"]
+__all__ = [
+    "agree",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_",
+    "all_to_all",
+    "barrier",
+    "broadcast_",
+    "broadcast_from",
+    "broadcast_object",
+    "equal_everywhere",
+    "fingerprint",
+    "fingerprints",
+    "irecv",
+    "isend",
+    "raise_together",
+    "reduce_scatter",
+    "row_fingerprints",
+]
 
 
-def _size_bytes(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-# -------------------------------------------------------------------------------------------------- collectives
-
-_OPS = {
+_REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
@@ -34,30 +52,40 @@ def all_reduce_(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = 
     """Reduce a contiguous `tensor` over `group`, in place.
 
     Args:
+        tensor: Of the same shape and dtype on all ranks.
+        group: The group.
         op: `sum`, `max`, `min` or `product`.
         async_op: Return a `Pending` instead of waiting.
+
+    Returns:
+        `tensor`, or a `Pending` that gives it.
     """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     pending = Pending("all_reduce", group, _size_bytes(tensor), tensor.dtype, tensor).launch(
         lambda: (
-            Exchange(tensor, group, op)
-            if Exchange.suits(tensor, group)
-            else dist.all_reduce(tensor, _OPS[op], group=group.process_group, async_op=True)
+            PairwiseAllReduce(tensor, group, op)
+            if PairwiseAllReduce.suits(tensor, group)
+            else dist.all_reduce(tensor, _REDUCE_OPS[op], group=group.process_group, async_op=True)
         )
     )
     return pending if async_op else pending.wait()
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """The reduction of `tensor` over `group`, in a new tensor."""
+    """Reduce `tensor` over `group` into a new tensor; in a group of one, return `tensor` itself."""
     if group.size == 1:
         return tensor
+    # `clone` alone would keep the strides, and collectives need contiguous memory.
     return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group, op)
 
 
 def broadcast_(tensor: Tensor, group: Group, source: int = 0, async_op: bool = False) -> Any:
-    """Overwrite a contiguous `tensor` with that of the rank at position `source`."""
+    """Overwrite a contiguous `tensor` with that of the rank at position `source`.
+
+    Returns:
+        `tensor`; with `async_op`, a `Pending` that gives it.
+    """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     pending = Pending("broadcast", group, _size_bytes(tensor), tensor.dtype, tensor).launch(
@@ -72,22 +100,29 @@ def all_gather(
     """Concatenate the tensors of all ranks along `dim`.
 
     Args:
+        tensor: This rank's part; only its extent along `dim` may differ between ranks.
+        group: The group.
+        dim: The dimension to concatenate.
         sizes: Extent along `dim` on each rank, where they differ.
         async_op: Return a `Pending` instead of waiting.
+
+    Returns:
+        The whole tensor; with `async_op`, a `Pending` that gives it.
     """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     sizes = [tensor.shape[dim]] * group.size if sizes is None else sizes
-    piece = _padded(tensor.movedim(dim, 0), max(sizes)).contiguous()
-    whole = piece.new_empty((group.size, *piece.shape))
+    # `dist.all_gather` expects equal shapes, so smaller parts are sent with padding, which is cut off again.
+    part = _padded(tensor.movedim(dim, 0), max(sizes)).contiguous()
+    whole = part.new_empty((group.size, *part.shape))
 
     def result() -> Tensor:
         if min(sizes) == max(sizes):
             return whole.flatten(0, 1).movedim(0, dim)
-        return torch.cat([part[:size] for part, size in zip(whole, sizes)]).movedim(0, dim)
+        return torch.cat([padded[:size] for padded, size in zip(whole, sizes)]).movedim(0, dim)
 
     pending = Pending("all_gather", group, _size_bytes(whole), tensor.dtype, result).launch(
-        lambda: dist.all_gather(list(whole.unbind()), piece, group=group.process_group, async_op=True)
+        lambda: dist.all_gather(list(whole.unbind()), part, group=group.process_group, async_op=True)
     )
     return pending if async_op else pending.wait()
 
@@ -95,41 +130,54 @@ def all_gather(
 def reduce_scatter(
     tensor: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None, async_op: bool = False
 ) -> Any:
-    """Sum `tensor` over the ranks and keep this rank's part along `dim`.
+    """Sum `tensor` over the ranks and return this rank's part along `dim`.
 
     Args:
-        sizes: Extent along `dim` that each rank keeps; equal parts when omitted.
+        tensor: Of the same shape on all ranks.
+        group: The group.
+        dim: The dimension to divide.
+        sizes: Extent along `dim` that each rank gets; equal parts when omitted.
         async_op: Return a `Pending` instead of waiting.
+
+    Returns:
+        The part; with `async_op`, a `Pending` that gives it.
     """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     sizes = [tensor.shape[dim] // group.size] * group.size if sizes is None else sizes
     parts = [_padded(part, max(sizes)).contiguous() for part in tensor.movedim(dim, 0).split(list(sizes))]
     mine = torch.empty_like(parts[0])
-    pending = Pending(
-        "reduce_scatter", group, _size_bytes(*parts), tensor.dtype, lambda: mine[: sizes[group.rank]].movedim(0, dim)
-    ).launch(lambda: _reduce_scatter(mine, parts, group))
+
+    def result() -> Tensor:
+        return mine[: sizes[group.rank]].movedim(0, dim)
+
+    pending = Pending("reduce_scatter", group, _size_bytes(*parts), tensor.dtype, result).launch(
+        lambda: _start_reduce_scatter(mine, parts, group)
+    )
     return pending if async_op else pending.wait()
 
 
-def _reduce_scatter(mine: Tensor, parts: list[Tensor], group: Group) -> Any:
+def _start_reduce_scatter(mine: Tensor, parts: list[Tensor], group: Group) -> Any:
+    # Tried rather than asked: whether gloo has it depends on the version of torch, and nothing tells.
     try:
         return dist.reduce_scatter(mine, parts, group=group.process_group, async_op=True)
     except RuntimeError as error:
         if "does not support reduce_scatter" not in str(error):
             raise
-    return _SumAndCopy(mine, torch.stack(parts), group)
+    return _AllReduceAndSlice(mine, torch.stack(parts), group)
 
 
-class _SumAndCopy:
-    """A reduce-scatter where the backend has none: gloo in older versions of torch."""
+class _AllReduceAndSlice:
+    """A reduce-scatter for backends that have none: gloo in older versions of torch."""
 
     def __init__(self, mine: Tensor, whole: Tensor, group: Group) -> None:
-        self._mine, self._part = mine, whole[group.rank]
+        self._mine = mine
+        self._part = whole[group.rank]
         self._work = dist.all_reduce(whole, group=group.process_group, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()
+        # Not before: until then the buffer holds partial sums.
         self._mine.copy_(self._part)
 
 
@@ -140,11 +188,14 @@ def all_to_all(
     receive_sizes: Sequence[int] | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Exchange slices along dimension 0: slice j goes to rank j; the result holds the slices meant for this rank.
+    """Send slice j of `tensor` along dimension 0 to rank j, and return the slices that arrive, in the order of ranks.
 
     Args:
+        tensor: The slices, one after another.
+        group: The group.
         send_sizes: Rows for each rank; equal parts when omitted.
         receive_sizes: Rows from each rank; equal parts when omitted.
+        async_op: Return a `Pending` instead of waiting.
     """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
@@ -160,7 +211,7 @@ def all_to_all(
 
 
 def isend(tensor: Tensor, group: Group, to: int, tag: int = 0) -> Pending:
-    """Start sending a contiguous `tensor` to the rank at position `to`."""
+    """Start sending a contiguous `tensor` to the rank at position `to`; it must not change until `wait` returns."""
     peer = group.ranks[to]
     return Pending("send", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag).launch(
         lambda: dist.isend(tensor, peer, group=group.process_group, tag=tag)
@@ -169,14 +220,235 @@ def isend(tensor: Tensor, group: Group, to: int, tag: int = 0) -> Pending:
 
 def irecv(tensor: Tensor, group: Group, source: int, tag: int = 0) -> Pending:
     """Start receiving into a contiguous `tensor` from the rank at position `source`."""
-    process_group = group.process_group
-    assert process_group is not None
     peer = group.ranks[source]
     return Pending("recv", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag).launch(
         lambda: dist.irecv(tensor, peer, group=group.process_group, tag=tag)
     )
 
 
+def _size_bytes(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def _padded(tensor: Tensor, length: int) -> Tensor:
     missing = length - tensor.shape[0]
     return tensor if missing == 0 else torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+
+
+# ------------------------------------------------------------------------------------- all-reduce between two ranks
+
+PAIRWISE_MAX_BYTES = 1 << 21  # above, the addition in the calling thread costs more than the steps of gloo's ring
+_PAIRWISE_TAG = 1 << 20  # outside the range of the tags of messages between stages
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+class PairwiseAllReduce:
+    """An all-reduce between two processes on CPU: each sends its tensor to the other, and both combine the two.
+
+    `tensor` holds the result after `wait`.
+    """
+
+    # This moves as many bytes as gloo's ring does, in one step instead of several, each of which wakes a thread: it
+    # takes about half the time for the messages of a tensor-parallel layer. Both ranks get the same bits, because
+    # a + b == b + a also in floating point.
+
+    def __init__(self, tensor: Tensor, group: Group, op: str) -> None:
+        peer = group.ranks[1 - group.rank]
+        self._tensor = tensor
+        self._other = torch.empty_like(tensor)
+        self._op = op
+        self._works = (
+            dist.irecv(self._other, peer, group=group.process_group, tag=_PAIRWISE_TAG),
+            dist.isend(tensor, peer, group=group.process_group, tag=_PAIRWISE_TAG),
+        )
+
+    @staticmethod
+    def suits(tensor: Tensor, group: Group) -> bool:
+        """Tell whether to use this instead of the backend's all-reduce."""
+        is_small = tensor.numel() * tensor.element_size() <= PAIRWISE_MAX_BYTES
+        return group.size == 2 and tensor.device.type == "cpu" and tensor.layout == torch.strided and is_small
+
+    def wait(self) -> None:
+        """Wait for both directions, then combine."""
+        for work in self._works:
+            if work is not None:  # torch's type; only a rank outside the group gets None
+                work.wait()
+        _COMBINE[self._op](self._tensor, self._other, out=self._tensor)
+
+
+T = TypeVar("T")
+
+# ---------------------------------------------------------------------------------------------------------- objects
+
+
+def all_gather_object(value: T, group: Group) -> list[T]:
+    """Gather the picklable `value` of every rank, by position."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    with blocking_call("all_gather_object", group):
+        dist.all_gather_object(values, value, group=group.process_group)
+    return values
+
+
+def broadcast_object(value: T, group: Group, source: int = 0) -> T:
+    """Return the picklable `value` of the rank at position `source`."""
+    if group.size == 1:
+        return value
+    values: list[Any] = [value]
+    with blocking_call("broadcast_object", group):
+        dist.broadcast_object_list(values, group.ranks[source], group=group.process_group)
+    return values[0]
+
+
+def broadcast_from(make: Callable[[], T], group: Group, source: int = 0) -> T:
+    """Call `make` on the rank at position `source` only, and return its result on every rank.
+
+    Raises:
+        Exception: On every rank, if `make` raises, or returns what cannot be pickled.
+    """
+    value: T | None = None
+    data = b""
+    failure: Exception | None = None
+    if group.rank == source:
+        try:
+            value = make()
+            # Pickled here rather than by the broadcast: an error there would leave the other ranks waiting.
+            data = b"" if group.size == 1 else pickle.dumps(value)
+        except Exception as error:
+            failure = error
+    description = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    data, description = broadcast_object((data, description), group, source)
+    if failure is not None:
+        raise failure
+    if description:
+        raise RuntimeError(f"rank {group.ranks[source]} failed with {description}")
+    return cast(T, value) if group.rank == source else pickle.loads(data)
+
+
+def barrier(group: Group) -> None:
+    """Wait until every rank of `group` has arrived."""
+    if group.size > 1:
+        with blocking_call("barrier", group):
+            dist.barrier(group=group.process_group)
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
+
+
+def raise_together(error: Exception | None, group: Group) -> None:
+    """Raise on every rank of `group` if any rank brings an `error`, so that no rank is left waiting.
+
+    A rank that brings an error raises that one; the others raise one of the same type that names the failed ranks.
+    """
+    found = all_gather_object(None if error is None else (type(error).__name__, str(error)), group)
+    if error is not None:
+        raise error
+    failed = {rank: failure for rank, failure in zip(group.ranks, found) if failure is not None}
+    if failed:
+        name, message = next(iter(failed.values()))
+        # Only types that are made from a message alone; others may need arguments that are not known here.
+        kind = {"ValueError": ValueError, "TypeError": TypeError}.get(name, RuntimeError)
+        raise kind(f"{message}\n(found on rank {', '.join(map(str, failed))})")
+
+
+def equal_everywhere(number: int, group: Group) -> bool:
+    """Tell whether all ranks of `group` hold the same 63-bit `number`."""
+    # One small all-reduce, where `agree` takes several: the maximum of x and of -x gives the largest and the smallest.
+    device = "cuda" if "nccl" in group.backend else "cpu"
+    largest, smallest = all_reduce_(torch.tensor([number, -number], device=device), group, "max").tolist()
+    return largest == -smallest
+
+
+def agree(what: str, value: Any, group: Group) -> None:
+    """Check that all ranks of `group` hold an equal `value`, described by `what`.
+
+    Raises:
+        ValueError: On every rank, with the values of all ranks; of dicts, with the entries that differ.
+    """
+    values = all_gather_object(value, group)
+    if any(other != values[0] for other in values):
+        listed = "\n".join(f"  rank {rank}: {other}" for rank, other in zip(group.ranks, _differing(values)))
+        raise ValueError(f"{what} must be the same on all ranks of the {group.axis} group, found\n{listed}")
+
+
+def _differing(values: list[Any]) -> list[Any]:
+    """Reduce dicts to the entries in which they differ; leave other values as they are."""
+    if not all(isinstance(value, dict) for value in values):
+        return values
+    keys = dict.fromkeys(key for value in values for key in value)
+    different = [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
+    return [{key: value.get(key) for key in different} for value in values]
+
+
+# ----------------------------------------------------------------------------------------------------- fingerprints
+
+_MIXER = 0x5851F42D4C957F2D  # odd, so that no bit is lost; its bits are spread over the word; products wrap around
+_CHUNK = 1 << 17  # words hashed at a time, so that the products stay in the processor's cache
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Hash the bytes of a tensor to 64 bits: a sum of its words of eight bytes, each weighted by its position."""
+    return fingerprints([tensor])[0]
+
+
+def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+    """Hash each tensor, see `fingerprint`; the host waits once for each device, not once for each tensor."""
+    sums = [_weighted_sum(tensor) for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(sums):
+        by_device.setdefault(value.device, []).append(index)
+    hashes = [0] * len(sums)
+    for indices in by_device.values():
+        for index, value in zip(indices, torch.stack([sums[index] for index in indices]).tolist()):
+            hashes[index] = value
+    return hashes
+
+
+@torch.no_grad()
+def _weighted_sum(tensor: Tensor) -> Tensor:
+    # Integers, because their sums do not depend on the order of additions, which differs between devices.
+    words = _words(tensor)
+    weights = _weights(tensor.device)
+    parts = [words] if len(words) <= _CHUNK else words.split(_CHUNK)
+    total = (parts[0] * weights[: len(parts[0])]).sum()
+    for index, part in enumerate(parts[1:], 1):
+        total += (part * (weights[: len(part)] + 2 * index * _CHUNK)).sum()
+    return total.mul_(_MIXER)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """View the bytes as integers of eight bytes, (words,); zeros fill up the last one."""
+    flat = tensor.contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    per_word = 8 // flat.element_size()
+    # A view needs whole words from an aligned offset; everything else is copied.
+    if len(flat) % per_word == 0 and flat.storage_offset() % per_word == 0:
+        return flat.view(torch.int64)
+    raw = flat.view(torch.uint8)
+    return torch.cat([raw, raw.new_zeros(-len(raw) % 8)]).view(torch.int64)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Return odd weights, one per word of a chunk: multiplied by an odd number, every change of a word shows."""
+    return 2 * torch.arange(_CHUNK, device=device) + 1
+
+
+@torch.no_grad()
+def row_fingerprints(tensor: Tensor, elements: int = 256) -> Tensor:
+    """Hash up to `elements` evenly spaced elements of each row to 64 bits, on the tensor's device: (rows,)."""
+    flat = tensor.detach().reshape(len(tensor), -1)
+    flat = flat[:, :: max(1, flat.shape[1] // elements)].contiguous()
+    if flat.element_size() not in _INTEGERS:  # complex128
+        flat = torch.view_as_real(flat).flatten(1)
+    integers = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    weights = 2 * torch.arange(integers.shape[1], device=flat.device) + 1
+    return (integers * weights).sum(1).mul_(_MIXER)

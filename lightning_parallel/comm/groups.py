@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch.distributed as dist
 
-from lightning_parallel.mesh import AXES, PIPELINE, TENSOR, Axis, Mesh
+from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Axis, Mesh
 
 __all__ = ["Group", "MeshGroups"]
 
@@ -31,7 +31,8 @@ class Group:
     process_group: dist.ProcessGroup | None
 
     def __deepcopy__(self, memo: object) -> Group:
-        return self  # a copied module communicates with the same ranks
+        # Layers hold their group. A copied layer communicates with the same ranks, and process groups cannot be copied.
+        return self
 
     @property
     def size(self) -> int:
@@ -39,34 +40,44 @@ class Group:
 
     @cached_property
     def backend(self) -> str:
-        """Name of the backend; looked up once, as that takes longer than to start a collective."""
+        """Name of the backend; empty for a group of one."""
+        # Cached, because torch's lookup takes longer than starting a small collective.
         return "" if self.process_group is None else dist.get_backend(self.process_group)
 
     @cached_property
     def name(self) -> str:
-        """Of the process group: the same on all its ranks, and no other group has it."""
+        """Name of the process group, equal on all its ranks and unique among groups; empty for a group of one."""
         return "" if self.process_group is None else self.process_group.group_name
 
     @classmethod
     def alone(cls, axis: str, rank: int = 0) -> Group:
-        """A group that holds this process only."""
+        """Make a group of this process only."""
         return cls(axis, (rank,), 0, None)
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None = None, axis: str = "world") -> Group:
-        """Wrap a torch process group; None means all ranks (this process alone, when torch is not distributed)."""
+        """Wrap a torch process group.
+
+        Args:
+            process_group: The group; None for all ranks, or for this process alone where torch is not distributed.
+            axis: See `Group`.
+
+        Raises:
+            ValueError: If this process is not a member of the group.
+        """
         if not dist.is_available() or not dist.is_initialized():
             return cls.alone(axis)
-        process_group = process_group if process_group is not None else dist.group.WORLD
-        assert process_group is not None
         ranks = tuple(dist.get_process_group_ranks(process_group))
-        if dist.get_rank() not in ranks:
-            raise ValueError(f"rank {dist.get_rank()} is not a member of the given process group of ranks {ranks}")
-        return cls(axis, ranks, ranks.index(dist.get_rank()), process_group if len(ranks) > 1 else None)
+        rank = dist.get_rank()
+        if rank not in ranks:
+            raise ValueError(f"rank {rank} is not a member of the given process group of ranks {ranks}")
+        # None stands for the default group, but its name and backend are those of the object.
+        wrapped = dist.group.WORLD if process_group is None else process_group
+        return cls(axis, ranks, ranks.index(rank), wrapped if len(ranks) > 1 else None)
 
 
 class MeshGroups:
-    """This rank's groups in `mesh`: one per axis, `model` (pipeline x tensor: one replica) and `world`.
+    """This rank's groups in `mesh`.
 
     Every rank must construct it at the same point, with the same arguments.
 
@@ -74,6 +85,11 @@ class MeshGroups:
         mesh: The mesh; its size must be that of the default process group.
         timeout: Deadline of each collective.
         backend: Backend of the groups; None for that of the default group.
+
+    Attributes:
+        data_parallel, pipeline_parallel, tensor_parallel: The group along each axis.
+        replica: The ranks that together hold the model once: pipeline x tensor.
+        world: All ranks.
 
     Raises:
         ValueError: If the mesh and the default process group differ in size.
@@ -85,29 +101,36 @@ class MeshGroups:
             raise ValueError(f"{mesh} has {mesh.world_size} ranks, but {self.world.size} processes are running")
         self.mesh = mesh
         self.coordinate = mesh.coordinate(self.world.ranks[self.world.rank])
-        self._settings = timeout, backend
-        self._others: dict[tuple[Axis, str], Group] = {}
-        made = {axis: self._create((axis,), axis, timeout, backend) for axis in AXES}
-        self.data_parallel, self.pipeline_parallel, self.tensor_parallel = (made[axis] for axis in AXES)
+        self._timeout = timeout
+        self._backend = backend
+        self._extra: dict[tuple[Axis, str], Group] = {}
+        self.data_parallel = self._create((DATA,), DATA)
+        self.pipeline_parallel = self._create((PIPELINE,), PIPELINE)
+        self.tensor_parallel = self._create((TENSOR,), TENSOR)
+        # A process group costs threads and sockets, so the replica has one of its own only where no axis spans it.
         if self.pipeline_parallel.size > 1 and self.tensor_parallel.size > 1:
-            self.model = self._create((PIPELINE, TENSOR), "model", timeout, backend)
+            self.replica = self._create((PIPELINE, TENSOR), "replica")
+        elif self.pipeline_parallel.size > 1:
+            self.replica = self.pipeline_parallel
         else:
-            self.model = self.pipeline_parallel if self.pipeline_parallel.size > 1 else self.tensor_parallel
+            self.replica = self.tensor_parallel
 
-    def _create(self, axes: Sequence[Axis], name: str, timeout: timedelta | None, backend: str | None) -> Group:
+    def _create(self, axes: Sequence[Axis], name: str) -> Group:
         me = self.world.ranks[self.world.rank]
         if self.mesh.size(*axes) == 1:
             return Group.alone(name, me)
         peers = self.mesh.peers(*axes)
-        group, _ = dist.new_subgroups_by_enumeration(peers, timeout=timeout, backend=backend)
+        # torch requires every rank to create every group, also those of which it is not a member.
+        process_group, _ = dist.new_subgroups_by_enumeration(peers, timeout=self._timeout, backend=self._backend)
         ranks = next(ranks for ranks in peers if me in ranks)
-        return Group(name, tuple(ranks), ranks.index(me), group)
+        return Group(name, tuple(ranks), ranks.index(me), process_group)
 
-    def another(self, axis: Axis, purpose: str) -> Group:
-        """A further group of the ranks along `axis`, one for each `purpose`; all ranks of the mesh must ask for it."""
-        if (axis, purpose) not in self._others:
-            self._others[axis, purpose] = self._create((axis,), axis, *self._settings)
-        return self._others[axis, purpose]
+    def extra(self, axis: Axis, purpose: str) -> Group:
+        """Return a further group of the ranks along `axis`, one per `purpose`, created by the first call.
 
-    def __getitem__(self, axis: Axis) -> Group:
-        return getattr(self, axis)
+        Collectives of one group must start in the same order on all its ranks; a group of its own lets a thread or a
+        stream communicate independently of the others. All ranks of the mesh must ask for it at the same point.
+        """
+        if (axis, purpose) not in self._extra:
+            self._extra[axis, purpose] = self._create((axis,), axis)
+        return self._extra[axis, purpose]

@@ -1,4 +1,4 @@
-"""Everything that is not the library's own: private names of dependencies, changes of foreign objects, state on modules.
+"""What is not the library's own: private names of dependencies, patches of their objects, state on the user's module.
 
 `lightning`, `torch` and `deepspeed` in this package give each private name of that dependency once, under a public one,
 with the reason why no public name will do; `tests/test_compat.py` holds them against the installed version. `patched`
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import getattr_static
 from typing import Any
 
-__all__ = ["Patches", "patched"]
+__all__ = ["ParallelState", "Patches", "patched"]
 
 _MISSING = object()
 
@@ -28,9 +30,11 @@ class Patches:
     def replace(self, target: Any, name: str, value: Any) -> Any:
         """Set `target.name` to `value` and return what it was."""
         before = getattr(target, name)
-        own = vars(target).get(name, _MISSING) if hasattr(target, "__dict__") else before
-        self._replaced.append((target, name, own))
+        # A data descriptor of the type, such as `__class__` or a slot, can be set again but not deleted.
+        is_descriptor = hasattr(type(getattr_static(type(target), name, None)), "__set__")
+        own = before if is_descriptor or not hasattr(target, "__dict__") else vars(target).get(name, _MISSING)
         setattr(target, name, value)
+        self._replaced.append((target, name, own))
         return before
 
     def undo(self) -> None:
@@ -51,3 +55,35 @@ def patched(target: Any, name: str, value: Any) -> Iterator[Any]:
         yield patches.replace(target, name, value)
     finally:
         patches.undo()
+
+
+@dataclass
+class ParallelState:
+    """All that the library keeps on the user's LightningModule, under one attribute, from one run to the next.
+
+    A copy of the module, or one that was pickled, starts without: it is no part of a pipeline.
+
+    Attributes:
+        tensor_ranks: The tensor-parallel ranks that the module was divided over.
+        sharding: What was divided how (`tensor.plan.Sharding`).
+        engine: Its pipeline (`pipeline.engine.PipelineEngine`).
+        names: Names in the whole module, before it was cut (`checkpoint.ModelNames`).
+        skipped_steps: How many steps changed nothing, because a gradient was not finite.
+    """
+
+    tensor_ranks: tuple[int, ...] = ()
+    sharding: Any = None
+    engine: Any = None
+    names: Any = None
+    skipped_steps: int = 0
+
+    @classmethod
+    def of(cls, module: Any) -> ParallelState:
+        """Return the state of `module`; a new one where it has none yet."""
+        return module.__dict__.setdefault("_parallel_state", cls())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
+        return ParallelState()
+
+    def __reduce__(self) -> Any:
+        return ParallelState, ()

@@ -2,14 +2,188 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, Optional, Union
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    DistributedSamplerWrapper,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+
+# What paths are in the signatures of Lightning's hooks, which LightningCLI reads.
+from lightning.fabric.utilities.types import _PATH as PathLike
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as FunctionLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
+from lightning.pytorch.trainer import call
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+__all__ = [
+    "FunctionLauncher",
+    "PathLike",
+    "ScriptLauncher",
+    "batch_value_of",
+    "ddp_hook_state",
+    "init_process_group",
+    "is_compiled",
+    "loaders_of",
+    "logged_step",
+    "metric_state_of",
+    "move_optimizers",
+    "prepared_batch",
+    "restore_metric_state",
+    "set_batch_value",
+    "set_device_mesh",
+    "set_update_count",
+    "should_update_logs",
+    "states_of",
+    "sync_tensor",
+    "take_first_entry",
+    "unwrap_optimizer",
+    "update_count_of",
+    "wrapped_sampler",
+]
 
 # -- strategies: launching, processes ----------------------------------------------------------------------------------
 
+
+def init_process_group(
+    environment: ClusterEnvironment, backend: str, timeout: timedelta | None, device: torch.device | None
+) -> None:
+    """Start the default process group, if there is none, as Lightning's own strategies do, with its log line.
+
+    Calling `torch.distributed.init_process_group` instead would miss what Lightning sets for each cluster environment.
+    """
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device)
+
+
+def sync_tensor(tensor: Tensor, group: Any, reduce_op: Optional[Union[ReduceOp, str]]) -> Tensor:
+    """Reduce `tensor` over `group`, with Lightning's names of operations and its casts: metrics expect its results."""
+    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+
+def set_device_mesh(module: LightningModule, device_mesh: DeviceMesh) -> None:
+    """Set `LightningModule.device_mesh`, which has no setter: Lightning's own strategy writes the attribute as well."""
+    module._device_mesh = device_mesh
+
+
+def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Move the state of optimizers to `device`; torch has no public function for it."""
+    _optimizers_to_device(optimizers, device)
+
+
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside Lightning's wrapper, whose `optimizer` property exists for users of loops only."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def is_compiled(module: LightningModule) -> bool:
+    """Tell whether the whole module was compiled, by `torch.compile(module)` or `module.compile()`."""
+    return (
+        getattr(module, "_compiler_ctx", None) is not None or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
 # -- strategies: DDP, FSDP ---------------------------------------------------------------------------------------------
+
+
+def ddp_hook_state(strategy: Strategy) -> Any:
+    """The state of the communication hook given to `DDPStrategy`, which is passed to its constructor only; or None."""
+    return getattr(strategy, "_ddp_comm_state", None)
+
 
 # -- loops and connectors ----------------------------------------------------------------------------------------------
 
+
+def loaders_of(loop: Any) -> Any:
+    """Return the data loaders that a loop will read, as the user gave them: public only once the loop has begun."""
+    return loop._data_source.instance
+
+
+def take_first_entry(loop: Any) -> Any:
+    """Set up a loop's data, take its first entry (batch, index, loader), and leave the loop as if nothing had been.
+
+    Returns:
+        The entry; None if there is none, or if the data can be read only once.
+    """
+    loop.setup_data()
+    # Without this the run would go on with loaders that were set up for the look.
+    loader, loop._combined_loader = loop._combined_loader, None
+    if loader is None or any(hasattr(data, "__next__") for data in loader.flattened):
+        return None
+    return next(iter(loader), None)
+
+
+def prepared_batch(trainer: Trainer, batch: Any) -> Any:
+    """Convert and move a batch as loops do, hooks included; the functions that do so are private to loops."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+
+def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
+    """The user's sampler, of which Lightning's wrapper keeps only the data set made from it."""
+    return wrapper.dataset._sampler  # type: ignore[attr-defined]
+
+
 # -- loggers, callbacks, profiler --------------------------------------------------------------------------------------
 
+
+def should_update_logs(trainer: Trainer) -> bool:
+    """Whether loggers are due in this step: Lightning decides it from counters of its loops that are private, too."""
+    return trainer._logger_connector.should_update_logs
+
+
+def logged_step(trainer: Trainer) -> int:
+    """The step under which Lightning logs: `global_step` counts each of several optimizers."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 # -- torchmetrics ------------------------------------------------------------------------------------------------------
+
+
+def states_of(metric: Metric) -> dict[str, Any]:
+    """Return the states of a metric by name; `metric_state` gives copies, and not in all supported versions."""
+    return {name: getattr(metric, name) for name in metric._defaults}
+
+
+def update_count_of(metric: Metric) -> int:
+    """Return how often a metric was updated; the public `update_count` has no setter."""
+    return metric._update_count
+
+
+def set_update_count(metric: Metric, count: int) -> None:
+    """Set how often a metric was updated, and forget the value that it computed before."""
+    metric._update_count = count
+    metric._computed = None
+
+
+def batch_value_of(metric: Metric) -> Any:
+    """Return the value of the last batch, which Lightning logs for a metric object."""
+    return metric._forward_cache
+
+
+def set_batch_value(metric: Metric, value: Any) -> None:
+    """Set the value of the last batch."""
+    metric._forward_cache = value
+
+
+def metric_state_of(metric: Metric) -> Sequence[Any]:
+    """Return what `restore_metric_state` takes: all that a metric remembers besides its states."""
+    return metric._update_count, metric._computed, metric._forward_cache
+
+
+def restore_metric_state(metric: Metric, state: Sequence[Any]) -> None:
+    """Undo what updates since `metric_state_of` have left besides the states."""
+    metric._update_count, metric._computed, metric._forward_cache = state

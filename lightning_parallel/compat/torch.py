@@ -5,13 +5,25 @@ They exist under these names in torch 2.6 to 2.13; `tests/test_compat.py` says w
 
 from __future__ import annotations
 
+import json
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 # -- used by strategies.deferred_init: imports -----
 # The documented way out of `__torch_function__` for subclasses; it has no other name.
 from torch._C import DisableTorchFunctionSubclass
+
+# -- used by tensor: imports -----
+# The id of the backward pass that is running, -1 outside of one: no public function tells two passes apart.
+from torch._C import _current_graph_task_id as current_graph_task_id
 
 # Lets C++ code that asks for the address of a tensor's data raise an error instead of reading address zero.
 from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
@@ -19,32 +31,254 @@ from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
 # Exchanges what two tensor objects stand for. `torch.utils.swap_tensors` refuses tensors with weak references, which
 # recurrent layers keep of their weights, and exchanges attributes too.
 from torch._C import _swap_tensor_impl as swap_tensor_impl
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import FSDP_PREFIX
+
+# -- used by callbacks: imports -----
+# The one base of all batch and instance normalization: a list of their public classes would miss those of users.
+from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 
 # Walks nested containers of tensors; `torch.utils.pytree` is not there in all supported versions.
 from torch.utils import _pytree as pytree
 
-# Sees every operation that reaches the dispatcher, factories too; documented, but only under this name.
-from torch.utils._python_dispatch import TorchDispatchMode
+# Sees every operator; a public name in a private module, and no public module has it.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from lightning_parallel.compat import Patches
 
 __all__ = [
+    "CPU_FLASH_ATTENTION",
     "DisableTorchFunctionSubclass",
+    "FullyShardedGroup",
+    "FullyShardedParameter",
+    "NormalizationBase",
+    "TOTAL_NORM",
     "TorchDispatchMode",
+    "WRAPPER_PREFIXES",
+    "buffers_of",
+    "clip_grad",
+    "current_graph_task_id",
+    "ddp_comm_hooks",
+    "ddp_ignored_names",
+    "default_store",
+    "flight_recorder_entries",
     "forbid_data_access",
+    "fsdp1_comm_hook",
+    "fsdp1_gradient_views",
+    "fsdp1_parameter_offsets",
+    "fsdp1_replica_group",
+    "fully_sharded_groups",
+    "has_compiled_call",
+    "has_unsharded_storage",
+    "install_fsdp1_comm_hook",
+    "intercepted_all_reduce",
+    "is_backward_running",
     "make_subclass",
     "mark_as_parameter",
     "move_tensor_hooks",
+    "non_persistent_buffers_of",
+    "norms_of",
+    "overload_packet",
+    "parameters_of",
+    "patch_unscale",
     "pytree",
     "schema_of",
+    "sharded_flat_parameters",
+    "storage_address",
     "swap_tensor_impl",
+    "unsafe_view",
+    "version_of",
 ]
 
 # -- torch.nn: modules, parameters, hooks ------------------------------------------------------------------------------
 
+# -- used by tensor -----
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters that belong to the module itself, by name, to read or replace.
+
+    `named_parameters` leaves out entries that are None and repeated ones, and setting an attribute instead would run
+    the `__setattr__` of the module's class.
+    """
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers that belong to the module itself, by name, to read or replace; see `parameters_of`."""
+    return module._buffers
+
+
+def non_persistent_buffers_of(module: nn.Module) -> set[str]:
+    """Return the names of the module's own buffers that `state_dict` leaves out; `register_buffer` only writes them."""
+    return module._non_persistent_buffers_set
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called; `torch.compile(module)` has a public class instead."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
 # -- torch.nn.parallel, FSDP: gradient hooks ---------------------------------------------------------------------------
+
+# compression: where DDP, FSDP1 and FSDP2 communicate gradients
+
+WRAPPER_PREFIXES = (FSDP_PREFIX, CHECKPOINT_PREFIX, "_orig_mod.")
+"""Put into parameter names by FSDP1, activation checkpointing and `torch.compile`; no public function removes them."""
+
+
+def ddp_ignored_names(module: nn.Module) -> Collection[str]:
+    """Return the names of parameters that DDP was told to ignore; torch has only a setter for them, a private one."""
+    return getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+
+
+def fsdp1_comm_hook(unit: FullyShardedDataParallel) -> Any:
+    """Return the communication hook of an FSDP module, or None; torch registers hooks, but has no getter."""
+    return unit._comm_hook
+
+
+def install_fsdp1_comm_hook(unit: FullyShardedDataParallel, hook: Any, state: Any, patches: Patches) -> None:
+    """Give one FSDP module, without its children, a communication hook.
+
+    `register_comm_hook` refuses modules that shard and replicate, gives all children the same state, and there is no
+    way to remove its hook.
+    """
+    patches.replace(unit, "_comm_hook", hook)
+    patches.replace(unit, "_comm_hook_state", state)
+
+
+def fsdp1_replica_group(unit: FullyShardedDataParallel) -> Any:
+    """Return the ranks that hold the same shards under a HYBRID strategy, or None; only the shards' group is public."""
+    return getattr(unit, "_inter_node_pg", None)
+
+
+def fsdp1_gradient_views(unit: FullyShardedDataParallel, gradient: Tensor) -> dict[str, Tensor]:
+    """Return views of a flat gradient, padded to equal shards, by the parameters' names in the unit.
+
+    A communication hook gets the flat gradient; only the private handle knows which parameters lie where in it.
+    """
+    handle: Any = unit._handle
+    flat = handle.flat_param
+    views = handle._get_unflat_views(gradient[: flat._unpadded_unsharded_size.numel()])
+    return dict(zip(flat._fqns, views))
+
+
+def fsdp1_parameter_offsets(unit: FullyShardedDataParallel) -> list[tuple[str, torch.Size, int]]:
+    """Return name, shape and first element in the flat gradient of each parameter; padding lies between them."""
+    handle: Any = unit._handle
+    flat = handle.flat_param
+    ends = list(accumulate(flat._numels_with_padding))
+    starts = [start for start, is_padding in zip([0, *ends], flat._is_padding_mask) if not is_padding]
+    return list(zip(flat._fqns, flat._shapes, starts))
+
+
+@dataclass(frozen=True)
+class FullyShardedParameter:
+    """One parameter under `fully_shard`, and its place in what FSDP2 communicates; only private classes know it."""
+
+    _parameter: Any
+
+    @property
+    def tensor(self) -> Any:
+        """The parameter of the module, a DTensor."""
+        return self._parameter.sharded_param
+
+    @property
+    def size(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self._parameter._orig_size
+
+    @property
+    def shard_size(self) -> torch.Size:
+        """Shape of this rank's shard."""
+        return self._parameter.sharded_size
+
+    @property
+    def padded_shard_size(self) -> torch.Size:
+        """Shape of every rank's shard, padding included."""
+        return self._parameter.padded_sharded_param_size
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is sharded."""
+        return self._parameter.fsdp_placement.dim
+
+
+@dataclass(frozen=True)
+class FullyShardedGroup:
+    """The parameters that one call of `fully_shard` communicates together."""
+
+    _group: Any
+
+    @property
+    def parameters(self) -> list[FullyShardedParameter]:
+        """The parameters, in the order of their shards in a flat gradient."""
+        return [FullyShardedParameter(parameter) for parameter in self._group.fsdp_params]
+
+    @property
+    def shard_group(self) -> Any:
+        """The process group that the parameters are divided over."""
+        return self._group.mesh_info.shard_process_group
+
+    @property
+    def replicates(self) -> bool:
+        """True over a mesh of shards and replicas."""
+        return hasattr(self._group.mesh_info, "replicate_process_group")
+
+    @property
+    def has_all_reduce_hook(self) -> bool:
+        """True after `set_all_reduce_hook`, which has no getter."""
+        return self._group._all_reduce_hook is not None
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """What `set_custom_reduce_scatter` replaces, to be put back later; there is no getter. None in old versions."""
+        return getattr(self._group, "_reduce_scatter_comm", None)
+
+
+def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
+    """Return the groups of one module that `fully_shard` was called on, without those of its children."""
+    state: Any = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [FullyShardedGroup(group) for group in groups if group is not None]
+
 
 # -- torch.distributed: stores, groups, flight recorder ----------------------------------------------------------------
 
+
+def default_store() -> dist.Store:
+    """Return the rendezvous store of the default process group.
+
+    No public function does, and with `init_method="env://"` torch creates the store by itself.
+    """
+    return dist.distributed_c10d._get_default_store()
+
+
 # -- autograd and dispatch ---------------------------------------------------------------------------------------------
+
+# -- used by tensor -----
+
+# A reshape that autograd does not treat as a view: the result of a custom function may then be changed in place.
+unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+# The counter of a tensor's in-place changes, which autograd checks too: no public name says if a tensor changed.
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
+# compression
+
+
+def is_backward_running() -> bool:
+    """Return whether this thread runs backward, as when activation checkpointing calls a module a second time.
+
+    Autograd has no public function for it.
+    """
+    return current_graph_task_id() != -1
+
 
 # -- used by strategies.deferred_init -----
 
@@ -74,3 +308,106 @@ def move_tensor_hooks(source: Tensor, target: Tensor) -> None:
 
 
 # -- torch.amp, torch.optim --------------------------------------------------------------------------------------------
+
+# The function inside torch's `clip_grad_norm_` that takes the norm of a list of gradients: replacing it is the only
+# way to correct what modules compute that call `clip_grad_norm_` by themselves.
+TOTAL_NORM = "_get_total_norm" if hasattr(clip_grad, "_get_total_norm") else "get_total_norm"
+
+
+def norms_of(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    """Return the norm of each tensor, in one kernel for all on CUDA; the public function takes one tensor."""
+    return list(torch._foreach_norm(tensors, norm_type)) if tensors else []
+
+
+def patch_unscale(scaler: Any, change: Any, patches: Patches) -> None:
+    """Let `change` see and correct what a `GradScaler` found when it unscaled gradients: its overflow by device.
+
+    The scaler decides by itself, without a hook, whether it skips the step.
+    """
+    unscale = scaler._unscale_grads_
+    patches.replace(scaler, "_unscale_grads_", lambda *args, **kwargs: change(unscale(*args, **kwargs)))
+
+
+# -- used by callbacks: memory, operations, collectives -----
+
+CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Attention on CPU, which is missing in torch's table of operations; it has no public name as an operator."""
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Identify a storage among those that are alive. `data_ptr()` is 0 for all empty ones and changes on resize."""
+    return storage._cdata
+
+
+def overload_packet(op: Any) -> Any:
+    """The operator that `op` is an overload of: the key in torch's table of operations."""
+    return op._overloadpacket
+
+
+def ddp_comm_hooks(model: DistributedDataParallel) -> list[Callable[..., Any]]:
+    """The communication hooks on a DDP module, which can be registered but not asked for."""
+    return [hook for hook, _ in model._comm_hooks]
+
+
+def sharded_flat_parameters(model: nn.Module) -> list[Tensor]:
+    """The flat parameters that FSDP1 has sharded; empty without FSDP1. `parameters()` gives views of them only."""
+    if not isinstance(model, FullyShardedDataParallel):
+        return []
+    handles: Iterable[Any] = (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model))
+    return [handle.flat_param for handle in handles if handle is not None and handle.uses_sharded_strategy]
+
+
+def has_unsharded_storage(flat_parameter: Tensor) -> bool:
+    """Whether FSDP1 has allocated the storage in which it gathers a flat parameter: from the first step on."""
+    return hasattr(flat_parameter, "_full_param_padded")
+
+
+def flight_recorder_entries() -> list[dict[str, Any]]:
+    """What torch's flight recorder keeps of the collectives of all groups; empty where it does not run.
+
+    The public way to read it is a file that the watchdog of NCCL writes after a timeout.
+    """
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+    if dump is None:
+        return []
+    entries: list[dict[str, Any]] = json.loads(dump()).get("entries", [])
+    return entries
+
+
+Interceptor = Callable[[list[Tensor], dist.ProcessGroup, Callable[[], dist.Work]], Any]
+
+_interceptors: list[Interceptor] = []
+
+
+@contextmanager
+def intercepted_all_reduce(interceptor: Interceptor) -> Iterator[None]:
+    """Inside the block, call `interceptor(tensors, group, call)` for each all-reduce, from C++ too; it must run `call`.
+
+    DDP reduces its buckets in C++, out of reach of functions replaced in `torch.distributed`. Its one public hook would
+    replace the reduction, and cannot be removed. All process groups go through the dispatcher, though, where a kernel
+    can be put before theirs: in place of autograd's, which only warns if the result is differentiated. Tensors of
+    inference mode pass it by. With several interceptors the last one is called.
+    """
+    library = None
+    if not _interceptors:
+        library = torch.library.Library("c10d", "IMPL")
+        library.impl("allreduce_", _intercept_all_reduce, "Autograd")
+    _interceptors.append(interceptor)
+    try:
+        yield
+    finally:
+        _interceptors.remove(interceptor)
+        if library is not None:
+            library._destroy()  # otherwise only garbage collection takes the kernel out again
+
+
+def _intercept_all_reduce(tensors: list[Tensor], process_group: Any, *arguments: Any) -> Any:
+    results: list[Any] = []
+
+    def call() -> dist.Work:
+        with torch._C._AutoDispatchBelowAutograd():  # to the kernel of the backend
+            results.append(torch.ops.c10d.allreduce_(tensors, process_group, *arguments))
+        return dist.Work.unbox(results[0][1])
+
+    _interceptors[-1](tensors, dist.ProcessGroup.unbox(process_group), call)
+    return results[0]

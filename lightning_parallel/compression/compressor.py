@@ -1,59 +1,187 @@
-"""Compressors: reducers with one method for all tensors, and the plain mean for those not worth compressing."""
+"""Compressors: reducers with one method for all tensors, and the plain mean for those not worth compressing.
+
+Here too is what users construct them with: checked numbers, values that change with the step, seeded random numbers.
+"""
 
 from __future__ import annotations
 
 import abc
 import copy
+import hashlib
 import inspect
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, Optional
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, ClassVar, Optional, Union
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.arguments import check_fraction, check_integer
-from lightning_parallel.compression.codec import Codec, Exact, by_rank
-from lightning_parallel.compression.exchange import Exchange, Scatter, Sum, Traffic
-from lightning_parallel.compression.feedback import Block, Feedback, FeedbackName
+from lightning_parallel.compression.feedback import Feedback, FeedbackName, GradientBlock
 from lightning_parallel.compression.method import Method
-from lightning_parallel.compression.reducer import Reducer, Step
+from lightning_parallel.compression.reducer import Reducer
+from lightning_parallel.compression.wire import (
+    AllReduceRequest,
+    Codec,
+    Exact,
+    ReduceScatterRequest,
+    Requests,
+    StepContext,
+    split_by_rank,
+)
 
-__all__ = ["Compressor", "Dense"]
+__all__ = [
+    "Compressor",
+    "Dense",
+    "StepValue",
+    "all_values",
+    "check_flag",
+    "check_fraction",
+    "check_integer",
+    "check_number",
+    "check_ratio",
+    "seeded_generator",
+    "value_at",
+]
 
 
-_OF_THE_OUTER = {"feedback", "decay", "start_step", "min_numel"}  # what an encoding of values has no use for
+def check_integer(name: str, value: object, least: Optional[int] = None) -> None:
+    """Check that `value` is an integer, of at least `least`."""
+    expected = f"`{name}` must be an integer{'' if least is None else f' of at least {least}'}"
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{expected}, got {value!r}")
+    if least is not None and int(value) < least:
+        raise ValueError(f"{expected}, got {value!r}")
+
+
+def check_number(name: str, value: object) -> float:
+    """Check that `value` is a number, and return it as a float."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be a number, got {value!r}")
+    return float(value)
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Check that `value` is a number in [0, 1)."""
+    if not 0 <= check_number(name, value) < 1:
+        raise ValueError(f"`{name}` must be in [0, 1), got {value!r}")
+
+
+def check_ratio(name: str, value: object) -> None:
+    """Check that `value` is a number in (0, 1]."""
+    if not 0 < check_number(name, value) <= 1:
+        raise ValueError(f"`{name}` must be in (0, 1], got {value!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Check that `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}")
+
+
+class StepValue:
+    """A ratio or rank that changes with the step: each value holds from its step until the next.
+
+        StepValue({0: 0.25, 100: 0.05, 200: 0.01})
+
+    Args:
+        values: Value by the optimizer step from which it holds; step 0 must be there.
+
+    Raises:
+        TypeError: If `values` is no mapping of integers to numbers.
+        ValueError: If `values` has no step 0, or a negative step.
+    """
+
+    def __init__(self, values: Mapping[int, Union[int, float]]) -> None:
+        if not isinstance(values, Mapping):
+            raise TypeError(f"a schedule is a mapping such as {{0: 0.25, 100: 0.01}}, got {values!r}")
+        for step, value in values.items():
+            check_integer("step", step)
+            check_number(f"values[{step}]", value)
+        if not values or min(values) != 0:
+            raise ValueError(f"a schedule begins at step 0, found steps {sorted(values)}")
+        self.values = dict(sorted(values.items()))
+
+    @classmethod
+    def warm_up(
+        cls, value: Union[int, float], steps: int, start: Union[int, float] = 0.25, stages: int = 4
+    ) -> StepValue:
+        """Go from `start` to `value` in equal factors, within `steps` steps; through integers if both are (ranks).
+
+        Source: Deep Gradient Compression, section 3.3 (25 %, 6.25 %, 1.6 %, 0.4 %, 0.1 %), arXiv 1712.01887.
+        """
+        check_integer("steps", steps, least=0)
+        check_integer("stages", stages, least=1)
+        if check_number("value", value) <= 0 or check_number("start", start) <= 0:
+            raise ValueError(f"`value` and `start` must be positive, got {value!r} and {start!r}")
+        factor = (value / start) ** (1 / stages)
+        found = {steps * stage // stages: start * factor**stage for stage in range(stages)}
+        if isinstance(value, Integral) and isinstance(start, Integral):
+            found = {step: round(rank) for step, rank in found.items()}
+        return cls({**found, steps: value})
+
+    def __call__(self, step: int) -> float:
+        """Return the value at `step`."""
+        return next(value for begin, value in reversed(self.values.items()) if begin <= step)
+
+    def __repr__(self) -> str:
+        return f"StepValue({self.values})"
+
+
+def value_at(value: Union[float, StepValue], step: int) -> float:
+    """Return a constant, or the value of a `StepValue` at `step`."""
+    return value(step) if isinstance(value, StepValue) else value
+
+
+def all_values(value: Union[float, StepValue]) -> list[float]:
+    """Return all values that `value` takes, the last one last."""
+    return list(value.values.values()) if isinstance(value, StepValue) else [value]
+
+
+def seeded_generator(device: torch.device, *purpose: object) -> Optional[torch.Generator]:
+    """Return a generator seeded by `purpose` (seed, step, parameter name, ...): equal wherever and whenever it is made.
+
+    The global generators are not touched, and a resumed run draws the same numbers without a saved generator state.
+    None on the meta device, where nothing is drawn.
+    """
+    if device.type == "meta":
+        return None
+    digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+_OUTER_ARGUMENTS = {"feedback", "decay", "start_step", "min_numel"}  # without effect on an encoding of values
+
+# A checkpoint of `Auto` names the chosen compressor by its repr, so the order of arguments there must never change.
+_LAST_ARGUMENTS = ("feedback", "decay", "momentum", "start_step", "min_numel", "seed")
 
 
 class Compressor(Reducer, Method):
-    """A reducer that treats all tensors alike; the base of what users construct.
+    """A reducer that treats all tensors the same way; the base of those that users construct.
 
-    `a | b` sends what `a` selects encoded by `b`; the error feedback is then that of `a`.
+    `a | b` sends what `a` selects, encoded by `b`; the error feedback is then that of `a`.
 
     Args:
-        feedback: Error feedback: None, `classic`, `decayed` or `ef21`.
+        feedback: Error feedback: `classic`, `decayed`, `ef21` or None for none, which needs no memory.
         decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
         start_step: Steps with plain means before compression begins.
         min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
-        values: Encoding of what is sent, as `| values` would set it.
-        momentum: Momentum correction; the optimizer must then have none.
 
     Raises:
         TypeError: If an argument is of a wrong type.
         ValueError: If an argument is out of range, or a combination makes no sense.
     """
 
-    codecs: ClassVar[tuple[str, ...]] = ()  # names of the classes allowed as `values`
-    own_slots: ClassVar[frozenset[str]] = frozenset()  # in memory, besides those of the feedback
+    codecs: ClassVar[tuple[str, ...]] = ()  # names of the classes allowed after `|`
+    method_slots: ClassVar[frozenset[str]] = frozenset()  # in memory, besides those of the feedback
 
     def __init__(
         self,
-        feedback: Optional[FeedbackName],
+        *,
+        feedback: Optional[FeedbackName] = "classic",
         decay: Optional[float] = None,
         start_step: int = 0,
         min_numel: int = 1024,
-        values: Optional[Codec] = None,
-        momentum: float = 0.0,
     ) -> None:
         super().__init__()
         if feedback not in (None, "classic", "decayed", "ef21"):
@@ -62,50 +190,53 @@ class Compressor(Reducer, Method):
             check_fraction("decay", decay)
             if feedback != "decayed":
                 raise ValueError(f"`decay` is that of feedback='decayed', got decay={decay} with feedback={feedback!r}")
-        check_fraction("momentum", momentum)
         check_integer("start_step", start_step, least=0)
         check_integer("min_numel", min_numel, least=0)
-        if momentum and feedback != "classic":
-            raise ValueError(f"momentum correction accumulates in classic error feedback, got feedback={feedback!r}")
-        self.start_step, self.min_numel = start_step, min_numel
+        self.start_step = start_step
+        self.min_numel = min_numel
         self.decay = decay
-        self.feedback = Feedback(feedback, 0.5 if decay is None else decay, momentum)
+        self.feedback = Feedback(feedback, 0.5 if decay is None else decay)
         self.values: Codec = Exact()
-        self._dense = Dense(momentum)
-        if values is not None:
-            self._set_values(values)
+        self._dense = Dense()
 
     @abc.abstractmethod
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
-        """Send `work` M, (names, *shape), and write the mean into `block.targets`; turn M into M - C(M)."""
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
+        """Send `work` M, (names, *shape), and write the mean into `block.outputs`; turn M into M - C(M)."""
 
     @property
     def slots(self) -> frozenset[str]:
-        return self.own_slots | self.feedback.slots | self._dense.slots
+        """The slots of memory that it uses."""
+        return self.method_slots | self.feedback.slots | self._dense.slots
 
     @property
-    def alone(self) -> bool:
+    def separate(self) -> bool:
+        """True if the encoding of values draws random numbers."""
         return self.values.stochastic
 
     def accepts(self, shape: Sequence[int]) -> bool:
-        """Whether a gradient of `shape` is worth compressing."""
+        """Return whether a gradient of `shape` is worth compressing."""
         return len(shape) >= 2 and math.prod(shape) >= max(self.min_numel, 1)
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
+        """Return this compressor, or the plain mean for small tensors and the first steps."""
         return self if step >= self.start_step and self.accepts(shape) else self._dense
 
-    def exchange(self, block: Block, step: Step) -> Exchange:
-        work = self.feedback.open(block, step.memory, step.scale)
+    def requests(self, block: GradientBlock, step: StepContext) -> Requests:
+        """Replace the block's gradients by their mean, with error feedback around `compress`."""
+        work = self.feedback.apply(block, step.memory, step.scale)
         yield from self.compress(work, block, step)
-        self.feedback.close(block, step.memory, work, step.scale)
+        self.feedback.update(block, step.memory, work, step.scale)
 
     def __or__(self, values: Codec) -> Compressor:
+        # A copy, as the parts of a composition may be used alone as well.
         composed = copy.deepcopy(self)
-        composed._set_values(values)
+        composed._encode_values(values)
         return composed
 
-    def _set_values(self, values: Codec) -> None:
+    def _encode_values(self, values: Codec) -> None:
+        """Send what is selected encoded by `values`."""
         allowed = f"one of {', '.join(self.codecs)}" if self.codecs else "nothing"
+        # Compressors that cannot encode values pass here: the next check says what could follow instead.
         if not isinstance(values, (Codec, Compressor)):
             raise TypeError(f"{type(self).__name__} can be followed by {allowed}, got {values!r}")
         if type(values).__name__ not in self.codecs:
@@ -116,7 +247,7 @@ class Compressor(Reducer, Method):
         if not isinstance(self.values, Exact):
             raise ValueError(f"{type(self).__name__} already encodes its values by {self.values!r}; use one encoding")
         settings = values._settings() if isinstance(values, Compressor) else {}
-        useless = {name: value for name, value in settings.items() if name in _OF_THE_OUTER and value is not None}
+        useless = {name: value for name, value in settings.items() if name in _OUTER_ARGUMENTS and value is not None}
         if useless:
             raise ValueError(
                 f"{', '.join(f'`{name}`' for name in useless)} would have no effect on the encoding of values, got "
@@ -124,18 +255,27 @@ class Compressor(Reducer, Method):
             )
         self.values = values
 
+    def _correct_momentum(self, momentum: float) -> None:
+        """Apply the momentum of SGD before the selection, and to the plain means."""
+        check_fraction("momentum", momentum)
+        if momentum and self.feedback.kind != "classic":
+            raise ValueError(
+                f"momentum correction accumulates in classic error feedback, got feedback={self.feedback.kind!r}"
+            )
+        self.feedback = Feedback(self.feedback.kind, self.feedback.decay, momentum)
+        self._dense = Dense(momentum)
+
     def _settings(self) -> dict[str, Any]:
-        """What it was made with where that is not the default, by argument; without the encoding of its values."""
+        """Return the arguments that differ from their defaults, without the encoding of values."""
         held = {**vars(self), "feedback": self.feedback.kind, "momentum": self.feedback.momentum}
-        arguments = inspect.signature(type(self)).parameters
         return {
             name: held[name]
-            for name, argument in arguments.items()
-            if name != "values" and name in held and held[name] != argument.default
+            for name, default in _defaults(type(self)).items()
+            if name != "values" and name in held and held[name] != default
         }
 
     def _main(self) -> dict[str, str]:
-        """The argument that is always shown, and how."""
+        """Return the argument that `repr` always shows, and how."""
         return {}
 
     def __repr__(self) -> str:
@@ -145,11 +285,27 @@ class Compressor(Reducer, Method):
         return alone if isinstance(self.values, Exact) else f"{alone} | {self.values!r}"
 
 
+def _defaults(compressor: type[Compressor]) -> dict[str, Any]:
+    """Return the default of each constructor argument, also of those that `**kwargs` passes to base classes."""
+    found: dict[str, Any] = {}
+    for base in compressor.__mro__:
+        if issubclass(base, Compressor) and "__init__" in vars(base):
+            parameters = inspect.signature(base).parameters.values()
+            for parameter in parameters:
+                if parameter.kind is not parameter.VAR_KEYWORD:
+                    found.setdefault(parameter.name, parameter.default)
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+                break
+    first = [name for name in found if name not in _LAST_ARGUMENTS]
+    return {name: found[name] for name in (*first, *_LAST_ARGUMENTS) if name in found}
+
+
 class Dense(Reducer, Method):
     """The plain mean, by all-reduce. Exact, linear and unbiased.
 
-    Gradients of 16 bits are summed in fp32 and travel as that, twice what `DistributedDataParallel` sends without a
-    hook: so do those of a compressor that are small, or come before its `start_step`. fp64 travels as it is.
+    Gradients of 16 bits are summed in fp32 and sent as that, twice the bytes of `DistributedDataParallel` without a
+    hook. The same holds for those gradients of a compressor that are small, or come before its `start_step`. fp64 is
+    sent as it is.
 
     Args:
         momentum: Applied to the mean here, where an optimizer without momentum expects it done (momentum correction).
@@ -165,43 +321,42 @@ class Dense(Reducer, Method):
         self.feedback = Feedback(momentum=momentum)
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
+        """Return this method for all parameters."""
         return self
 
     @property
     def slots(self) -> frozenset[str]:
+        """The velocity, with momentum."""
         return self.feedback.slots
 
     @property
     def scatters(self) -> bool:
+        """True without momentum, whose velocity is that of the whole mean."""
         return not self.feedback.momentum
 
-    def exchange(self, block: Block, step: Step) -> Exchange:
-        block.offer_targets()
+    def requests(self, block: GradientBlock, step: StepContext) -> Requests:
+        """Replace the block's gradients by their mean."""
+        block.allocate_outputs()
         if block.shard is not None:
-            yield from self._exchange_shards(block, block.shard, step)
+            yield from self._shard_requests(block, block.shard, step)
             return
-        if len(block.names) == 1 and block.targets[0] is block.gradients[0]:
-            total = yield Sum(block.targets[0].unsqueeze(0))
+        # One large contiguous gradient is summed where it lies.
+        if len(block.names) == 1 and block.outputs[0] is block.gradients[0]:
+            total = yield AllReduceRequest(block.outputs[0].unsqueeze(0))
         else:
-            total = yield Sum(torch.stack([gradient.to(block.dtype) for gradient in block.gradients]))
+            total = yield AllReduceRequest(torch.stack([gradient.to(block.dtype) for gradient in block.gradients]))
         step.average_(total)
-        self.feedback.accelerate(total, block, step.memory, step.scale)
+        self.feedback.apply_momentum(total, block, step.memory, step.scale)
         block.write(total)
-        block.deliver(scale=1.0)
+        block.write_gradients(scale=1.0)
 
     @staticmethod
-    def _exchange_shards(block: Block, shard: int, step: Step) -> Exchange:
+    def _shard_requests(block: GradientBlock, shard: int, step: StepContext) -> Requests:
         rows = torch.stack([gradient.to(block.dtype).flatten() for gradient in block.gradients])
-        mine = yield Scatter(by_rank(rows, step.group.size, shard).flatten(1))
+        mine = yield ReduceScatterRequest(split_by_rank(rows, step.group.size, shard).flatten(1))
         step.watch(mine)
-        block.write_shard(mine.div_(step.group.size).view(-1, shard), step.group.rank)
-        block.deliver(scale=1.0)
-
-    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
-        return [Traffic("all_reduce", element_bytes * math.prod(shape))]
-
-    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
-        return [Traffic("reduce_scatter", element_bytes * world_size * shard)]
+        block.write_shard(mine.div_(step.group.size).view(-1, shard), shard, step.group.rank)
+        block.write_gradients(scale=1.0)
 
     def __repr__(self) -> str:
         return f"Dense(momentum={self.feedback.momentum})" if self.feedback.momentum else "Dense()"

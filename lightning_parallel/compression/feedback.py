@@ -1,4 +1,4 @@
-"""Error feedback: what a compressor did not send is not lost.
+"""Error feedback: what a compressor did not send is added to the next gradient; and the measure of that error.
 
 g is this rank's gradient (unscaled), e its memory, M the tensor that is compressed, C(M) what the method sent of it
 and mean(.) the mean over the ranks:
@@ -18,97 +18,102 @@ LoCo, arXiv 2407.04480; momentum correction and factor masking: Deep Gradient Co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Optional
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.memory import Memory
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compression.compressor_state import Memory
 
-__all__ = ["Block", "Feedback", "FeedbackName", "working_dtype"]
+__all__ = ["CompressionError", "Feedback", "FeedbackName", "GradientBlock", "working_dtype"]
 
 FeedbackName = Literal["classic", "decayed", "ef21"]
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients of `dtype` are compressed and remembered."""
+    """Return the dtype in which gradients of `dtype` are compressed and remembered: fp64 stays, others are fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass
-class Block:
+class GradientBlock:
     """Gradients of one shape that one method compresses together.
 
     Attributes:
         names: Parameter names, sorted.
         gradients: One per name; overwritten with the mean at the end.
-        sent: Positions (names, k) in the flattened tensors that were sent, where the method sends only some.
-        keep_rest: Whether M - C(M) is wanted.
-        turn: The number by which the method goes in this step; see `Method.turn`.
-        shard: Elements of a rank's part, if each rank needs no more than its own of the flattened means (the last parts
-            may be shorter, or empty); set only for methods that can leave out the rest.
-        targets: One contiguous tensor per name, in the working dtype, for the unscaled mean.
+        sent: Positions (names, k) in the flattened tensors that were sent, if the method sends only some.
+        keep_rest: True if M - C(M) is needed.
+        effective_step: The step number by which schedules and alternating methods go; see `Method.effective_step`.
+        shard: Elements of a rank's part, if each rank needs only its part of the flattened means (the last parts may be
+            shorter, or empty); set only for methods that can leave out the rest.
+        outputs: One contiguous tensor per name, in the working dtype, for the unscaled mean.
     """
 
     names: tuple[str, ...]
     gradients: list[Tensor]
     sent: Optional[Tensor] = None
     keep_rest: bool = True
-    turn: int = 0
+    effective_step: int = 0
     shard: Optional[int] = None
-    targets: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
 
     @property
     def shape(self) -> torch.Size:
+        """Shape of each gradient."""
         return self.gradients[0].shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """The working dtype."""
         return working_dtype(self.gradients[0].dtype)
 
     @property
     def device(self) -> torch.device:
+        """Device of the gradients."""
         return self.gradients[0].device
 
     def new_work(self) -> Tensor:
+        """Return an uninitialised tensor (names, *shape)."""
         return torch.empty((len(self.names), *self.shape), dtype=self.dtype, device=self.device)
 
-    def offer_targets(self) -> None:
-        """Let the mean be written into the gradients themselves, where their layout and dtype allow it."""
-        self.targets = [
-            gradient
-            if gradient.dtype == self.dtype and gradient.is_contiguous()
-            else torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            for gradient in self.gradients
-        ]
+    def allocate_outputs(self) -> None:
+        """Use the gradients themselves as outputs where their layout and dtype allow it, new tensors elsewhere."""
+        self.outputs = []
+        for gradient in self.gradients:
+            if gradient.dtype == self.dtype and gradient.is_contiguous():
+                self.outputs.append(gradient)
+            else:
+                self.outputs.append(torch.empty(self.shape, dtype=self.dtype, device=self.device))
 
     def write(self, means: Tensor) -> None:
-        """Put the unscaled means (names, numel or shape) into the targets."""
-        for target, mean in zip(self.targets, means):
-            if target.data_ptr() != mean.data_ptr():
-                target.copy_(mean.view(self.shape))
+        """Copy the unscaled means (names, numel or shape) into the outputs."""
+        for output, mean in zip(self.outputs, means):
+            if output.data_ptr() != mean.data_ptr():
+                output.copy_(mean.view(self.shape))
 
-    def write_shard(self, means: Tensor, rank: int) -> None:
-        """Put this rank's parts (names, shard) of the unscaled means into the targets."""
-        assert self.shard is not None
-        for target, mean in zip(self.targets, means):
-            part = target.view(-1)[rank * self.shard : (rank + 1) * self.shard]
+    def write_shard(self, means: Tensor, shard: int, rank: int) -> None:
+        """Copy this rank's parts (names, at most shard) of the unscaled means into the outputs."""
+        for output, mean in zip(self.outputs, means):
+            part = output.view(-1)[rank * shard : (rank + 1) * shard]
             part.copy_(mean[: len(part)])
 
-    def deliver(self, scale: float) -> None:
-        """Bring targets back to the gradients, times the loss scale."""
-        for gradient, target in zip(self.gradients, self.targets):
-            if target is not gradient:
-                gradient.copy_(target if scale == 1 else target * scale)
+    def write_gradients(self, scale: float) -> None:
+        """Copy the outputs to the gradients, times the loss scale."""
+        for gradient, output in zip(self.gradients, self.outputs):
+            if output is not gradient:
+                gradient.copy_(output if scale == 1 else output * scale)
             elif scale != 1:
                 gradient.mul_(scale)
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """How M is made of gradient and memory, and the memory of what is left of M.
+    """Computes M from gradient and memory, and the new memory from what is left of M.
 
     Attributes:
         kind: None, `classic`, `decayed` or `ef21`.
@@ -122,28 +127,30 @@ class Feedback:
 
     @property
     def slots(self) -> frozenset[str]:
-        """What is kept in memory."""
+        """The slots of memory that are used."""
         kept = {None: set(), "ef21": {"estimate", "mean_estimate"}}.get(self.kind, {"residual"})
         return frozenset(kept | ({"velocity"} if self.momentum else set()))
 
-    def open(self, block: Block, memory: Memory, scale: float) -> Tensor:
-        """The work tensor M, (names, *shape), and targets for the mean.
+    def apply(self, block: GradientBlock, memory: Memory, scale: float) -> Tensor:
+        """Return the work tensor M, (names, *shape), and allocate the outputs for the mean.
 
-        Where `block.keep_rest` is set the method must turn M into M - C(M). M may share its storage with the targets,
-        so these are written last.
+        If `block.keep_rest` is set the method must turn M into M - C(M). M may share its storage with the outputs, so
+        the method must write these last.
         """
         gradients, factor = self._corrected(block, memory, 1 / scale)
         if self.kind == "ef21":
-            return self._open_ef21(block, memory, factor)
-        block.offer_targets()
+            return self._apply_ef21(block, memory, factor)
+        block.allocate_outputs()
         block.keep_rest = self.kind is not None
         if self.kind is None:
-            if len(block.names) == 1 and factor == 1 and block.targets[0] is gradients[0]:
+            # Without memory M is the gradient: a single one is compressed where it lies, which saves a copy.
+            if len(block.names) == 1 and factor == 1 and block.outputs[0] is gradients[0]:
                 return gradients[0].unsqueeze(0)
             work = block.new_work()
             for row, gradient in zip(work, gradients):
                 _scaled(gradient, factor, out=row)
             return work
+        # M is built where the new residual belongs: what the method leaves of it, M - C(M), is that residual already.
         work = _stage(block, memory, "residual")
         for row, old, gradient in zip(work, _read(block, memory, "residual"), gradients):
             if old is None:
@@ -152,26 +159,28 @@ class Feedback:
                 torch.add(old, gradient, alpha=factor, out=row)
         return work
 
-    def close(self, block: Block, memory: Memory, work: Tensor, scale: float) -> None:
-        """Update the memory from `work`, now M - C(M), and deliver the mean."""
+    def update(self, block: GradientBlock, memory: Memory, work: Tensor, scale: float) -> None:
+        """Update the memory from `work`, now M - C(M), and write the mean into the gradients."""
         if self.kind == "decayed":
             work.mul_(1 - self.decay)
             for row, old in zip(work, _read(block, memory, "residual")):
                 if old is not None:
                     row.add_(old, alpha=self.decay)
         elif self.kind == "ef21":
-            for target, estimate in zip(block.targets, _read(block, memory, "mean_estimate")):
+            for output, estimate in zip(block.outputs, _read(block, memory, "mean_estimate")):
                 if estimate is not None:
-                    target.add_(estimate)
+                    output.add_(estimate)
             _stage(block, memory, "estimate").sub_(work)
+        # Momentum factor masking: a velocity that was sent would push its element a second time.
         if self.momentum and block.sent is not None:
             _stage(block, memory, "velocity").flatten(1).scatter_(1, block.sent, 0.0)
-        block.deliver(scale)
+        block.write_gradients(scale)
 
-    def accelerate(self, means: Tensor, block: Block, memory: Memory, scale: float) -> None:
-        """Turn scaled `means` (names, *shape) that all ranks hold alike into a momentum step, in place."""
+    def apply_momentum(self, means: Tensor, block: GradientBlock, memory: Memory, scale: float) -> None:
+        """Replace scaled `means` (names, *shape), equal on all ranks, by a momentum step, in place."""
         if not self.momentum:
             return
+        # The velocity is kept without the loss scale, as all memory: the scale changes between steps.
         velocity = _stage(block, memory, "velocity")
         torch.mul(means, 1 / scale, out=velocity)
         for row, old in zip(velocity, _read(block, memory, "velocity")):
@@ -179,15 +188,16 @@ class Feedback:
                 row.add_(old, alpha=self.momentum)
         torch.mul(velocity, scale, out=means)
 
-    def _open_ef21(self, block: Block, memory: Memory, factor: float) -> Tensor:
-        block.targets = list(_stage(block, memory, "mean_estimate").unbind())
+    def _apply_ef21(self, block: GradientBlock, memory: Memory, factor: float) -> Tensor:
+        # The mean is written into its memory, H, and copied to the gradients from there: both are needed.
+        block.outputs = list(_stage(block, memory, "mean_estimate").unbind())
         work, estimate = block.new_work(), _stage(block, memory, "estimate")
         for row, now, old, gradient in zip(work, estimate, _read(block, memory, "estimate"), block.gradients):
             _scaled(gradient, factor, out=now)  # h' = h + C(M) = g - (M - C(M)): begin with g
             torch.sub(now, old if old is not None else 0, out=row)
         return work
 
-    def _corrected(self, block: Block, memory: Memory, factor: float) -> tuple[Sequence[Tensor], float]:
+    def _corrected(self, block: GradientBlock, memory: Memory, factor: float) -> tuple[Sequence[Tensor], float]:
         if not self.momentum:
             return block.gradients, factor
         velocity = _stage(block, memory, "velocity")
@@ -198,11 +208,11 @@ class Feedback:
         return velocity.unbind(), 1.0
 
 
-def _stage(block: Block, memory: Memory, slot: str) -> Tensor:
+def _stage(block: GradientBlock, memory: Memory, slot: str) -> Tensor:
     return memory.stage(slot, block.names, block.shape, block.dtype, block.device)
 
 
-def _read(block: Block, memory: Memory, slot: str) -> list[Optional[Tensor]]:
+def _read(block: GradientBlock, memory: Memory, slot: str) -> list[Optional[Tensor]]:
     return [memory.read(slot, name, block.device, block.shape) for name in block.names]
 
 
@@ -210,3 +220,46 @@ def _scaled(gradient: Tensor, factor: float, out: Tensor) -> None:
     out.copy_(gradient)
     if factor != 1:
         out.mul_(factor)
+
+
+class CompressionError:
+    """The error of compressed means in one step: their distance from the true means, by parameter.
+
+    The true mean is that of this step's gradients; what error feedback adds from earlier steps counts as error.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}  # over the elements: error^2, true^2, ours^2, ours * true
+
+    @staticmethod
+    def true_means(named_gradients: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+        """Return the exact means, in new tensors, by one all-reduce per tensor."""
+        means: dict[str, Tensor] = {}
+        for name, gradient in sorted(named_gradients.items()):
+            total = gradient.detach().to(working_dtype(gradient.dtype), copy=True).contiguous()
+            means[name] = comm.all_reduce_(total, group) / group.size
+        return means
+
+    def add(self, ours: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> None:
+        """Add the approximate and true means of one bucket."""
+        for name, mean in true.items():
+            mine = ours[name].detach().to(mean.dtype)
+            sums = [(mine - mean).square().sum(), mean.square().sum(), mine.square().sum(), (mine * mean).sum()]
+            self._sums[name] = torch.stack(sums).double()
+
+    def report(self, names: Iterable[str] | None = None) -> dict[str, float]:
+        """Return `relative_error` |ours - true| / |true| and the `cosine` of the angle between the two.
+
+        Args:
+            names: The parameters to take into account; all when omitted.
+
+        Returns:
+            The two numbers, or nothing if the true mean is zero: neither is defined then.
+        """
+        chosen = self._sums.keys() if names is None else self._sums.keys() & set(names)
+        if not chosen:
+            return {}
+        error, true, ours, dot = torch.stack([self._sums[name] for name in sorted(chosen)]).sum(0).tolist()
+        if true == 0:
+            return {}
+        return {"relative_error": (error / true) ** 0.5, "cosine": dot / (ours * true) ** 0.5 if ours else 0.0}

@@ -1,30 +1,36 @@
-"""What a reducer does with the gradients of one block, and what it has done."""
+"""The contract of a compression method, and the records of what it did."""
 
 from __future__ import annotations
 
 import abc
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Optional
+from typing import ClassVar, NamedTuple, Optional
 
 import torch
+from torch import Tensor
 
-from lightning_parallel.compression.exchange import Exchange, Operation, Seconds, Traffic, sent_bytes
-from lightning_parallel.compression.feedback import Block, working_dtype
-from lightning_parallel.compression.fidelity import Fidelity
-from lightning_parallel.compression.memory import Memory
+from lightning_parallel.comm import Group
+from lightning_parallel.compression.compressor_state import Memory
+from lightning_parallel.compression.feedback import CompressionError, GradientBlock
+from lightning_parallel.compression.wire import (
+    AllReduceRequest,
+    ReduceScatterRequest,
+    Requests,
+    Seconds,
+    StepContext,
+    bytes_sent,
+    estimate_bytes,
+)
 
-if TYPE_CHECKING:
-    from lightning_parallel.compression.reducer import Step
-
-__all__ = ["Method", "Outcome", "Part"]
+__all__ = ["Method", "Outcome", "ReducedBlock", "estimate_method"]
 
 
 class Method(abc.ABC):
-    """What a reducer does with the gradients of one block.
+    """The way in which a reducer takes the mean of one block of gradients.
 
     Attributes:
-        batched: Whether gradients of one shape are computed together however large they are. Otherwise only small ones
+        batched: True if gradients of one shape are computed together however large they are. Otherwise only small ones
             are, as it costs a copy.
     """
 
@@ -32,75 +38,85 @@ class Method(abc.ABC):
 
     @property
     def scatters(self) -> bool:
-        """Whether it can leave out what other ranks need of the mean, and then sends less: `Block.shard`."""
+        """True if it sends less where each rank needs its shard of the mean only: `GradientBlock.shard`."""
         return False
 
     @property
-    def alone(self) -> bool:
-        """Whether a gradient must be a block by itself: what is drawn for it would depend on its company otherwise.
+    def separate(self) -> bool:
+        """True if each gradient needs a separate block, because random draws would otherwise depend on the grouping.
 
-        The company of a parameter that tensor-parallel ranks hold alike may differ from rank to rank.
+        Tensor-parallel ranks that hold the same parameter may group it with different shards.
         """
         return False
 
-    def turn(self, name: str, number: int, memory: Memory) -> int:
-        """By which number parameter `name` goes in step `number`; a block holds parameters with the same."""
+    def effective_step(self, name: str, number: int, memory: Memory) -> int:
+        """Return the step number by which `name` goes in step `number`; parameters in one block share it."""
         return number
 
     @abc.abstractmethod
-    def exchange(self, block: Block, step: Step) -> Exchange:
-        """Replace the block's gradients by their mean; a generator of requests. It watches what it receives."""
-
-    @abc.abstractmethod
-    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
-        """The payloads of one gradient of `shape` in step number `step`.
-
-        Args:
-            element_bytes: Of one element in the dtype in which it is computed with, `working_dtype`.
-        """
-
-    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
-        """The same where each rank needs no more than `shard` elements of the mean, if it `scatters`."""
-        raise NotImplementedError
+    def requests(self, block: GradientBlock, step: StepContext) -> Requests:
+        """Replace the block's gradients by their mean: a generator of requests, which watches what it receives."""
 
 
-class Part(NamedTuple):
-    """What one step has done with gradients of one shape."""
+class ReducedBlock(NamedTuple):
+    """A record of what one step did with gradients of one shape.
+
+    Attributes:
+        sent_bytes: Bytes that this rank has sent.
+        shard: Elements of this rank's part of the mean, if it took no more than that.
+    """
 
     method: Method
     names: tuple[str, ...]
     shape: torch.Size
     dtype: torch.dtype
     world_size: int
-    step: int
+    sent_bytes: int
     shard: Optional[int] = None
 
     @property
     def dense_bytes(self) -> int:
-        """What one rank sends for their mean by a bandwidth-optimal all-reduce, or reduce-scatter of shards."""
+        """Bytes that one rank sends for the plain mean, by a ring all-reduce, or reduce-scatter for shards."""
         payload_bytes = len(self.names) * math.prod(self.shape) * self.dtype.itemsize
-        operation: Operation = "all_reduce" if self.shard is None else "reduce_scatter"
-        return sent_bytes([Traffic(operation, payload_bytes)], self.world_size)
-
-    @property
-    def sent_bytes(self) -> int:
-        """What one rank has sent."""
-        element_bytes = working_dtype(self.dtype).itemsize
-        if self.shard is None:
-            traffic = self.method.traffic(self.shape, element_bytes, self.world_size, self.step)
-        else:
-            traffic = self.method.scatter_traffic(self.shard, element_bytes, self.world_size)
-        return sent_bytes(traffic * len(self.names), self.world_size)
+        kind = AllReduceRequest if self.shard is None else ReduceScatterRequest
+        return round(bytes_sent(kind, payload_bytes, self.world_size))
 
 
 class Outcome(NamedTuple):
-    """What one step that counts has done.
+    """A record of one step that was applied.
 
     Attributes:
-        seconds: Where its time went; None if somebody else has taken plain means, see `Reducer.pass_by`.
-        compared: How it compares with the true mean, if that was taken.
+        seconds: Where its time went; None if somebody else has taken plain means, see `Reducer.count_plain_step`.
+        compression_error: The error of the means, in the steps in which it was measured.
     """
 
-    parts: list[Part]
+    blocks: list[ReducedBlock]
     seconds: Optional[Seconds]
-    compared: Optional[Fidelity]
+    compression_error: Optional[CompressionError]
+
+
+class _MetaStep:
+    """A step on meta tensors: nothing is communicated, remembered or checked."""
+
+    scale = 1.0
+
+    def __init__(self, world_size: int, number: int) -> None:
+        self.group = Group("estimate", tuple(range(world_size)), 0, None)
+        self.number = number
+        self.memory = Memory()
+
+    def watch(self, received: Tensor) -> None:
+        """Do nothing."""
+
+    def average_(self, total: Tensor) -> Tensor:
+        """Return `total`."""
+        return total
+
+
+def estimate_method(
+    method: Method, name: str, shape: Sequence[int], dtype: torch.dtype, world_size: int, number: int
+) -> float:
+    """Return the bytes that one rank would send for one gradient in step `number`, by a run on meta tensors."""
+    gradient = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    block = GradientBlock((name,), [gradient], effective_step=number)
+    return estimate_bytes(method.requests(block, _MetaStep(world_size, number)), world_size)

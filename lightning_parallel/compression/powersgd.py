@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from typing import ClassVar, Literal, Optional, Union
+from typing import Any, ClassVar, Literal, Optional, Union
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.arguments import check_flag, check_integer
-from lightning_parallel.compression.codec import Codec, Mean
-from lightning_parallel.compression.compressor import Compressor
-from lightning_parallel.compression.draws import generator
-from lightning_parallel.compression.exchange import Exchange, Request, Traffic
-from lightning_parallel.compression.feedback import Block, FeedbackName
-from lightning_parallel.compression.memory import Memory
-from lightning_parallel.compression.reducer import Step
-from lightning_parallel.compression.schedule import Schedule, at, every
+from lightning_parallel.compression.compressor import (
+    Compressor,
+    StepValue,
+    all_values,
+    check_flag,
+    check_integer,
+    seeded_generator,
+    value_at,
+)
+from lightning_parallel.compression.compressor_state import Memory
+from lightning_parallel.compression.feedback import GradientBlock
+from lightning_parallel.compression.wire import Codec, MeanRequests, Request, Requests, StepContext
 
 __all__ = ["PowerSGD"]
 
@@ -39,7 +42,7 @@ class PowerSGD(Compressor):
         even steps   Q = orthonormalise(Q)     P_i = M_i Q      P = mean(P_i)    rest = M_i - P_i Q^T
         odd steps    P = orthonormalise(P)     Q_i = M_i^T P    Q = mean(Q_i)    rest = M_i - P Q_i^T
 
-    A parameter that is not in every step takes turns by itself.
+    Each parameter alternates by itself, so skipping a step does not break its sequence.
 
     Linear in the gradients, hence independent of how they are spread over the ranks; biased.
 
@@ -50,12 +53,10 @@ class PowerSGD(Compressor):
     Args:
         rank: Rank r, or a schedule of ranks.
         alternate: Use the alternating form (half the bytes and half the round trips).
-        feedback: Error feedback; the method needs one to converge.
-        decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
-        start_step: Steps with plain means before compression begins.
-        min_numel: Smaller tensors are averaged as they are, like those that would not shrink.
         values: Encoding of the factors: `PowerSGD(4) | Cast("bf16")`.
-        seed: Of the first Q.
+        seed: Seed of the first Q.
+        kwargs: The arguments of every compressor, see `Compressor`. The method needs error feedback to converge;
+            tensors that would not shrink are averaged as they are.
 
     Source: Vogels et al. 2019, algorithm 1, arXiv 1905.13727; alternating: ACP-SGD, Zhang et al. 2023.
     """
@@ -63,63 +64,69 @@ class PowerSGD(Compressor):
     codecs: ClassVar[tuple[str, ...]] = ("Cast", "Quantize")
     unbiased = False
     batched = True
-    own_slots = frozenset({"left", "right"})
+    method_slots = frozenset({"left", "right"})
 
     def __init__(
         self,
-        rank: Union[int, Schedule] = 4,
+        rank: Union[int, StepValue] = 4,
+        *,
         alternate: bool = False,
-        feedback: Optional[FeedbackName] = "classic",
-        decay: Optional[float] = None,
-        start_step: int = 0,
-        min_numel: int = 1024,
         values: Optional[Codec] = None,
         seed: int = 0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(feedback, decay, start_step, min_numel, values)
-        for value in every(rank):
+        super().__init__(**kwargs)
+        for value in all_values(rank):
             check_integer("rank", value, least=1)
         check_flag("alternate", alternate)
         check_integer("seed", seed)
-        self.rank, self.alternate, self.seed = rank, alternate, seed
+        self.rank = rank
+        self.alternate = alternate
+        self.seed = seed
+        if values is not None:
+            self._encode_values(values)
 
     @property
-    def linear(self) -> bool:  # type: ignore[override]
+    def linear(self) -> bool:
+        """True if the encoding is linear, unless `ef21` adds its running mean."""
         return self.values.linear and self.feedback.kind != "ef21"
 
     @property
-    def collective(self) -> str:  # type: ignore[override]
+    def collective(self) -> str:
+        """The collective of the encoding."""
         return self.values.collective
 
     def accepts(self, shape: Sequence[int]) -> bool:
+        """Return whether the factors would be smaller than the matrix."""
         if not super().accepts(shape):
             return False
-        n, m = shape[0], math.prod(shape[1:])
+        n = shape[0]
+        m = math.prod(shape[1:])
+        # At the rank after all schedules: a parameter is compressed in every step, or in none.
         return self._rank(n, m, step=1 << 40) * (n + m) < n * m
 
-    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
-        n, m = shape[0], math.prod(shape[1:])
-        rank = self._rank(n, m, step)
-        sides = [n, m] if not self.alternate else [m if step % 2 else n]
-        mean_traffic = self.values.mean_traffic
-        return [traffic for side in sides for traffic in mean_traffic(rank * side, element_bytes, world_size)]
+    def effective_step(self, name: str, number: int, memory: Memory) -> int:
+        """Return a number of the parity for which the parameter's last step has left a factor."""
+        if not self.alternate:
+            return number
+        is_odd = memory.holds("left", name)
+        return number + (number % 2 != is_odd)
 
-    def turn(self, name: str, number: int, memory: Memory) -> int:
-        """Of the parity that the factor left by the parameter's last step asks for."""
-        return number + (number % 2 != memory.holds("left", name)) if self.alternate else number
-
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         matrices = work.view(len(work), work.shape[1], -1)
         left, right, left_mine, right_mine = yield from self._factors(matrices, block, step)
+        # Before the mean is written: the work tensor may share its storage with the outputs.
         if left_mine is not None and right_mine is not None:
             matrices.baddbmm_(left_mine.mT, right_mine, alpha=-1)
-        for one, other, target in zip(left, right, block.targets):
-            torch.mm(one.t(), other, out=target.view(matrices.shape[1:]))
+        for one, other, output in zip(left, right, block.outputs):
+            torch.mm(one.t(), other, out=output.view(matrices.shape[1:]))
 
-    def _factors(self, matrices: Tensor, block: Block, step: Step) -> Generator[Request, Tensor, _Factors]:
-        """The mean's factors P^T (names, rank, n) and Q^T (names, rank, m), and those of what this rank sent."""
+    def _factors(
+        self, matrices: Tensor, block: GradientBlock, step: StepContext
+    ) -> Generator[Request, Tensor, _Factors]:
+        """Return the mean's factors P^T (names, rank, n) and Q^T (names, rank, m), and those of what this rank sent."""
         keep = block.keep_rest
-        if self.alternate and block.turn % 2:
+        if self.alternate and block.effective_step % 2:
             left = _orthonormal(self._basis("left", block, step, matrices.shape))
             right, sent = yield from self._mean("right", torch.bmm(left, matrices), block, step, keep)
             return left, right, left, sent
@@ -133,36 +140,42 @@ class PowerSGD(Compressor):
         right, sent = yield from self._mean("right", torch.bmm(left, matrices), block, step, keep)
         return left, right, left, sent
 
-    def _mean(self, side: Side, mine: Tensor, block: Block, step: Step, keep: bool) -> Mean:
-        """The mean of the factors (names, rank, extent), and this rank's part in it; kept for the next step."""
+    def _mean(self, side: Side, mine: Tensor, block: GradientBlock, step: StepContext, keep: bool) -> MeanRequests:
+        """Return the mean of the factors (names, rank, extent), kept for the next step, and this rank's part in it."""
         mean, sent = yield from self.values.mean(mine.flatten(1), step, (self.seed, side, block.names), keep)
         if self.alternate or side == "right":
             step.memory.stage(side, block.names, mine.shape[1:], mine.dtype, mine.device).copy_(mean.view_as(mine))
         if self.alternate:
+            # Its absence tells the next step of this parameter which factor is due: see `effective_step`.
             step.memory.discard("right" if side == "left" else "left", block.names)
         return mean.view_as(mine), None if sent is None else sent.view_as(mine)
 
-    def _basis(self, side: Side, block: Block, step: Step, shape: Sequence[int]) -> Tensor:
-        """What the last step left on `side`, (names, rank, extent), filled up with equal random numbers everywhere."""
+    def _basis(self, side: Side, block: GradientBlock, step: StepContext, shape: Sequence[int]) -> Tensor:
+        """Return the factors that the last step left on `side`, (names, rank, extent).
+
+        Where there are none, or too few after the rank has grown, random rows are added, equal on all ranks.
+        """
         _, n, m = shape
-        rank, extent = self._rank(n, m, block.turn), n if side == "left" else m
+        rank = self._rank(n, m, block.effective_step)
+        extent = n if side == "left" else m
         rows = []
         for name in block.names:
             row = step.memory.read(side, name, block.device, (None, extent))
             if row is None or len(row) < rank:
-                draws = generator(torch.device("cpu"), self.seed, side, name)
-                fresh = torch.randn(rank, extent, generator=draws, dtype=block.dtype).to(block.device)
+                # Drawn on the CPU: generators of different devices give different numbers.
+                noise = seeded_generator(torch.device("cpu"), self.seed, side, name)
+                fresh = torch.randn(rank, extent, generator=noise, dtype=block.dtype).to(block.device)
                 row = fresh if row is None else torch.cat([row, fresh[len(row) :]])
             rows.append(row[:rank])
         return torch.stack(rows)
 
     def _rank(self, n: int, m: int, step: int) -> int:
-        return min(n, m, int(at(self.rank, step)))
+        return min(n, m, int(value_at(self.rank, step)))
 
     def _main(self) -> dict[str, str]:
         return {"rank": f"rank={self.rank}"}
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
-    """An orthonormal basis of the span of the rows, (..., rank, extent); any, where they are dependent."""
+    """Return an orthonormal basis of a space that holds the rows, (..., rank, extent)."""
     return torch.linalg.qr(rows.mT).Q.mT.contiguous()

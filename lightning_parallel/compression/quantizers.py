@@ -1,24 +1,37 @@
-"""Quantizers: every element, in fewer bits."""
+"""Quantizers: send every element in fewer bits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
-from typing import Literal, Optional, Union
+from collections.abc import Generator, Iterator
+from typing import Any, Literal, Optional, Union
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.arguments import check_flag, check_integer
-from lightning_parallel.compression.bits import pack_nibbles, unpack_nibbles
-from lightning_parallel.compression.codec import Codec, Mean, as_bytes, by_rank, from_bytes, pad
-from lightning_parallel.compression.compressor import Compressor
-from lightning_parallel.compression.draws import generator
-from lightning_parallel.compression.exchange import Exchange, Gather, Request, Scatter, Sum, Swap, Traffic
-from lightning_parallel.compression.feedback import Block, FeedbackName
-from lightning_parallel.compression.reducer import Step
+from lightning_parallel.compression.compressor import Compressor, check_flag, check_integer, seeded_generator
+from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
+from lightning_parallel.compression.wire import (
+    AllGatherRequest,
+    AllReduceRequest,
+    AllToAllRequest,
+    Codec,
+    MeanRequests,
+    ReduceScatterRequest,
+    Request,
+    Requests,
+    StepContext,
+    as_bytes,
+    from_bytes,
+    pack_nibbles,
+    pack_signs,
+    pad,
+    split_by_rank,
+    unpack_nibbles,
+    unpack_signs,
+)
 
-__all__ = ["Cast", "Quantize"]
+__all__ = ["Cast", "Quantize", "Sign"]
 
 _GROUP = 512  # elements that share a scale, at most
 _PIECE = 1 << 16  # elements that a CPU looks at in one go
@@ -30,21 +43,20 @@ class Quantizer(Compressor, Codec):
 
     @property
     def scatters(self) -> bool:
-        return self.feedback.kind != "ef21"  # which remembers the whole mean
+        """True without `ef21`, whose memory holds the whole mean."""
+        return self.feedback.kind != "ef21"
 
     @property
-    def alone(self) -> bool:
+    def separate(self) -> bool:
+        """True if it draws random numbers."""
         return self.stochastic
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)
         mean, sent = yield from self.mean(rows, step, block.names, block.keep_rest)
         if sent is not None:
             rows.sub_(sent)
         block.write(mean)
-
-    def traffic(self, shape: Sequence[int], element_bytes: int, world_size: int, step: int) -> list[Traffic]:
-        return self.mean_traffic(math.prod(shape), element_bytes, world_size)
 
 
 class Cast(Quantizer):
@@ -56,10 +68,8 @@ class Cast(Quantizer):
 
     Args:
         dtype: `bf16`, `fp16`, `fp32` or a torch dtype.
-        feedback: Error feedback; without it no memory is needed.
-        decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
-        start_step: Steps with plain means before compression begins.
-        min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
+        feedback: Error feedback; None, the default, needs no memory.
+        kwargs: The arguments of every compressor, see `Compressor`.
     """
 
     collective = "all_reduce"
@@ -68,21 +78,20 @@ class Cast(Quantizer):
     def __init__(
         self,
         dtype: Union[Literal["bf16", "fp16", "fp32"], torch.dtype] = "bf16",
+        *,
         feedback: Optional[FeedbackName] = None,
-        decay: Optional[float] = None,
-        start_step: int = 0,
-        min_numel: int = 1024,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(feedback, decay, start_step, min_numel)
+        super().__init__(feedback=feedback, **kwargs)
         found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if found not in DTYPES.values():
+        if not isinstance(found, torch.dtype) or found not in DTYPES.values():
             error = ValueError if isinstance(dtype, (str, torch.dtype)) else TypeError
             raise error(f"`dtype` must be one of {', '.join(DTYPES)} or such a torch dtype, got {dtype!r}")
-        assert found is not None
         self.dtype: torch.dtype = found
 
     @property
-    def linear(self) -> bool:  # type: ignore[override]
+    def linear(self) -> bool:
+        """True for fp32, which does not round gradients."""
         return self.dtype == torch.float32
 
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
@@ -91,36 +100,29 @@ class Cast(Quantizer):
     def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         return from_bytes(packed, self.dtype).to(dtype)
 
-    def packed_bytes(self, n: int, element_bytes: int = 4) -> int:
-        return n * self.dtype.itemsize
-
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         if block.shard is None:
             yield from super().compress(work, block, step)
             return
         rows = work.flatten(1)
         short, sent = self._shorten(rows, step.group.size, block.keep_rest)
-        mine = yield Scatter(by_rank(short, step.group.size, block.shard).flatten(1))
+        mine = yield ReduceScatterRequest(split_by_rank(short, step.group.size, block.shard).flatten(1))
         step.watch(mine)
         if sent is not None:
             rows.sub_(sent)
-        block.write_shard(mine.view(-1, block.shard), step.group.rank)
+        block.write_shard(mine.view(-1, block.shard), block.shard, step.group.rank)
 
-    def mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Mean:
+    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
         short, sent = self._shorten(rows, step.group.size, keep)
-        total = yield Sum(short)
+        total = yield AllReduceRequest(short)
         step.watch(total)
         return total.to(rows.dtype), sent
 
     def _shorten(self, rows: Tensor, size: int, keep: bool) -> tuple[Tensor, Optional[Tensor]]:
+        # A copy in any case: the sum overwrites it, and `rows` are still needed. Divided before the sum, which would
+        # otherwise leave the range of 16 bits.
         short = (rows if size == 1 else rows / size).to(self.dtype, copy=True)
         return short, short.to(rows.dtype).mul_(size) if keep else None
-
-    def mean_traffic(self, n: int, element_bytes: int, world_size: int) -> list[Traffic]:
-        return [Traffic("all_reduce", self.packed_bytes(n))]
-
-    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
-        return [Traffic("reduce_scatter", self.packed_bytes(world_size * shard))]
 
     def _main(self) -> dict[str, str]:
         return {"dtype": next(repr(name) for name, dtype in DTYPES.items() if dtype == self.dtype)}
@@ -142,11 +144,8 @@ class Quantize(Quantizer):
     Args:
         bits: 8 or 4.
         stochastic: Round up with the probability of the fraction: floor(x / s + u), u uniform in [0, 1).
-        feedback: Error feedback.
-        decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
-        start_step: Steps with plain means before compression begins.
-        min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
-        seed: Of stochastic rounding; every rank draws its own numbers.
+        seed: Seed of stochastic rounding; every rank draws different numbers.
+        kwargs: The arguments of every compressor, see `Compressor`.
 
     Sources: QSGD, Alistarh et al. 2017, arXiv 1610.02132; two phases: 1-bit Adam, Tang et al. 2021, arXiv 2102.02888.
     """
@@ -157,24 +156,25 @@ class Quantize(Quantizer):
     def __init__(
         self,
         bits: Literal[8, 4] = 8,
+        *,
         stochastic: bool = False,
-        feedback: Optional[FeedbackName] = "classic",
-        decay: Optional[float] = None,
-        start_step: int = 0,
-        min_numel: int = 1024,
         seed: int = 0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(feedback, decay, start_step, min_numel)
+        super().__init__(**kwargs)
         check_integer("bits", bits)
         check_flag("stochastic", stochastic)
         check_integer("seed", seed)
         if bits not in (8, 4):
             raise ValueError(f"`bits` must be 8 or 4, got {bits!r}")
-        self.bits, self.stochastic, self.seed = bits, stochastic, seed
+        self.bits = bits
+        self.stochastic = stochastic
+        self.seed = seed
         self.levels = 2 ** (bits - 1) - 1
 
     @property
-    def unbiased(self) -> bool:  # type: ignore[override]
+    def unbiased(self) -> bool:
+        """True with stochastic rounding and without error feedback."""
         return self.stochastic and self.feedback.kind is None
 
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
@@ -187,37 +187,31 @@ class Quantize(Quantizer):
         self._decode(packed.reshape(-1, packed.shape[-1]), numbers.view(-1, n), n)
         return numbers
 
-    def packed_bytes(self, n: int, element_bytes: int = 4) -> int:
+    def _packed_bytes(self, n: int) -> int:
+        """Return the bytes of one packed row of `n` numbers."""
         groups, extent = self._grouping(n)
         return groups * extent * self.bits // 8 + 4 * groups
 
-    def compress(self, work: Tensor, block: Block, step: Step) -> Exchange:
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)
         if block.shard is not None:
             noise = self._noise(rows, step, block.names)
             mine = yield from self._mean_part(rows, step, block.shard, noise, block.keep_rest)
             step.watch(mine)
-            block.write_shard(mine, step.group.rank)
+            block.write_shard(mine, block.shard, step.group.rank)
             return
-        into = block.targets[0].view(1, -1) if len(block.targets) == 1 else torch.empty_like(rows)
+        into = block.outputs[0].view(1, -1) if len(block.outputs) == 1 else torch.empty_like(rows)
         yield from self._mean(rows, step, block.names, block.keep_rest, into)
         block.write(into)
 
-    def mean(self, rows: Tensor, step: Step, purpose: object, keep: bool) -> Mean:
+    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
         rest = rows.clone() if keep else rows
         mean = torch.empty_like(rows)
         yield from self._mean(rest, step, purpose, keep, mean)
         return mean, rest.sub_(rows).neg_() if keep else None
 
-    def mean_traffic(self, n: int, element_bytes: int, world_size: int) -> list[Traffic]:
-        chunk_bytes = self.packed_bytes(math.ceil(n / world_size))
-        return [Traffic("all_to_all", world_size * chunk_bytes), Traffic("all_gather", chunk_bytes)]
-
-    def scatter_traffic(self, shard: int, element_bytes: int, world_size: int) -> list[Traffic]:
-        return [Traffic("all_to_all", world_size * self.packed_bytes(shard))]
-
-    def _mean(self, rows: Tensor, step: Step, purpose: object, keep: bool, mean: Tensor) -> Exchange:
-        """Put the mean of `rows` (rows, n) into `mean`; they become what was not sent, if that is to `keep`."""
+    def _mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool, mean: Tensor) -> Requests:
+        """Write the mean of `rows` (rows, n) into `mean`; with `keep`, leave in `rows` what was not sent."""
         size, rank, n = step.group.size, step.group.rank, rows.shape[1]
         chunk = math.ceil(n / size)
         noise = self._noise(rows, step, purpose)
@@ -225,37 +219,45 @@ class Quantize(Quantizer):
         packed_mine = self._new_packed(rows, len(rows), chunk)
         self._encode(mine, packed_mine, chunk, noise, rest=keep)
         if keep:
+            # The error of the second encoding belongs to all ranks. Its owner keeps it times their number, so that it
+            # counts once in the mean of the residuals.
             part = rows[:, rank * chunk : (rank + 1) * chunk]
             part.add_(mine[:, : part.shape[1]], alpha=size)
-        everyone = (yield Gather(packed_mine.flatten())).reshape(size, *packed_mine.shape)
+        everyone = (yield AllGatherRequest(packed_mine.flatten())).reshape(size, *packed_mine.shape)
+        # A group that holds something not finite has such a scale, so the scales tell of all numbers.
         step.watch(self._scales(everyone, chunk))
         for index, row in enumerate(everyone):
             self._decode(row, mean[:, index * chunk : (index + 1) * chunk], chunk)
 
     def _mean_part(
-        self, rows: Tensor, step: Step, chunk: int, noise: Optional[torch.Generator], keep: bool
+        self, rows: Tensor, step: StepContext, chunk: int, noise: Optional[torch.Generator], keep: bool
     ) -> Generator[Request, Tensor, Tensor]:
-        """The first phase: this rank's part (rows, chunk) of the mean. The last parts of `rows` may be short."""
+        """Run the first phase and return this rank's part (rows, chunk) of the mean. The last parts may be short."""
         size = step.group.size
         packed = self._new_packed(rows, size, len(rows), chunk)
         for index, row in enumerate(packed):
             self._encode(rows[:, index * chunk : (index + 1) * chunk], row, chunk, noise, rest=keep)
-        received = yield Swap(packed.view(size, -1))
+        received = yield AllToAllRequest(packed.view(size, -1))
         mine = torch.empty_like(rows[:, :chunk])
         for index, row in enumerate(received.reshape(packed.shape)):
             self._decode(row, mine, chunk, add=index > 0)
         return mine.div_(size)
 
-    def _noise(self, rows: Tensor, step: Step, purpose: object) -> Optional[torch.Generator]:
-        return generator(rows.device, self.seed, step.number, purpose, step.group.rank) if self.stochastic else None
+    def _noise(self, rows: Tensor, step: StepContext, purpose: object) -> Optional[torch.Generator]:
+        return (
+            seeded_generator(rows.device, self.seed, step.number, purpose, step.group.rank) if self.stochastic else None
+        )
 
     def _encode(
         self, rows: Tensor, packed: Tensor, n: int, noise: Optional[torch.Generator], rest: bool = False
     ) -> None:
-        """Fill `packed` from `rows` (rows, at most n), followed by zeros; leave what is lost in `rows`, for the `rest`.
+        """Encode `rows` (rows, at most n, followed by zeros) into `packed`, in pieces that stay in a CPU's cache.
 
-        In pieces that stay in a CPU's cache.
+        Args:
+            rest: Leave in `rows` what the encoding has lost.
         """
+        if rows.is_meta:  # only the size of `packed` is asked for, of up to thousands of ranks
+            return
         groups, extent = self._grouping(n)
         scales = rows.new_empty(len(rows), groups, dtype=torch.float32)
         for begin, end in self._pieces(rows, n):
@@ -269,9 +271,11 @@ class Quantize(Quantizer):
             levels = grouped * exact.reciprocal()
             if self.stochastic:
                 levels.add_(torch.rand(levels.shape, generator=noise, dtype=rows.dtype, device=rows.device)).floor_()
+                # The reciprocal is rounded: it may lift the largest number of a group over the last level.
                 levels.clamp_max_(self.levels)
             else:
                 levels.round_()
+            # Integers first, then the scales: both at the same place for every row.
             where = packed[:, begin * extent * self.bits // 8 : end * extent * self.bits // 8].view(torch.int8)
             if self.bits == 8:
                 where.unflatten(1, levels.shape[1:]).copy_(levels)
@@ -282,7 +286,9 @@ class Quantize(Quantizer):
         packed[:, -4 * groups :] = as_bytes(scales)
 
     def _decode(self, packed: Tensor, numbers: Tensor, n: int, add: bool = False) -> None:
-        """Put what `packed` holds for n numbers into the first ones, `numbers` (rows, at most n), or add it to them."""
+        """Decode the first of n numbers from `packed` into `numbers` (rows, at most n), or add them to it."""
+        if numbers.is_meta:
+            return
         _, extent = self._grouping(n)
         scales = self._scales(packed, n).to(numbers.dtype).unsqueeze(2)
         for begin, end in self._pieces(numbers, n):
@@ -299,25 +305,121 @@ class Quantize(Quantizer):
                 piece.view(levels.shape).copy_(levels).mul_(some)
 
     def _pieces(self, rows: Tensor, n: int) -> Iterator[tuple[int, int]]:
-        """Ranges of groups to look at in one go."""
+        """Yield the ranges of groups to encode or decode at once."""
         groups, extent = self._grouping(n)
         count = max(1, _PIECE // (len(rows) * extent)) if rows.device.type == "cpu" else groups
         for begin in range(0, groups, count):
             yield begin, min(begin + count, groups)
 
     def _new_packed(self, like: Tensor, *shape: int) -> Tensor:
-        """Room for packed rows of `shape[-1]` numbers."""
-        return like.new_empty(*shape[:-1], self.packed_bytes(shape[-1]), dtype=torch.uint8)
+        """Return an uninitialised tensor for packed rows of `shape[-1]` numbers."""
+        return like.new_empty(*shape[:-1], self._packed_bytes(shape[-1]), dtype=torch.uint8)
 
     def _scales(self, packed: Tensor, n: int) -> Tensor:
         groups, _ = self._grouping(n)
         return from_bytes(packed[..., -4 * groups :], torch.float32)
 
     def _grouping(self, n: int) -> tuple[int, int]:
-        """Number and extent of the equal groups that `n` elements are padded to."""
+        """Return number and extent of the equal groups that `n` elements are padded to."""
+        # Equal groups, rather than full ones and a rest, so that a row can be viewed as (groups, extent).
         groups = math.ceil(n / _GROUP)
         extent = math.ceil(n / groups)
         return groups, extent + (extent % 2 if self.bits == 4 else 0)
 
     def _main(self) -> dict[str, str]:
         return {"bits": str(self.bits)}
+
+
+class Sign(Compressor):
+    """Send one bit per element and one scale per tensor, in the two phases of `Quantize`.
+
+        C(x) = s sign(x),  s = mean|x|,  sign(0) = 1
+
+    Both phases have their own residual: each rank for its tensors, and the owner of part r for the mean it encodes,
+
+        M_i = g_i + e_i        c = mean(C(M_i)) + d        out = C(c)        d' = c - C(c)
+
+    Not linear, biased; it needs error feedback to converge. On a small CNN of 500 steps the loss ended 1.3 % above the
+    dense one, and within 0.1 % with `start_step=50`. It does not suit AdamW, which makes full steps of what one bit
+    adds to elements without a gradient: a small GPT of 600 steps ended 43 % above, with dense embeddings and
+    `start_step=50` 15 %.
+
+    Args:
+        kwargs: The arguments of every compressor, see `Compressor`; `feedback=None` turns off both residuals.
+
+    Sources: EF-signSGD, Karimireddy et al. 2019, arXiv 1901.09847; two phases: 1-bit Adam, arXiv 2102.02888.
+    """
+
+    linear = False
+    unbiased = False
+    collective = "two_phase"
+    method_slots = frozenset({"server_residual"})
+
+    @property
+    def scatters(self) -> bool:
+        """True without `ef21`, whose memory holds the whole mean."""
+        return self.feedback.kind != "ef21"
+
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
+        rows = work.flatten(1)
+        size = step.group.size
+        n = rows.shape[1]
+        shard = block.shard or _chunk(n, size)
+        scales = rows.abs().mean(1).float()
+        parts = split_by_rank(rows, size, shard)
+        bits = pack_signs(torch.nn.functional.pad(parts, (0, _chunk(shard, 1) - shard)))
+        send = torch.cat([bits, as_bytes(scales.unsqueeze(1)).expand(size, -1, -1)], dim=2)
+        received = (yield AllToAllRequest(send.view(size, -1))).reshape(send.shape)
+        mine = _mean_of_messages(received, rows.dtype)
+        if block.keep_rest:
+            sent = unpack_signs(bits, rows.dtype)[..., :shard].transpose(0, 1).flatten(1)[:, :n]
+            rows.sub_(sent * scales.to(rows.dtype).unsqueeze(1))
+        if block.shard is not None:
+            step.watch(mine)
+            block.write_shard(mine, block.shard, step.group.rank)
+            return
+        everyone = yield AllGatherRequest(self._encode_part(mine, n, block, step).flatten())
+        everyone = _decode(everyone.reshape(size, len(rows), -1), rows.dtype)
+        step.watch(everyone)
+        block.write(everyone.transpose(0, 1).flatten(1)[:, :n])
+
+    @staticmethod
+    def _encode_part(part: Tensor, n: int, block: GradientBlock, step: StepContext) -> Tensor:
+        """Encode this rank's part (names, chunk) of the mean, with its residual."""
+        chunk = part.shape[1]
+        valid = min(max(n - step.group.rank * chunk, 0), chunk)
+        # The last parts may be short: what was decoded beyond the tensor must not enter the scale.
+        part[:, valid:] = 0
+        if block.keep_rest:
+            held = [step.memory.read("server_residual", name, block.device, (chunk,)) for name in block.names]
+            for row, old in zip(part, held):
+                if old is not None:
+                    row.add_(old)
+        scales = (part.abs().sum(1) / max(valid, 1)).float()
+        bits = pack_signs(part)
+        if block.keep_rest:
+            staged = step.memory.stage("server_residual", block.names, (chunk,), part.dtype, part.device)
+            torch.addcmul(
+                part, unpack_signs(bits, part.dtype), scales.to(part.dtype).unsqueeze(1), value=-1, out=staged
+            )
+            staged[:, valid:] = 0
+        return torch.cat([bits, as_bytes(scales.unsqueeze(1))], dim=1)
+
+
+def _mean_of_messages(messages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mean of what the ranks have sent, (ranks, names, packed), decoded and added up in their order."""
+    total = _decode(messages[0], dtype)
+    for message in messages[1:] if not messages.is_meta else ():  # the shape does not depend on the others
+        total.add_(_decode(message, dtype))
+    return total.div_(len(messages))
+
+
+def _decode(messages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers (..., 8 n) from messages (..., n + 4): signs, then the scale."""
+    scales = from_bytes(messages[..., -4:], torch.float32).to(dtype)
+    return unpack_signs(messages[..., :-4], dtype).mul_(scales)
+
+
+def _chunk(n: int, size: int) -> int:
+    """Return the elements of each rank's part of n, in whole bytes of signs."""
+    return 8 * math.ceil(n / (8 * size))

@@ -1,4 +1,9 @@
-"""The contract of every reducer, and the step: a transaction over the buckets of one optimizer step."""
+"""The contract of every reducer, and its step: a transaction over the buckets of one optimizer step.
+
+step = reducer.begin(group)
+step.reduce_(bucket)  ...  step.reduce_(bucket)     any number, in one order on all ranks
+step.commit()                                       False, and no trace of it, if a gradient was not finite
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,18 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compression.exchange import ALONE_BYTES, Seconds, Traffic, run, sent_bytes
-from lightning_parallel.compression.feedback import Block, working_dtype
-from lightning_parallel.compression.fidelity import Fidelity
-from lightning_parallel.compression.memory import Memory
-from lightning_parallel.compression.method import Method, Outcome, Part
-from lightning_parallel.compression.state import gather_state, local_state, values_for
+from lightning_parallel.compression.compressor_state import Memory, gather_state, local_state, values_for
+from lightning_parallel.compression.feedback import CompressionError, GradientBlock, working_dtype
+from lightning_parallel.compression.method import Method, Outcome, ReducedBlock, estimate_method
+from lightning_parallel.compression.wire import SEPARATE_BYTES, Seconds, run
 
-__all__ = ["GroupLike", "Reducer", "Step"]
+__all__ = [
+    "GroupLike",
+    "Reducer",
+    "ReductionStep",
+    "check_reducer",
+    "scale_reader",
+]
 
 GroupLike = Union[Group, dist.ProcessGroup, None]
 _LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
@@ -34,39 +43,50 @@ class Reducer(abc.ABC):
     """Replaces gradients by their (approximate) mean over a group, in place.
 
     Attributes:
-        scale: What the gradients are multiplied by (the loss scale); memory is kept unscaled. Set it before a step.
-        step: Steps committed so far. A skipped step does not count.
+        scale: The loss scale, by which the gradients are multiplied; memory is kept without it. Set it before a step.
+        step: Steps committed so far. A step that was dropped does not count.
         seconds: Where the time of the last step went.
-        parts: What the last step has done.
-        sample_every: Compare with the true mean in every so many steps (at the price of taking it); 0 for never.
-        compared: The last comparison; None before it.
-        observers: Called with the outcome of each step that counts, on the thread that ends it.
+        blocks: What the last step did.
+        sample_every: Measure the error of the means in every so many steps, at the price of an all-reduce; 0 for never.
+        last_error: The last such measurement; None before it.
+        observers: Called with the outcome of each step that is applied, on the thread that ends it.
     """
-
-    linear: bool
-    unbiased: bool
-    collective: str
 
     def __init__(self) -> None:
         self.scale = 1.0
         self.step = 0
         self.seconds = Seconds()
-        self.parts: list[Part] = []
+        self.blocks: list[ReducedBlock] = []
         self.sample_every = 0
-        self.compared: Optional[Fidelity] = None
+        self.last_error: Optional[CompressionError] = None
         self.observers: list[Callable[[Outcome], None]] = []
         self.memory = Memory()
         self._group_size = 1
         self._agreed: set[tuple[Any, ...]] = set()
 
     @property
-    def plain(self) -> bool:
-        """Whether whoever has an all-reduce of its own for plain means may use that instead, and call `pass_by`."""
+    @abc.abstractmethod
+    def linear(self) -> bool:
+        """True if the result is a linear function of the gradients, and so independent of how ranks share them."""
+
+    @property
+    @abc.abstractmethod
+    def unbiased(self) -> bool:
+        """True if the expected result is the mean."""
+
+    @property
+    @abc.abstractmethod
+    def collective(self) -> str:
+        """The collective that it is made of: `all_reduce`, `all_gather`, `two_phase` or `mixed`."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the source of the gradients may average them itself; it then calls `count_plain_step`."""
         return False
 
-    def pass_by(self) -> None:
+    def count_plain_step(self) -> None:
         """Count a step of plain means that somebody else has taken."""
-        self._conclude(Outcome(self.parts, None, None))
+        self._conclude(Outcome(self.blocks, None, None))
 
     def _conclude(self, outcome: Outcome) -> None:
         self.step += 1
@@ -75,17 +95,22 @@ class Reducer(abc.ABC):
 
     @property
     def slots(self) -> Optional[frozenset[str]]:
-        """What it keeps in memory; None if that cannot be told."""
+        """The slots of memory that it uses; None if unknown."""
         return None
 
     def reset(self) -> None:
-        """Forget all: as if no step had been taken."""
-        self.memory, self.step, self.scale, self._agreed = Memory(), 0, 1.0, set()
-        self.seconds, self.parts, self.compared = Seconds(), [], None
+        """Return to the state before the first step."""
+        self.memory = Memory()
+        self.step = 0
+        self.scale = 1.0
+        self.seconds = Seconds()
+        self.blocks = []
+        self.last_error = None
+        self._agreed = set()
 
     @abc.abstractmethod
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
-        """What is done with parameter `name` in step number `step`; equal on all ranks."""
+        """Return the method for parameter `name` in step number `step`; equal on all ranks."""
 
     def reduce_(self, named_gradients: Mapping[str, Tensor], group: GroupLike = None) -> bool:
         """Replace each gradient by its (approximate) mean over `group`: one whole step.
@@ -95,24 +120,25 @@ class Reducer(abc.ABC):
             group: A group of this library or of torch; None means all ranks.
 
         Returns:
-            True if the step counts. False if a gradient was not finite somewhere: then the gradients hold non-finite
-            values on every rank, so that whoever checks them skips alike, and the reducer is as if never called.
+            True if the step was applied. False if a gradient was not finite somewhere: then the gradients hold
+            non-finite values on every rank, so that whoever checks them skips the step on every rank, and the reducer
+            is as if never called.
 
         Raises:
             TypeError: If a gradient is sparse, complex or of integers.
             ValueError: If the ranks bring different names, shapes or dtypes.
         """
         with self.begin(group) as step:
-            step.compare(named_gradients)
+            step.check_equal(named_gradients)
             step.reduce_(named_gradients)
             return step.commit()
 
-    def begin(self, group: GroupLike = None) -> Step:
+    def begin(self, group: GroupLike = None) -> ReductionStep:
         """Start a step that is reduced in several buckets: `reduce_` each, in one order on all ranks, then `commit`.
 
-        Ranks whose buckets differ are told so only where a bucket is new to all of them.
+        Ranks whose buckets differ get an error only if the bucket is new to all of them.
         """
-        return Step(self, group if isinstance(group, Group) else Group.of(group, axis="data_parallel"))
+        return ReductionStep(self, _as_group(group))
 
     def wire_bytes(
         self,
@@ -121,37 +147,40 @@ class Reducer(abc.ABC):
         step: Optional[int] = None,
         dtype: torch.dtype = torch.float32,
     ) -> int:
-        """Bytes that one rank sends in one step.
+        """Return the bytes that one rank sends in one step; nothing is compressed.
+
+        The methods are run on meta tensors, which have shapes but no data, and their requests are counted.
 
         Args:
             step: Number of the step; None for one after all warm-up and schedules (on average, where steps alternate).
-            dtype: Of the gradients.
+            dtype: Dtype of the gradients.
         """
-        element_bytes = working_dtype(dtype).itemsize
+        # Two steps: an alternating method sends one factor in even and the other one in odd steps.
         steps = [_LATE, _LATE + 1] if step is None else [step]
-        traffic = [
-            Traffic(operation, payload_bytes / len(steps))
-            for number in steps
-            for name, shape in named_shapes.items()
-            for operation, payload_bytes in self._traffic(name, shape, element_bytes, world_size, number)
-        ]
-        return sent_bytes(traffic, world_size)
-
-    def _traffic(
-        self, name: str, shape: Sequence[int], element_bytes: int, world_size: int, step: int
-    ) -> list[Traffic]:
-        if 0 in shape:
-            return []
-        return self.method(name, shape, step).traffic(shape, element_bytes, world_size, step)
+        known: dict[tuple[Method, tuple[int, ...], int], float] = {}
+        total = 0.0
+        for number in steps:
+            for name, shape in named_shapes.items():
+                if 0 in shape:
+                    continue
+                method = self.method(name, shape, number)
+                key = (method, tuple(shape), number)
+                if key not in known:
+                    known[key] = estimate_method(method, name, shape, dtype, world_size, number)
+                total += known[key]
+        return round(total / len(steps))
 
     # ------------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, copied: tensors by slot and parameter name, ints and strings. Resumes bit for bit."""
+        """Return a copy of this rank's state: tensors by slot and parameter name, ints and strings.
+
+        A reducer that loads it continues bit for bit.
+        """
         return local_state(self.memory, self.step, self._group_size)
 
     def gather_state(self, group: GroupLike = None, exact: bool = True) -> dict[str, Any]:
-        """The state of all ranks, for one checkpoint file; every rank must call it. It loads at any world size.
+        """Return the state of all ranks, for one checkpoint file; every rank must call it. It loads at any world size.
 
         Args:
             exact: Keep every rank's memory, so that as many ranks resume bit for bit. Otherwise only their mean is
@@ -161,25 +190,20 @@ class Reducer(abc.ABC):
         Returns:
             The state on the group's first rank, an empty dict on the others.
         """
-        group = group if isinstance(group, Group) else Group.of(group, axis="data_parallel")
-        return gather_state(self.memory, self.step, group, exact)
+        return gather_state(self.memory, self.step, _as_group(group), exact)
 
     def load_state_dict(self, state: Mapping[str, Any], group: GroupLike = None) -> None:
         """Continue from `state_dict()` of the same rank of as many ranks, or from `gather_state()` of any number.
 
-        Of another compressor's state this takes what it understands, and warns of the rest.
+        From the state of another compressor this takes the slots it uses, and warns about the others.
 
         Raises:
             ValueError: If `state` is that of one rank among a different number of ranks, of another version or damaged.
         """
-        group = group if isinstance(group, Group) else Group.of(group, axis="data_parallel")
+        group = _as_group(group)
         self.memory.load(values_for(state, group, self.slots))
-        self.step, self._group_size = int(state["step"]), group.size
-
-    @property
-    def fidelity(self) -> dict[str, float]:
-        """`relative_error` and `cosine` of the last comparison with the true mean; empty before it."""
-        return {} if self.compared is None else self.compared.report()
+        self.step = int(state["step"])
+        self._group_size = group.size
 
     @property
     def residual_norms(self) -> dict[str, float]:
@@ -193,7 +217,11 @@ class Reducer(abc.ABC):
         return math.hypot(*self.residual_norms.values())
 
 
-class Step:
+def _as_group(group: GroupLike) -> Group:
+    return group if isinstance(group, Group) else Group.of(group, axis="data_parallel")
+
+
+class ReductionStep:
     """One optimizer step of a reducer, in any number of buckets; leaving it without `commit` rolls back.
 
     Attributes:
@@ -201,30 +229,35 @@ class Step:
     """
 
     def __init__(self, reducer: Reducer, group: Group) -> None:
-        self.reducer, self.group = reducer, group
-        self.number, self.scale, self.memory = reducer.step, reducer.scale, reducer.memory
-        self._suspects: list[Tensor] = []
+        self.reducer = reducer
+        self.group = group
+        self.number = reducer.step
+        self.scale = reducer.scale
+        self.memory = reducer.memory
+        self._watched: list[Tensor] = []
         self._open = True
         self._seconds = Seconds()
-        self._parts: list[Part] = []
+        self._blocks: list[ReducedBlock] = []
         sampled = reducer.sample_every > 0 and reducer.step % reducer.sample_every == 0
-        self._fidelity = Fidelity() if sampled else None
-        self.memory.rollback()
+        self._error = CompressionError() if sampled else None
+        self.memory.rollback()  # an earlier step may have been left by an exception
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> ReductionStep:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._open:
             self.rollback()
 
-    def compare(self, named_gradients: Mapping[str, Tensor]) -> None:
-        """Check that every rank is about to bring these.
+    def check_equal(self, named_gradients: Mapping[str, Tensor]) -> None:
+        """Check that every rank is about to bring the same gradients.
 
         Raises:
             ValueError: On every rank, with the gradients in which they differ.
         """
         signature = _signature(named_gradients)
+        # 63 bits, which fit into the signed integer that is compared. Checked in each whole step, as it costs one
+        # message of eight bytes; the buckets of a longer step are compared when they are new.
         digest = blake2b(repr(signature).encode(), digest_size=8).digest()
         if not comm.equal_everywhere(int.from_bytes(digest, "little") >> 1, self.group):
             self._agree_on(signature)
@@ -234,38 +267,42 @@ class Step:
 
         Args:
             shards: Elements of a rank's part of the flattened gradient, for parameters of which each rank needs no
-                more than its own part; the rest may then hold anything. As ranks then see different means, `finite`
-                is what this rank can tell.
+                more than its part; the rest may then hold anything. As ranks then see different means, `finite` is
+                only what this rank can tell.
         """
         if not self._open:
             raise RuntimeError("this step has been committed or rolled back; begin another one")
+        # Before any collective: ranks with different gradients would pair up different tensors, or wait forever.
         self._agree(named_gradients)
-        true = Fidelity.true_means(named_gradients, self.group) if self._fidelity else {}
-        blocks = self._blocks(named_gradients, {} if self._fidelity or shards is None else shards)
-        run([method.exchange(block, self) for method, block in blocks], self.group, self._seconds)
-        self._parts += [
-            Part(method, block.names, block.shape, block.gradients[0].dtype, self.group.size, block.turn, block.shard)
-            for method, block in blocks
-        ]
-        if self._fidelity:
-            self._fidelity.add(named_gradients, true)
+        true = CompressionError.true_means(named_gradients, self.group) if self._error else {}
+        # The error is measured against the whole mean, so all ranks need all of it.
+        blocks = self._divide(named_gradients, {} if self._error or shards is None else shards)
+        sent = run([method.requests(block, self) for method, block in blocks], self.group, self._seconds)
+        for (method, block), num_bytes in zip(blocks, sent):
+            dtype = block.gradients[0].dtype
+            self._blocks.append(
+                ReducedBlock(method, block.names, block.shape, dtype, self.group.size, round(num_bytes), block.shard)
+            )
+        if self._error:
+            self._error.add(named_gradients, true)
 
     def watch(self, received: Tensor) -> None:
-        """Remember a tensor, equal on all ranks, that is non-finite where a gradient on any rank was."""
-        self._suspects.append(received.detach().sum(dtype=working_dtype(received.dtype)))
+        """Check at the end that a tensor, equal on all ranks, is finite, as it is if the gradients of all ranks are."""
+        # Only the sum is kept, and read at the end: reading it here would block the host for each bucket.
+        self._watched.append(received.detach().sum(dtype=working_dtype(received.dtype)))
 
     def average_(self, total: Tensor) -> Tensor:
         """Watch a contiguous sum over the ranks and divide it by their number, in place."""
-        numbers = _CACHED if total.device.type == "cpu" else total.numel()
-        for piece in total.view(-1).split(max(numbers, 1)):
-            self.watch(piece)
-            piece.div_(self.group.size)
+        extent = _CACHED if total.device.type == "cpu" else total.numel()
+        for part in total.view(-1).split(max(extent, 1)):
+            self.watch(part)
+            part.div_(self.group.size)
         return total
 
     @property
     def finite(self) -> bool:
-        """Whether every gradient so far was finite on every rank."""
-        return all(bool(torch.stack(some).isfinite().all()) for some in _by_kind(self._suspects))
+        """True if every gradient so far was finite on every rank."""
+        return all(bool(torch.stack(some).isfinite().all()) for some in _by_kind(self._watched))
 
     def commit(self) -> bool:
         """End the step; False, and no trace of it, if a gradient was not finite on any rank."""
@@ -273,21 +310,27 @@ class Step:
         if not self.finite:
             self.memory.rollback()
             return False
+        # Only now: until here every value of the last step is intact.
         self.memory.commit()
         self.reducer._group_size = self.group.size
-        self.reducer.seconds, self.reducer.parts = self._seconds, self._parts
-        self.reducer.compared = self._fidelity or self.reducer.compared
-        self.reducer._conclude(Outcome(self._parts, self._seconds, self._fidelity))
+        self.reducer.seconds = self._seconds
+        self.reducer.blocks = self._blocks
+        self.reducer.last_error = self._error or self.reducer.last_error
+        self.reducer._conclude(Outcome(self._blocks, self._seconds, self._error))
         return True
 
     def rollback(self) -> None:
-        """End the step and forget it."""
+        """End the step and restore the state before it."""
         self._open = False
         self.memory.rollback()
 
-    def _blocks(self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]) -> list[tuple[Method, Block]]:
-        found: dict[Any, tuple[Method, Block]] = {}
+    def _divide(
+        self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]
+    ) -> list[tuple[Method, GradientBlock]]:
+        """Group the gradients that one method can compute together, in an order that is equal on all ranks."""
+        found: dict[Any, tuple[Method, GradientBlock]] = {}
         seen: set[Tensor] = set()  # tensors hash by identity: a tied gradient under two names is reduced once
+        # Sorted: dictionaries may be filled in another order on another rank, but requests must pair up.
         for name in sorted(named_gradients):
             gradient = named_gradients[name]
             if gradient.numel() == 0 or gradient in seen:
@@ -295,11 +338,13 @@ class Step:
             seen.add(gradient)
             method = self.reducer.method(name, gradient.shape, self.number)
             shard = shards.get(name) if method.scatters else None
-            large = not method.batched and gradient.numel() * gradient.element_size() >= ALONE_BYTES
-            alone = large or method.alone
-            turn = method.turn(name, self.number, self.memory)
-            key = (id(method), turn, gradient.shape, gradient.dtype, gradient.device, shard, name if alone else None)
-            _, block = found.setdefault(key, (method, Block((), [], turn=turn, shard=shard)))
+            large = not method.batched and gradient.numel() * gradient.element_size() >= SEPARATE_BYTES
+            separate_name = name if large or method.separate else None
+            number = method.effective_step(name, self.number, self.memory)
+            key = (id(method), number, gradient.shape, gradient.dtype, gradient.device, shard, separate_name)
+            if key not in found:
+                found[key] = (method, GradientBlock((), [], effective_step=number, shard=shard))
+            _, block = found[key]
             block.names += (name,)
             block.gradients.append(gradient.detach())
         return list(found.values())
@@ -315,8 +360,10 @@ class Step:
             for name, gradient in named_gradients.items()
             if gradient.layout != torch.strided or not gradient.dtype.is_floating_point
         }
+        # Raised on all ranks at once: one that raised alone would leave the others in the next collective.
         error = TypeError(f"gradients must be dense and of a floating-point dtype, found {refused}")
         comm.raise_together(error if refused else None, self.group)
+        # Compressors of different settings ask for different collectives; steps apart draw different random numbers.
         settings = {"compressor": repr(self.reducer), "step": self.number, "sample_every": self.reducer.sample_every}
         comm.agree("the compressor and its step", settings, self.group)
         self._agree_on(signature)
@@ -336,3 +383,19 @@ def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(kinds.values())
+
+
+def scale_reader(scaler: Optional[Any]) -> Callable[[], float]:
+    """Return a function that reads the loss scale of `scaler`, such as a `torch.amp.GradScaler`; 1 without one."""
+    return lambda: 1.0 if scaler is None else float(scaler.get_scale())
+
+
+def check_reducer(compression: object) -> None:
+    """Check what was given as `compression`.
+
+    Raises:
+        TypeError: If it is no compressor.
+    """
+    if not isinstance(compression, Reducer):
+        hint = f"; did you mean {compression.__name__}()?" if isinstance(compression, type) else ""
+        raise TypeError(f"`compression` must be a compressor such as PowerSGD(rank=4), got {compression!r}{hint}")

@@ -1,6 +1,6 @@
 """The mean of gradients over the data-parallel axis."""
 
-from lightning_parallel.data_parallel.beside import MeanReducer
-from lightning_parallel.data_parallel.reducer import GradientReducer
+from lightning_parallel.comm import MeanReducer
+from lightning_parallel.data_parallel.bucketed_reducer import GradientReducer
 
 __all__ = ["GradientReducer", "MeanReducer"]

@@ -9,8 +9,6 @@ the runtime and the command line all read the same value.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -196,6 +194,11 @@ class Schedule:
         return max(self.stage_ranks.count(rank) for rank in range(self.num_ranks))
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from input gradients."""
+        return any(action.kind is Kind.I for row in self.rows for action in row)
+
+    @property
     def is_training(self) -> bool:
         """Whether there is any backward."""
         return any(action.kind is not Kind.F for row in self.rows for action in row)
@@ -266,18 +269,6 @@ class Schedule:
             name=header["schedule"],
             warmup=float(header["warmup"]) if "warmup" in header else None,
         )
-
-    def to_csv(self) -> str:
-        """Write one line of comma-separated actions per rank, the form that PyTorch reads and writes."""
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows(map(str, row) for row in self.rows)
-        return out.getvalue()
-
-    @classmethod
-    def from_csv(cls, text: str, *, name: str = "custom") -> Schedule:
-        """Read one row of actions per line. Empty cells, which stand for idle steps in some tools, are skipped."""
-        rows = csv.reader(io.StringIO(text))
-        return cls.from_rows(([Action.parse(cell) for cell in row if cell.strip()] for row in rows), name=name)
 
 
 def activations_held(row: Sequence[Action]) -> list[int]:

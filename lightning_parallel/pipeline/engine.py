@@ -1,6 +1,7 @@
-"""The pipeline of a model: what a strategy, or a training loop of one's own, talks to.
+"""Apply a pipeline plan to a model and run steps through it.
 
-engine = PipelineEngine(model, group, build_schedule("1f1b", group.size, 8), example=(step, microbatch))
+plan = analyze(model, group.size, "1f1b", num_microbatches=8, example=(step, microbatch))
+engine = PipelineEngine(model, plan, group)
 optimizer = SGD(model.parameters())                          # those of this rank's stages
 result = engine.forward_backward(step, batch)                # fills `.grad`
 """
@@ -8,9 +9,7 @@ result = engine.forward_backward(step, batch)                # fills `.grad`
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,201 +18,92 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.pipeline.actions import Kind, Schedule, activations_held, forward_only
-from lightning_parallel.pipeline.cut import Cut, TiedParameter
-from lightning_parallel.pipeline.linear import split_linears
-from lightning_parallel.pipeline.measure import Costs, count_parameters, measure
-from lightning_parallel.pipeline.microbatch import Split, num_samples, split_batch
-from lightning_parallel.pipeline.observe import Observation, Step, observe, read_off, try_stages
-from lightning_parallel.pipeline.p2p import Agreements, Channels
-from lightning_parallel.pipeline.partition import Balance, cut_layers, stage_costs
-from lightning_parallel.pipeline.runtime import Run, StepResult
+from lightning_parallel.pipeline.actions import Schedule, forward_only
+from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch
+from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
+from lightning_parallel.pipeline.runtime import ScheduleRun, StepResult
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
-from lightning_parallel.pipeline.simulate import Cost
-from lightning_parallel.pipeline.stage import Demand
-from lightning_parallel.pipeline.trunk import Trunk, find_trunk, find_trunks, pieces
-from lightning_parallel.pipeline.validate import validate
+from lightning_parallel.pipeline.stage import PipelineStages, StageInputs, TiedParameter
+from lightning_parallel.pipeline.zero_bubble import split_linears
 
 __all__ = ["PipelineEngine"]
 
+_TIED_TAG = 1000
+
 
 class PipelineEngine:
-    """Cuts a model over the ranks of `group` and runs steps through it.
+    """Keeps of a model the stages that a plan gives this rank, and runs steps through the pipeline.
 
-    Every rank constructs it with the same arguments and the same model; afterwards the model holds the parameters of
-    this rank's stages only.
+    Every rank constructs it with the same plan and a model of the same structure; afterwards the model holds the
+    parameters of this rank's stages only. Parameters on the meta device stay there.
 
     Args:
-        module: The model, whole, with equal parameters on all ranks; may be on the meta device.
+        module: The model, whole.
+        plan: What goes where, see `analyze`.
         group: The pipeline group.
-        schedule: For as many ranks as the group has, or a function that makes one, given the costs of the layers. A
-            batch with fewer samples than it has microbatches runs a schedule of the same name with fewer.
-        example: A step and a microbatch for it, from which the cut learns where each module belongs. Without it,
-            modules registered before the layers are taken for used before them.
-        layers: Dotted name of the repeated layers, or `auto`; several that follow each other are joined by commas.
-        balance: How to divide the layers, see `cut_layers`. `auto` measures where there is an `example` and the model
-            is not on the meta device, and counts parameters otherwise.
-        memory_cap_bytes: Most bytes that a stage may hold, for a measured cut.
         device: Where the stages compute; by default where the parameters are.
-        split: Splits a batch into microbatches; by default along the sample dimension.
-        weigh: Gives the weight of a microbatch in the loss; by default its number of samples. To weight by tokens,
-            count them here, and return the mean over tokens from the step.
-        channels: Groups of the same ranks, for a backend that cannot tell messages apart by tag (NCCL).
-        alike: The ranks whose models must be cut alike, the world in a mesh of several axes; by default `group`.
+        split_batch: Splits a batch into microbatches; by default along the sample dimension. A batch with fewer samples
+            than the plan has microbatches runs a schedule of the same name with fewer.
+        microbatch_weight: Gives the weight of a microbatch in the loss; by default its number of samples. To weight by
+            tokens, count them here, and return the mean over tokens from the step.
+        message_groups: Groups of the same ranks, for a backend that cannot tell messages apart by tag (NCCL).
 
     Raises:
-        ValueError: If the layers cannot be found or cut, or the schedule is not valid or for another number of ranks.
+        ValueError: If the plan is for another model, or another number of ranks.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        plan: PipelinePlan,
         group: Group,
-        schedule: Schedule | Callable[[Costs], Schedule],
         *,
-        example: tuple[Step, Any] | None = None,
-        layers: str = "auto",
-        balance: Balance = "auto",
-        memory_cap_bytes: float | None = None,
         device: torch.device | None = None,
-        split: Split = split_batch,
-        weigh: Callable[[Any], float] = num_samples,
-        channels: Channels | None = None,
-        alike: Group | None = None,
+        split_batch: SplitBatch = split_batch,
+        microbatch_weight: Callable[[Any], float] = num_samples,
+        message_groups: MessageGroups | None = None,
     ) -> None:
-        self.module, self.group, self.channels = module, group, channels
-        self.split, self.weigh = split, weigh
-        self.device = device or next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        num_stages = group.size if callable(schedule) else schedule.num_stages
-        if example is None:
-            trunks = [find_trunk(module, num_stages, layers)]
-        else:
-            trunks = find_trunks(module, num_stages, layers)
-        failure: ValueError | None = None
-        for trunk in trunks:
-            try:
-                seen, counts = self._planned(trunk, schedule, example, balance, memory_cap_bytes, alike or group)
-                break
-            except ValueError as error:
-                failure = failure or error
-        else:
-            assert failure is not None
-            raise failure
+        plan.check_fits(module, group.size)
+        self.module = module
+        self.plan = plan
+        self.group = group
+        self.message_groups = message_groups
+        self.split_batch = split_batch
+        self.microbatch_weight = microbatch_weight
+        self.device = device or device_of(module)
+        self.schedule = plan.schedule
         self._warn_of_batch_norm()
-        sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
-        self.cut = Cut(module, trunk, seen, counts, self.schedule.stage_ranks, group.rank, self.device)
-        if any(action.kind is Kind.I for row in self.schedule.rows for action in row):
+        self.model = PipelineStages(module, plan, group.rank, self.device)
+        if self.schedule.splits_backward:
             split_linears(module)
-        self.stage_parameters = [
-            sum(size for name, size in sizes.items() if stage in self.cut.parameter_stages[name])
-            for stage in range(self.schedule.num_stages)
-        ]
-        self._agreements = Agreements()
-        self._demands: dict[int, list[Demand]] = {}
+        self._layouts = MessageLayouts()
+        self._stage_inputs: dict[int, list[StageInputs]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}
-
-    def _planned(
-        self,
-        trunk: Trunk,
-        schedule: Schedule | Callable[[Costs], Schedule],
-        example: tuple[Step, Any] | None,
-        balance: Balance,
-        memory_cap_bytes: float | None,
-        alike: Group,
-    ) -> tuple[Observation, tuple[int, ...]]:
-        """Where everything belongs if it is `trunk` that is cut, and how many layers each stage gets."""
-        module, device = self.module, self.device
-        seen = read_off(module, trunk) if example is None else observe(module, trunk, *example, device)
-        self.costs = count_parameters(module, trunk, seen)
-        if balance in ("auto", "measured") or callable(schedule):
-            is_meta = any(parameter.is_meta for parameter in module.parameters())
-            if example is not None and not is_meta:
-                measured = measure(module, trunk, seen, *example, device)
-                self.costs = comm.broadcast_object(measured, alike)
-            elif balance == "measured" or callable(schedule):
-                raise ValueError(
-                    "a measured balance or schedule needs a model with data and an example batch; use "
-                    "balance='parameters' and name a schedule"
-                )
-            else:
-                balance = "parameters"
-        if callable(schedule):
-            in_pieces = _in_pieces(self.costs, pieces(trunk))
-            enough = len(in_pieces.layers) >= self.group.size
-            schedule = schedule(in_pieces if enough else _in_pieces(self.costs, trunk.entries))
-        self.schedule = self._checked(schedule)
-        counts = self._divided(trunk, balance, memory_cap_bytes)
-        if example is not None:
-            stage_of = tuple(stage for stage, count in enumerate(counts) for _ in range(count))
-            try_stages(module, trunk, seen, stage_of, *example, device)
-        return seen, counts
-
-    def _divided(self, trunk: Trunk, balance: Balance, memory_cap_bytes: float | None) -> tuple[int, ...]:
-        """Layers of each stage. A cut by cost gives every stage parameters, where there are enough layers with some."""
-        num_stages, runs = self.schedule.num_stages, pieces(trunk)
-        if len(runs) < num_stages or balance not in ("auto", "measured", "parameters"):
-            runs = trunk.entries
-        costs = _in_pieces(self.costs, runs)
-        counts = cut_layers(
-            costs.layers,
-            num_stages,
-            balance,
-            prologue=costs.prologue,
-            epilogue=costs.epilogue,
-            memory_cap_bytes=memory_cap_bytes,
-            in_flight=_in_flight(self.schedule) if memory_cap_bytes is not None else None,
-        )
-        ends = [0, *accumulate(counts)]
-        return tuple(sum(runs[start:stop]) for start, stop in pairwise(ends))
-
-    def _checked(self, schedule: Schedule) -> Schedule:
-        if schedule.num_ranks != self.group.size:
-            raise ValueError(
-                f"expected a schedule for the {self.group.size} ranks of the pipeline group, "
-                f"got one for {schedule.num_ranks}"
-            )
-        validate(schedule)
-        return schedule
 
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages of this rank."""
-        return self.cut.stages
-
-    @property
-    def layers_per_stage(self) -> tuple[int, ...]:
-        """How many of the repeated layers each stage has."""
-        return self.cut.layers_per_stage
-
-    @property
-    def stage_costs(self) -> list[Cost]:
-        """The cost of each stage for a microbatch as large as the example; without seconds if none was measured."""
-        costs = self.costs
-        return stage_costs(costs.layers, self.layers_per_stage, prologue=costs.prologue, epilogue=costs.epilogue)
+        return self.model.stages
 
     @property
     def last_rank(self) -> int:
         """Position in the group of the rank that holds the last stage: it has losses and outputs."""
-        return self.cut.stage_ranks[-1]
-
-    @property
-    def parameter_stages(self) -> dict[str, tuple[int, ...]]:
-        """The stages of every parameter of the model, by name."""
-        return self.cut.parameter_stages
+        return self.schedule.stage_ranks[-1]
 
     @property
     def tied(self) -> dict[str, TiedParameter]:
         """Parameters that several ranks hold, by name."""
-        return self.cut.tied
+        return self.model.tied
 
     @property
-    def counted_elsewhere(self) -> frozenset[str]:
-        """Parameters of this rank that another rank counts in norms and saves: all but the first home of tied ones."""
+    def counted_by_others(self) -> frozenset[str]:
+        """Parameters of this rank that another one counts in norms and saves: all but the first owner of tied ones."""
         rank = self.group.rank
         return frozenset(name for name, tied in self.tied.items() if rank in tied.ranks[1:])
 
     def forward_backward(
-        self, step: Step, batch: Any, *, scale: float | Tensor = 1.0, synchronize: bool = True
+        self, step: Callable[[Any], Any], batch: Any, *, scale: float | Tensor = 1.0, synchronize: bool = True
     ) -> StepResult:
         """Add the gradients of the mean loss over `batch` to `.grad`.
 
@@ -234,9 +124,9 @@ class PipelineEngine:
             self.reduce_tied_gradients()
         return result
 
-    def forward(self, step: Step, batch: Any) -> StepResult:
+    def forward(self, step: Callable[[Any], Any], batch: Any) -> StepResult:
         """Run `step` on the microbatches of `batch` without gradients: the forward actions of the schedule."""
-        # Ghosts outlive the block, and views of inference tensors cannot be made outside of inference mode.
+        # Placeholders outlive the block, and views of inference tensors cannot be made outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
             return self._run(step, batch, training=False)
 
@@ -251,37 +141,38 @@ class PipelineEngine:
     def _reduce_tied(self, parameter: nn.Parameter, tied: TiedParameter, tag: int) -> None:
         mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         others = [rank for rank in tied.ranks if rank != self.group.rank]
-        pieces = {rank: torch.empty_like(mine) for rank in others}
-        pending = [comm.irecv(piece, self.group, rank, tag) for rank, piece in pieces.items()]
+        gradients = {rank: torch.empty_like(mine) for rank in others}
+        pending = [comm.irecv(gradient, self.group, rank, tag) for rank, gradient in gradients.items()]
         pending += [comm.isend(mine, self.group, rank, tag) for rank in others]
         for work in pending:
             work.wait()
-        pieces[self.group.rank] = mine
+        gradients[self.group.rank] = mine
         # In the order of the ranks, so that all get the same bits.
-        parameter.grad = torch.stack([pieces[rank] for rank in tied.ranks]).sum(0)
+        parameter.grad = torch.stack([gradients[rank] for rank in tied.ranks]).sum(0)
 
-    def _run(self, step: Step, batch: Any, training: bool, scale: float | Tensor = 1.0) -> StepResult:
-        microbatches = self.split(batch, self.schedule.num_microbatches)
+    def _run(self, step: Callable[[Any], Any], batch: Any, training: bool, scale: float | Tensor = 1.0) -> StepResult:
+        microbatches = self.split_batch(batch, self.schedule.num_microbatches)
         if not 0 < len(microbatches) <= self.schedule.num_microbatches:
             raise ValueError(
-                f"expected `split` to give 1 to {self.schedule.num_microbatches} microbatches, got {len(microbatches)}"
+                f"expected `split_batch` to give 1 to {self.schedule.num_microbatches} microbatches, got "
+                f"{len(microbatches)}"
             )
         schedule = self._schedule_for(len(microbatches))
-        sizes = [float(self.weigh(microbatch)) for microbatch in microbatches]
+        sizes = [float(self.microbatch_weight(microbatch)) for microbatch in microbatches]
         if not sum(sizes) > 0:
             raise ValueError(f"expected microbatches of a positive weight, got {sizes}")
-        run = Run(
-            self.cut,
+        run = ScheduleRun(
+            self.model,
             self.group,
             schedule if training else forward_only(schedule),
             step,
             microbatches,
             [size / sum(sizes) for size in sizes],
-            self._agreements,
-            self._demands,
+            self._layouts,
+            self._stage_inputs,
             scale,
             seed=int(torch.randint(2**62, ()).item()),
-            channels=self.channels,
+            message_groups=self.message_groups,
         )
         return run()
 
@@ -306,22 +197,3 @@ class PipelineEngine:
                 "equal results, or larger microbatches",
                 stacklevel=3,
             )
-
-
-def _in_pieces(costs: Costs, runs: Sequence[int]) -> Costs:
-    """Add up the costs of the layers of each run."""
-    ends = [0, *accumulate(runs)]
-    layers = tuple(Cost.in_sequence(costs.layers[start:stop]) for start, stop in pairwise(ends))
-    return replace(costs, layers=layers)
-
-
-def _in_flight(schedule: Schedule) -> list[int]:
-    """The most microbatches that each stage holds at once."""
-    peaks = []
-    for stage, rank in enumerate(schedule.stage_ranks):
-        row = [action for action in schedule.rows[rank] if action.stage == stage]
-        peaks.append(max(activations_held(row), default=0))
-    return peaks
-
-
-_TIED_TAG = 1000

@@ -1,15 +1,16 @@
-"""What each layer costs: measured on one microbatch, or counted in parameters.
+"""Measure what each layer costs on one microbatch, or count it in parameters; measure the links between ranks.
 
-The step runs a few times for real, with a clock at every door. The first layer of each kind is also run alone, forward
-and backward. What runs before the first layer is the prologue, what runs after the last the epilogue, loss
-included.
+No rank needs the whole model for it: the step runs with one layer of each kind, whose output also stands for that of
+the others, and every part is on the device only while it is in use.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,154 +19,337 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel.pipeline.absent import Call, autocast_dtype, spared
-from lightning_parallel.pipeline.linear import splitting
-from lightning_parallel.pipeline.observe import Observation, Step
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.pipeline.fake_forward import has_listeners, parameter_lists, replaced
+from lightning_parallel.pipeline.interception import Call
+from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
+from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.randomness import seeded
-from lightning_parallel.pipeline.simulate import Cost
-from lightning_parallel.pipeline.stage import Door, Gate, guard
-from lightning_parallel.pipeline.trunk import Trunk, layer_kinds, units
-from lightning_parallel.weight_gradients import WeightGradients, deferring
+from lightning_parallel.pipeline.simulate import Cost, Link
+from lightning_parallel.pipeline.stage import InterceptedModel
+from lightning_parallel.pipeline.stubs import autocast_dtype, copy_args
+from lightning_parallel.pipeline.zero_bubble import WeightGradients, deferring, splitting
 
-__all__ = ["Costs", "count_parameters", "measure"]
+__all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_link", "truncated"]
 
 T = TypeVar("T")
+Step = Callable[[Any], Any]
 _REPEATS = 3
-_COPIES = 4  # a parameter, its gradient and two moments of it
+STATE_COPIES = 4
+"""Bytes held per byte of a trained parameter where the optimizer is not known: itself, its gradient, two moments."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Cost of each layer, and of what comes before and after them."""
+def count_parameters(module: nn.Module, stack: LayerStack, use: Mapping[str, set[int]]) -> Costs:
+    """Count the bytes that each part holds: parameters, gradients and optimizer state.
 
-    layers: tuple[Cost, ...]
-    prologue: Cost = Cost()
-    epilogue: Cost = Cost()
-
-
-def count_parameters(module: nn.Module, trunk: Trunk, seen: Observation) -> Costs:
-    """The bytes that each part holds: parameters, gradients and two moments of an optimizer."""
-    layers = tuple(Cost(resident_bytes=_COPIES * _bytes(list(layer.parameters()))) for layer in trunk.layers)
-    inside = {id(parameter) for layer in trunk.layers for parameter in layer.parameters()}
+    Args:
+        module: The model.
+        stack: Its layers.
+        use: The layers at whose stages each parameter is computed with, by name.
+    """
+    layers = tuple(Cost(resident_bytes=_held_bytes(layer.parameters())) for layer in stack.layers)
+    inside = {id(parameter) for layer in stack.layers for parameter in layer.parameters()}
     outside = {name: value for name, value in module.named_parameters() if id(value) not in inside}
-    first = [value for name, value in outside.items() if 0 in seen.parameters[name]]
-    last = [value for name, value in outside.items() if len(layers) - 1 in seen.parameters[name]]
-    return Costs(layers, Cost(resident_bytes=_COPIES * _bytes(first)), Cost(resident_bytes=_COPIES * _bytes(last)))
+    first = [value for name, value in outside.items() if 0 in use[name]]
+    last = [value for name, value in outside.items() if len(layers) - 1 in use[name]]
+    return Costs(layers, Cost(resident_bytes=_held_bytes(first)), Cost(resident_bytes=_held_bytes(last)))
 
 
 def measure(
-    module: nn.Module, trunk: Trunk, seen: Observation, step: Step, microbatch: Any, device: torch.device
+    module: nn.Module,
+    stack: LayerStack,
+    use: Mapping[str, set[int]],
+    step: Step,
+    microbatch: Any,
+    device: torch.device,
 ) -> Costs:
-    """Run `step` on `microbatch` for real and clock its parts; the model is left as it was.
+    """Measure the prologue, a layer of each kind, and the epilogue; the model is left as it was.
 
-    Seconds are the least of a few runs; a W is what a backward pass takes beyond its I, which leaves out only what the
-    runtime can put off.
+    Parameters without data are random for it. Seconds are the least of a few runs; a W is what a backward pass takes
+    beyond its I, which leaves out only what the runtime can put off.
     """
-    gradients = {parameter: parameter.grad for parameter in module.parameters()}
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    clock, gate = _Clock(trunk, device), Gate()
-    for index, (name, layer, kind) in enumerate(zip(trunk.names, trunk.layers, layer_kinds(trunk))):
-        guard(layer, Door(gate, name, kind, index))
-    for name, unit in units(module, trunk):
-        guard(unit, Door(gate, name, name))
-    for parameter in gradients:
-        parameter.grad = None
-    try:
-        for _ in range(_REPEATS):
-            with seeded(0), torch.enable_grad():
-                gate.visit = clock
-                clock.start()
-                clock.finish(step(microbatch))
-        gate.visit = None
-        with seeded(0), torch.enable_grad():
-            measured = clock.layer_costs()
-    finally:
-        gate.visit = None
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
-    held = count_parameters(module, trunk, seen)
-    layers = [replace(cost, resident_bytes=layer.resident_bytes) for cost, layer in zip(measured, held.layers)]
+    last = len(stack.layers) - 1
+    ends = ({name for name in use if 0 in use[name]}, {name for name in use if last in use[name]})
+    held = count_parameters(module, stack, use)
+    failure: Exception | None = None
+    for runs_all in (False, True):
+        clock = _Clock(module, stack, *ends, device, runs_all)
+        try:
+            layers = clock.measure(step, microbatch)
+            break
+        except Exception as error:
+            failure = error
+    else:
+        # Random data may lead where true data would not; what is wrong with the step itself, the dry run will say.
+        warnings.warn(
+            f"the layers could not be measured ({failure!r}); their parameters are counted instead", stacklevel=2
+        )
+        return held
     return Costs(
-        tuple(layers),
+        tuple(replace(cost, resident_bytes=layer.resident_bytes) for cost, layer in zip(layers, held.layers)),
         replace(min(clock.prologues, key=_seconds), resident_bytes=held.prologue.resident_bytes),
         replace(min(clock.epilogues, key=_seconds), resident_bytes=held.epilogue.resident_bytes),
     )
 
 
-@dataclass
-class _Call:
-    """A layer with the arguments of its call, to be run again."""
+class TruncatedModel:
+    """Runs a step through the prologue, one layer of each kind, and the epilogue, as a handler of calls.
 
-    module: nn.Module
-    call: Call
-    parameters: list[Tensor]
-    arguments: Any
-    autocast: torch.dtype | None
+    Layers of one kind return what the first of them did, as long as their inputs have the same shapes. Parameters are
+    on the device while their part runs; those without data are random, and the same in every run.
 
-
-class _Clock:
-    """Measures at the doors, in the middle of a step, and what it noted there afterwards."""
+    Args:
+        module: The model; it stays as it is.
+        stack: Its layers.
+        prologue, epilogue: Names of the parameters used before and after the layers.
+        device: Where to run.
+        runs_all: Run every layer, one after the other, for a model that notices otherwise.
+    """
 
     entered = True
 
-    def __init__(self, trunk: Trunk, device: torch.device) -> None:
-        self.trunk, self.device = trunk, device
-        self.kinds: dict[int, object] = {}
-        self.calls: dict[object, _Call] = {}
+    def __init__(
+        self,
+        module: nn.Module,
+        stack: LayerStack,
+        prologue: set[str],
+        epilogue: set[str],
+        device: torch.device,
+        runs_all: bool = False,
+    ) -> None:
+        self.stack = stack
+        self.device = device
+        self.runs_all = runs_all
+        self._module = module
+        self._ends = (prologue, epilogue)
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._intercepted = InterceptedModel(module, stack)
+        inside = [*stack.layers, *(child for _, child in outer_modules(module, stack))]
+        self._inside = {child for part in inside for child in part.modules()}
+        self._loaded = ExitStack()
+        self._outputs: dict[Any, Any] = {}
+        self._is_first = True
+
+    def run(self, step: Step, batch: Any, seed: int | None = 0) -> Any:
+        """Run `step` on `batch`, with random numbers from `seed` or those of outside; returns what it returns."""
+        self._is_first = True
+        self._outputs.clear()
+        self._load_end(0)
+        try:
+            with self._intercepted.handled_by(self, seed):
+                self.begin()
+                return step(batch)
+        finally:
+            self._loaded.close()
+
+    def begin(self) -> None:
+        """Do nothing; for those who measure. Everything of the prologue is loaded."""
+
+    def leave_prologue(self, call: Call) -> Call:
+        """Return the call of the first layer as it is; for those who measure."""
+        return call
+
+    def enter_epilogue(self) -> None:
+        """Do nothing; for those who measure. Everything of the epilogue is loaded."""
+
+    def run_layer(self, key: Any, call: Call) -> Any:
+        """Run the first layer of a kind; `key` tells kinds and shapes of inputs apart."""
+        return call.run()
+
+    def outer_module(self, call: Call) -> Any:
+        """Run a module outside of the layers, with its parameters on the device."""
+        with self.loaded(call.module):
+            return call.run()
+
+    def layer(self, call: Call) -> Any:
+        """Run the layer if it is the first of its kind, otherwise return the first one's output."""
+        if self._is_first:
+            self._is_first = False
+            call = self.leave_prologue(call)
+            self._loaded.close()
+        key = (call.site.kind, _shapes((call.args, call.kwargs)))
+        # Hooks collect what layers return: each has to be run for them.
+        if key in self._outputs and not self.runs_all and not has_listeners(list(call.module.modules())):
+            output = self._outputs[key]
+        else:
+            with self.loaded(call.module):
+                output = self._outputs[key] = self.run_layer(key, call)
+        output = tree_map_only(Tensor, cut_off, output)
+        if call.site.layer_index == len(self.stack.layers) - 1:
+            self._load_end(1)
+            self.enter_epilogue()
+        return output
+
+    @contextmanager
+    def loaded(self, module: nn.Module) -> Iterator[None]:
+        """Put parameters and buffers of `module` on the device inside the block, where they are not yet."""
+        with replaced(module, lambda _, child: self._data(child, None)):
+            yield
+
+    def _load_end(self, end: int) -> None:
+        """Load what is used at one end of the model, but for modules that are intercepted: they are loaded when called.
+
+        A step may read the parameters of any module, such as the embedding's matrix for the output.
+        """
+
+        def data(_: str, child: nn.Module) -> dict[str, Any]:
+            return self._data(child, self._ends[end]) if child not in self._inside or self._is_read(child, end) else {}
+
+        self._loaded.enter_context(replaced(self._module, data))
+
+    def _is_read(self, child: nn.Module, end: int) -> bool:
+        return any(self._names.get(id(value)) in self._ends[end] for value in child._parameters.values())
+
+    def _data(self, module: nn.Module, names: set[str] | None) -> dict[str, Any]:
+        """Return the own tensors of `module`, without its children's, on the device.
+
+        Args:
+            names: The parameters to load; None for all.
+        """
+        loaded: dict[str, Any] = {}
+        by_original: dict[int, Any] = {}
+        for key, value in module._parameters.items():
+            if value is None or key in vars(module):
+                continue
+            name = self._names[id(value)]
+            if names is None or name in names:
+                loaded[key] = by_original[id(value)] = self._parameter(name, value)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in vars(module):
+                loaded[key] = _copied(buffer, self.device)
+        return {**loaded, **parameter_lists(module, by_original)}
+
+    def _parameter(self, name: str, parameter: Tensor) -> Tensor:
+        if parameter.is_meta:
+            value = _random(name, parameter, self.device)
+        else:
+            value = parameter.detach().to(self.device)
+        # Another parameter with the same data: gradients must not reach those of the model.
+        return nn.Parameter(value, parameter.requires_grad)
+
+
+def truncated(module: nn.Module, plan: PipelinePlan, device: torch.device, step: Step) -> Step:
+    """Return `step` on a `TruncatedModel`, of which no more is on the device at a time than one of its parts."""
+    last = plan.num_stages - 1
+    first_names = {name for name, parameter in plan.parameters.items() if 0 in parameter.stages}
+    last_names = {name for name, parameter in plan.parameters.items() if last in parameter.stages}
+    stack = LayerStack.at(module, plan.container)
+
+    def run(batch: Any) -> Any:
+        try:
+            return TruncatedModel(module, stack, first_names, last_names, device).run(step, batch, seed=None)
+        except Exception:
+            return TruncatedModel(module, stack, first_names, last_names, device, runs_all=True).run(
+                step, batch, seed=None
+            )
+
+    return run
+
+
+def _random(name: str, parameter: Tensor, device: torch.device) -> Tensor:
+    """Return the same random values for a parameter each time, small enough that half precision stays finite."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+    if value.is_floating_point() or value.is_complex():
+        value.normal_(0.0, 0.02, generator=generator)
+    return value
+
+
+def _copied(buffer: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on `device`, which a forward pass may write into; zeros where there are no data."""
+    if buffer.is_meta:
+        return torch.zeros_like(buffer, device=device)
+    return buffer.to(device, copy=True)
+
+
+def _shapes(value: Any) -> tuple[Any, ...]:
+    leaves = tree_leaves(value)
+    return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+
+
+@dataclass
+class _NotedCall:
+    """A layer with the arguments of its call, to be run again."""
+
+    call: Call
+    autocast: torch.dtype | None
+
+
+class _Clock(TruncatedModel):
+    """Measures between the layers, while the step runs, and the layers it noted there afterwards."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.keys: dict[int, Any] = {}
+        self.noted: dict[Any, _NotedCall] = {}
         self.prologues: list[Cost] = []
         self.epilogues: list[Cost] = []
         self.begun_s = 0.0
-        self.is_first = True
 
-    def start(self) -> None:
-        """Begin a run of the step."""
-        self.begun_s = self._now()
-        self.is_first = True
+    def measure(self, step: Step, microbatch: Any) -> list[Cost]:
+        """Time a few steps, then each kind of layer; returns the cost of every layer."""
+        with torch.enable_grad():
+            for _ in range(_REPEATS):
+                self.time_step(step, microbatch)
+            return self.layer_costs()
 
-    def unit(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    def layer(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        assert door.index is not None
-        if self.is_first:
-            self.is_first = False
-            forward_s = self._now() - self.begun_s
-            self.prologues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable((args, kwargs)), keep=True)))
-            args, kwargs = tree_map_only(Tensor, _cut_off, (args, kwargs))
-        self.kinds[door.index] = door.kind
-        if door.kind not in self.calls:
-            parameters: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            arguments = tree_map_only(Tensor, _cut_off, spared((args, kwargs), {}))
-            self.calls[door.kind] = _Call(module, call, parameters, arguments, autocast_dtype(self.device))
-        result = tree_map_only(Tensor, _cut_off, call(*args, **kwargs))
-        self.begun_s = self._now()
-        return result
-
-    def finish(self, result: Any) -> None:
-        """Clock what came after the last layer, and led to what the step returned."""
+    def time_step(self, step: Step, microbatch: Any) -> None:
+        """Run the step once, and differentiate what came after the last layer and led to what it returned."""
+        result = self.run(step, microbatch)
         forward_s = self._now() - self.begun_s
         self.epilogues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(result))))
 
+    def begin(self) -> None:
+        """Start the clock of the prologue."""
+        self.begun_s = self._now()
+
+    def leave_prologue(self, call: Call) -> Call:
+        """Clock the prologue and its backward; the layers' arguments have no history from here on."""
+        forward_s = self._now() - self.begun_s
+        arguments = (call.args, call.kwargs)
+        self.prologues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(arguments), keep=True)))
+        return call.with_arguments(tree_map_only(Tensor, cut_off, arguments))
+
+    def enter_epilogue(self) -> None:
+        """Start the clock of the epilogue."""
+        self.begun_s = self._now()
+
+    def layer(self, call: Call) -> Any:
+        """Note the kind of each layer."""
+        self.keys[call.site.layer_index] = (call.site.kind, _shapes((call.args, call.kwargs)))
+        return super().layer(call)
+
+    def run_layer(self, key: Any, call: Call) -> Any:
+        """Note the first call of each kind with its arguments, before the layer may change them."""
+        if key not in self.noted:
+            arguments = tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
+            self.noted[key] = _NotedCall(call.with_arguments(arguments), autocast_dtype(self.device))
+        return super().run_layer(key, call)
+
     def layer_costs(self) -> list[Cost]:
         """Run a layer of each kind alone: nothing in the model that listens to its layers may take it for the step."""
-        known = {kind: self._measured(call) for kind, call in self.calls.items()}
-        return [known[self.kinds[i]] if i in self.kinds else Cost() for i in range(len(self.trunk.layers))]
+        known = {}
+        with seeded(0):
+            for key, noted in self.noted.items():
+                with self.loaded(noted.call.module):
+                    known[key] = self._measured(noted)
+        return [known.get(self.keys.get(index), Cost()) for index in range(len(self.stack.layers))]
 
-    def _measured(self, noted: _Call) -> Cost:
+    def _measured(self, noted: _NotedCall) -> Cost:
         whole = [self._run(noted) for _ in range(_REPEATS)]
-        with splitting(noted.module):
+        with splitting(noted.call.module):
             put_off = [self._run(noted, WeightGradients()) for _ in range(_REPEATS)]
         forward_s = min(run.forward_s for run in whole)
         backward_s = min(run.input_gradient_s for run in whole)
         input_s = min(backward_s, *(run.input_gradient_s for run in put_off))
         return replace(whole[0], forward_s=forward_s, input_gradient_s=input_s, weight_gradient_s=backward_s - input_s)
 
-    def _run(self, noted: _Call, later: WeightGradients | None = None) -> Cost:
-        """Forward and backward, noted as an I, without what can be left for `later`."""
-        args, kwargs = tree_map_only(Tensor, _cut_off, spared(noted.arguments, {}))
+    def _run(self, noted: _NotedCall, later: WeightGradients | None = None) -> Cost:
+        """Time forward and backward, noted as an I, without what can be left for `later`."""
+        call = noted.call
+        args, kwargs = tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -174,16 +358,20 @@ class _Clock:
 
         autocast = torch.autocast(self.device.type, noted.autocast, enabled=noted.autocast is not None)
         with autocast, saved_tensors_hooks(note, lambda tensor: tensor):
-            forward_s, result = self._timed(lambda: noted.call(*args, **kwargs))
-        for parameter in noted.parameters:
-            saved.pop(parameter.untyped_storage().data_ptr(), None)
+            forward_s, result = self._timed(lambda: call.function(*args, **kwargs))
+        for child in call.module.modules():
+            for key in child._parameters:
+                # What stands for a parameter is saved without a copy; it is counted as resident.
+                value = vars(child).get(key)
+                if isinstance(value, Tensor) and type(value) is not PlaceholderTensor:
+                    saved.pop(value.untyped_storage().data_ptr(), None)
         sent = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         with nullcontext() if later is None else deferring(later):
             backward_s = self._backward_s(_differentiable(result))
         return Cost(forward_s, backward_s, 0.0, sum(saved.values()), _bytes(sent))
 
     def _backward_s(self, roots: Sequence[Tensor], keep: bool = False) -> float:
-        """Seconds of differentiating `roots`, as far back as their graph goes."""
+        """Time the differentiation of `roots`, as far back as their graph goes, in seconds."""
         if not roots:
             return 0.0
         ones = [torch.ones_like(root) for root in roots]
@@ -208,10 +396,59 @@ def _differentiable(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def _cut_off(tensor: Tensor) -> Tensor:
-    """A copy without history, which is no leaf, so that the model may write into it."""
+def cut_off(tensor: Tensor) -> Tensor:
+    """Return a copy without history, which is no leaf, so that the model may write into it."""
     return tensor.detach().requires_grad_() * 1 if tensor.requires_grad else tensor.clone()
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _held_bytes(parameters: Any) -> int:
+    held = 0
+    for parameter in parameters:
+        held += parameter.numel() * parameter.element_size() * (STATE_COPIES if parameter.requires_grad else 1)
+    return held
+
+
+# ------------------------------------------------------------------------------------------------------------- links
+
+_PROBE_BYTES = 1 << 18
+_LINK_REPEATS = 5
+_TAG = 900
+
+
+def measure_link(group: Group, device: torch.device, sync_group: Group | None = None) -> Link:
+    """Time messages there and back between neighbours, every second pair at a time; the slowest pair counts.
+
+    Args:
+        group: The pipeline group; all its ranks call this.
+        device: Where messages are.
+        sync_group: The ranks that are to find the same, the world in a mesh of several axes; by default `group`.
+    """
+    short_s = long_s = 0.0
+    for first in (0, 1):
+        leads = (group.rank - first) % 2 == 0
+        peer = group.rank + 1 if leads else group.rank - 1
+        if 0 <= peer < group.size:
+            short_s = max(short_s, _one_way_s(group, peer, leads, 1, device))
+            long_s = max(long_s, _one_way_s(group, peer, leads, _PROBE_BYTES, device))
+    found = comm.all_gather_object((short_s, long_s), sync_group or group)
+    latency_s = max(short for short, _ in found)
+    transfer_s = max(long for _, long in found) - latency_s
+    return Link(latency_s, _PROBE_BYTES / transfer_s if transfer_s > 0 else float("inf"))
+
+
+def _one_way_s(group: Group, peer: int, leads: bool, num_bytes: int, device: torch.device) -> float:
+    """Return half the least of a few round trips, in seconds."""
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    taken = []
+    for _ in range(_LINK_REPEATS):
+        begun_s = time.perf_counter()
+        for sends in (leads, not leads):
+            (comm.isend if sends else comm.irecv)(message, group, peer, _TAG).wait()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        taken.append((time.perf_counter() - begun_s) / 2)
+    return min(taken)

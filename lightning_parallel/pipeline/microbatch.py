@@ -1,7 +1,10 @@
-"""Split a batch of any structure into microbatches along the sample dimension.
+"""SplitBatch a batch of any structure into microbatches along the sample dimension.
 
 {"ids": (7, 32), "mask": (7, 32), "names": 7 strings, "temperature": 0.5}   into 3
 {"ids": (3, 32), "mask": (3, 32), "names": 3 strings, "temperature": 0.5}, (2, ...), (2, ...)
+
+outputs    {"loss": 0.5, "logits": (3, 10)}, {"loss": 0.7, "logits": (2, 10)}   weights .6, .4
+merged     {"loss": 0.58, "logits": (5, 10)}
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Split", "num_samples", "split_batch"]
+__all__ = ["SplitBatch", "merge_outputs", "num_samples", "split_batch"]
 
-Split = Callable[[Any, int], list[Any]]
+SplitBatch = Callable[[Any, int], list[Any]]
 """(batch, microbatches) -> at most so many microbatches, the same on every rank."""
 
 _WHOLE = (type(None), str, bytes, bool, int, float, complex, Enum, torch.dtype, torch.device, np.generic)
@@ -47,7 +50,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
 
 def num_samples(batch: Any) -> int:
-    """Size of the sample dimension of `batch`: dimension 0 of its tensors.
+    """Return the size of the sample dimension of `batch`: dimension 0 of its tensors.
 
     Raises:
         ValueError: If there is none, or entries disagree; names their keys.
@@ -56,20 +59,20 @@ def num_samples(batch: Any) -> int:
     if not sizes:
         raise ValueError(
             f"expected a batch with at least one tensor with a sample dimension, got {type(batch).__name__}; "
-            "give a `split` function that knows this batch"
+            "give a `split_batch` function that knows this batch"
         )
     key, samples = next(iter(sizes.items()))
     wrong = [f"{_quote(other)} has {size}" for other, size in sizes.items() if size != samples]
     if wrong:
         raise ValueError(
             f"expected all tensors of a batch to have the same number of samples in dimension 0, but {_quote(key)} has "
-            f"{samples} and {', '.join(wrong)}; leave shared tensors out of the batch or give a `split` function"
+            f"{samples} and {', '.join(wrong)}; leave shared tensors out of the batch or give a `split_batch` function"
         )
     return samples
 
 
 def _entries(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Every tensor and array, with its key such as `inputs.mask[0]`.
+    """Yield every tensor and array, with its key such as `inputs.mask[0]`.
 
     Raises:
         ValueError: At an entry of a type that cannot be cut.
@@ -77,7 +80,7 @@ def _entries(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (Tensor, np.ndarray)):
         if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
             raise ValueError(
-                f"{_quote(key)} is a sparse or nested tensor, which cannot be cut; give a `split` function"
+                f"{_quote(key)} is a sparse or nested tensor, which cannot be cut; give a `split_batch` function"
             )
         yield key, value
     elif isinstance(value, (Mapping, UserDict)):
@@ -90,7 +93,9 @@ def _entries(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         for position, item in enumerate(value):
             yield from _entries(item, f"{key}[{position}]")
     elif not isinstance(value, _WHOLE):
-        raise ValueError(f"{_quote(key)} is a {type(value).__name__}, which cannot be split; give a `split` function")
+        raise ValueError(
+            f"{_quote(key)} is a {type(value).__name__}, which cannot be split; give a `split_batch` function"
+        )
 
 
 def _quote(key: str) -> str:
@@ -123,3 +128,81 @@ def _part(value: Any, start: int, stop: int, samples: int) -> Any:
         items_of = [_part(item, start, stop, samples) for item in value]
         return type(value)(*items_of) if is_named else type(value)(items_of)
     return value
+
+
+def merge_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
+    """Merge what a step gave for each microbatch into what it would have given for the whole batch.
+
+    Tensors and lists with one entry per sample are concatenated; floating-point scalars, and tensors without a sample
+    dimension, become the mean by `weights`; integers are counts and are added, but for Python's that are equal in all
+    microbatches and not their sizes. Containers are merged entry by entry, arrays as tensors are. What is equal for all
+    microbatches stays; anything else becomes a list with an entry per microbatch.
+
+    Args:
+        values: What the step gave for each microbatch.
+        samples: Samples in each microbatch; empty where nothing is one entry per sample.
+        weights: Share of each in the batch; they sum to 1.
+    """
+    first = values[0]
+    if len(values) == 1:
+        return first
+    if any(type(value) is not type(first) for value in values):
+        return list(values)
+    if isinstance(first, Tensor):
+        return _merge_tensors(list(values), samples, weights)
+    if isinstance(first, (np.ndarray, np.generic)):
+        merged = _merge_tensors([torch.as_tensor(value) for value in values], samples, weights)
+        return merged.numpy() if isinstance(merged, Tensor) else [part.numpy() for part in merged]
+    if isinstance(first, (Mapping, UserDict)):
+        return _merge_mappings(values, samples, weights)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        merged = copy.copy(first)
+        for field in dataclasses.fields(first):
+            entries = [getattr(value, field.name) for value in values]
+            object.__setattr__(merged, field.name, merge_outputs(entries, samples, weights))
+        return merged
+    if isinstance(first, (list, tuple)):
+        return _merge_sequences(values, samples, weights)
+    if isinstance(first, float):
+        return sum(weight * value for weight, value in zip(weights, values))
+    if type(first) is int and (len(set(values)) > 1 or list(values) == list(samples)):
+        return sum(values)
+    return first if all(value == first for value in values) else list(values)
+
+
+def _merge_tensors(values: list[Tensor], samples: Sequence[int], weights: Sequence[float]) -> Any:
+    if samples and all(value.dim() > 0 and value.shape[0] == count for value, count in zip(values, samples)):
+        if len({value.shape[1:] for value in values}) == 1:
+            return torch.cat(values)
+        return [row for value in values for row in value]  # lengths that differ between microbatches
+    if len({value.shape for value in values}) > 1:
+        return values
+    if values[0].is_floating_point() or values[0].is_complex():
+        return torch.stack([weight * value for weight, value in zip(weights, values)]).sum(0)
+    if values[0].dtype != torch.bool:
+        return torch.stack(values).sum(0)
+    return values[0] if all(torch.equal(value, values[0]) for value in values) else values
+
+
+def _merge_mappings(values: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
+    first = values[0]
+    if any(value.keys() != first.keys() for value in values):
+        return list(values)
+    entries = {key: merge_outputs([value[key] for value in values], samples, weights) for key in first}
+    if type(first) is dict:
+        return entries
+    merged = copy.copy(first)
+    for key, entry in entries.items():
+        merged[key] = entry
+    return merged
+
+
+def _merge_sequences(values: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
+    first = values[0]
+    per_sample = len(samples) > 0 and all(len(value) == count for value, count in zip(values, samples))
+    if per_sample and not hasattr(first, "_fields") and not all(isinstance(entry, Tensor) for entry in first):
+        return type(first)(entry for value in values for entry in value)
+    if any(len(value) != len(first) for value in values):
+        return type(first)(entry for value in values for entry in value)
+    entries = [merge_outputs([value[i] for value in values], samples, weights) for i in range(len(first))]
+    return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)

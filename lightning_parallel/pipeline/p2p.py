@@ -1,4 +1,4 @@
-"""Boundary values between stages: activations forward, gradients back.
+"""Point-to-point messages between stages: activations forward, gradients back.
 
 One channel for each (sender, receiver, direction), with its own tag. The schedule says in which order messages are
 made, and that is the order in which they are used, so both ends know what comes next:
@@ -28,13 +28,13 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule
 
-__all__ = ["Agreements", "Boundary", "Channels", "Links", "Message", "TensorSpec"]
+__all__ = ["MessageLayouts", "MessageLayout", "MessageGroups", "StageMessages", "Message", "TensorSpec"]
 
 _TAGS = {Kind.F: 1, Kind.I: 2}
 _HEADER_BYTES = 24
 _SMALL_BYTES = 1 << 16  # up to here a message costs more than a copy
 _Key = tuple[int, int]
-Channels = Mapping[tuple[Kind, bool], Group]
+MessageGroups = Mapping[tuple[Kind, bool], Group]
 """A group of the same ranks for each kind of message (F or I) and direction (to a higher rank?).
 
 For NCCL, which knows no tags: between two ranks, messages of one group are carried one after the other, both ways.
@@ -42,7 +42,7 @@ For NCCL, which knows no tags: between two ranks, messages of one group are carr
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor on the wire looks like."""
+    """Shape and dtype of a tensor on the wire, and whether it needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class TensorSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Boundary:
+class MessageLayout:
     """What passes from one stage to the next: arguments of a layer.
 
     Attributes:
@@ -85,18 +85,18 @@ class Boundary:
 
 
 class Message(NamedTuple):
-    """A boundary and its data."""
+    """A layout and its data."""
 
-    boundary: Boundary
+    layout: MessageLayout
     tensors: tuple[Tensor, ...]
 
 
 @dataclass
-class Agreements:
+class MessageLayouts:
     """What was last sent out of, and received into, each stage. Outlives the steps."""
 
-    sent: dict[int, Boundary] = field(default_factory=dict)
-    received: dict[int, Boundary] = field(default_factory=dict)
+    sent: dict[int, MessageLayout] = field(default_factory=dict)
+    received: dict[int, MessageLayout] = field(default_factory=dict)
 
 
 class _Sends(NamedTuple):
@@ -107,15 +107,15 @@ class _Sends(NamedTuple):
     pending: list[Pending]
 
 
-class Links:
+class StageMessages:
     """All messages of this rank in one step.
 
     Args:
         group: The pipeline group.
         schedule: What will run; `group`'s position r runs row r.
         device: Where the tensors are.
-        agreements: Kept from step to step.
-        channels: See `Channels`; by default all messages pass through `group`.
+        layouts: Kept from step to step.
+        message_groups: See `MessageGroups`; by default all messages pass through `group`.
     """
 
     def __init__(
@@ -123,14 +123,16 @@ class Links:
         group: Group,
         schedule: Schedule,
         device: torch.device,
-        agreements: Agreements,
-        channels: Channels | None = None,
+        layouts: MessageLayouts,
+        message_groups: MessageGroups | None = None,
     ) -> None:
-        self.group, self.device, self.agreements = group, device, agreements
-        self.channels = channels or {}
+        self.group = group
+        self.device = device
+        self.layouts = layouts
+        self.message_groups = message_groups or {}
         self.stage_ranks = schedule.stage_ranks
         self._local: dict[tuple[Kind, int, int], Any] = {}
-        self._sent: dict[_Key, tuple[Boundary, _Sends]] = {}
+        self._sent: dict[_Key, tuple[MessageLayout, _Sends]] = {}
         self._returned: dict[int, deque[_Sends]] = {rank: deque() for rank in range(group.size)}
         self._used = {rank: _used_before(schedule, rank, group.rank) for rank in range(group.size)}
         self._activations: dict[int, _Activations] = {}
@@ -144,7 +146,7 @@ class Links:
 
     def channel(self, kind: Kind, sender: int, receiver: int) -> Group:
         """The group through which messages of a kind go from one rank to another."""
-        return self.channels.get((kind, receiver > sender), self.group)
+        return self.message_groups.get((kind, receiver > sender), self.group)
 
     def send_activations(self, stage: int, microbatch: int, message: Message) -> None:
         """Hand the output of `stage` on to the next."""
@@ -152,21 +154,21 @@ class Links:
         if receiver == self.group.rank:
             self._local[Kind.F, stage, microbatch] = message
             return
-        boundary, last = message.boundary, self.agreements.sent.get(stage)
-        description = b"" if boundary == last else pickle.dumps(boundary)
+        layout, last = message.layout, self.layouts.sent.get(stage)
+        description = b"" if layout == last else pickle.dumps(layout)
         wire = [_header(stage, microbatch, len(description), self.device)]
         if last is not None:
-            tensors = message.tensors if boundary == last else [spec.empty(self.device) for spec in last.tensors]
+            tensors = message.tensors if layout == last else [spec.empty(self.device) for spec in last.tensors]
             if last.packed_bytes:
                 wire = [torch.cat([*wire, *map(_as_bytes, tensors)])]
             else:
                 wire += tensors
-        if boundary != last:
-            self.agreements.sent[stage] = boundary
+        if layout != last:
+            self.layouts.sent[stage] = layout
             wire.append(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self.device))
             wire += message.tensors
         sends = self._send(Action(Kind.F, stage, microbatch), wire, receiver)
-        self._sent[stage, microbatch] = (boundary, sends)
+        self._sent[stage, microbatch] = (layout, sends)
         for gradients in self._gradients.values():
             gradients.post()
 
@@ -239,7 +241,7 @@ class Links:
                 self._finish_sends(returned.popleft())
         self._sent.clear()
 
-    def boundary_sent(self, stage: int, microbatch: int) -> Boundary | None:
+    def layout_sent(self, stage: int, microbatch: int) -> MessageLayout | None:
         """What the output of `stage` looked like, if it has been sent already."""
         sent = self._sent.get((stage, microbatch))
         return None if sent is None else sent[0]
@@ -298,16 +300,16 @@ class _Posted:
 class _Activations:
     """The activations that one rank sends here, in order."""
 
-    def __init__(self, links: Links, sender: int, made: Sequence[Action]) -> None:
-        self.links, self.sender = links, sender
-        self.group = links.channel(Kind.F, sender, links.group.rank)
+    def __init__(self, messages: StageMessages, sender: int, made: Sequence[Action]) -> None:
+        self.messages, self.sender = messages, sender
+        self.group = messages.channel(Kind.F, sender, messages.group.rank)
         self.coming = deque((action.stage, action.microbatch) for action in made)
         self.header: _Posted | None = None
         self.expected: list[_Posted] = []
 
     def post(self) -> None:
         if self.header is None and self.coming:
-            known = self.links.agreements.received.get(self.coming[0][0] + 1)
+            known = self.messages.layouts.received.get(self.coming[0][0] + 1)
             packed_bytes = 0 if known is None else known.packed_bytes
             self.header = self._begin(self._bytes(_HEADER_BYTES + packed_bytes))
             self.expected = [] if known is None or packed_bytes else self._begin_all(known)
@@ -318,13 +320,13 @@ class _Activations:
         packet = self._finish(self.header, action)
         stage, microbatch, num_bytes = packet[:_HEADER_BYTES].view(torch.int64).tolist()
         if (stage, microbatch) != (action.stage - 1, action.microbatch):
-            ranks = self.links.group.ranks
+            ranks = self.messages.group.ranks
             raise RuntimeError(
-                f"rank {ranks[self.links.group.rank]} runs {action} and expected the output of "
+                f"rank {ranks[self.messages.group.rank]} runs {action} and expected the output of "
                 f"{Action(Kind.F, action.stage - 1, action.microbatch)} from rank {ranks[self.sender]}, got that of "
                 f"{Action(Kind.F, stage, microbatch)}: the ranks run different schedules"
             )
-        received = self.links.agreements.received
+        received = self.messages.layouts.received
         if num_bytes:
             for posted in self.expected:
                 self._finish(posted, action)
@@ -339,45 +341,45 @@ class _Activations:
         self.post()
         return Message(received[action.stage], tuple(tensors))
 
-    def _unpacked(self, packet: Tensor, boundary: Boundary) -> list[Tensor]:
+    def _unpacked(self, packet: Tensor, layout: MessageLayout) -> list[Tensor]:
         tensors, at = [], _HEADER_BYTES
-        for spec in boundary.tensors:
-            tensors.append(spec.empty(self.links.device))
+        for spec in layout.tensors:
+            tensors.append(spec.empty(self.messages.device))
             _as_bytes(tensors[-1]).copy_(packet[at : at + spec.num_bytes])
             at += spec.num_bytes
         return tensors
 
     def _bytes(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=self.links.device)
+        return torch.empty(count, dtype=torch.uint8, device=self.messages.device)
 
     def _begin(self, tensor: Tensor) -> _Posted:
         return _Posted.begin(tensor, self.group, self.sender, _TAGS[Kind.F])
 
-    def _begin_all(self, boundary: Boundary) -> list[_Posted]:
-        return [self._begin(spec.empty(self.links.device)) for spec in boundary.tensors]
+    def _begin_all(self, layout: MessageLayout) -> list[_Posted]:
+        return [self._begin(spec.empty(self.messages.device)) for spec in layout.tensors]
 
     def _finish(self, posted: _Posted, action: Action) -> Tensor:
         if posted.pending is not None:
-            self.links.wait(posted.pending, action, self.sender)
+            self.messages.wait(posted.pending, action, self.sender)
         return posted.tensor
 
 
 class _Gradients:
     """The gradients that one rank sends here, in order."""
 
-    def __init__(self, links: Links, sender: int, made: Sequence[Action]) -> None:
-        self.links, self.sender = links, sender
-        self.group = links.channel(Kind.I, sender, links.group.rank)
+    def __init__(self, messages: StageMessages, sender: int, made: Sequence[Action]) -> None:
+        self.messages, self.sender = messages, sender
+        self.group = messages.channel(Kind.I, sender, messages.group.rank)
         self.coming = deque((action.stage - 1, action.microbatch) for action in made)
         self.expected: list[_Posted] | None = None
 
     def post(self) -> None:
         if self.expected is None and self.coming:
-            boundary = self.links.boundary_sent(*self.coming[0])
-            if boundary is not None:
-                specs = [spec for spec in boundary.tensors if spec.requires_grad]
+            layout = self.messages.layout_sent(*self.coming[0])
+            if layout is not None:
+                specs = [spec for spec in layout.tensors if spec.requires_grad]
                 self.expected = [
-                    _Posted.begin(spec.empty(self.links.device), self.group, self.sender, _TAGS[Kind.I])
+                    _Posted.begin(spec.empty(self.messages.device), self.group, self.sender, _TAGS[Kind.I])
                     for spec in specs
                 ]
 
@@ -387,7 +389,7 @@ class _Gradients:
         assert self.expected is not None
         for posted in self.expected:
             if posted.pending is not None:
-                self.links.wait(posted.pending, action, self.sender)
+                self.messages.wait(posted.pending, action, self.sender)
         gradients = [posted.tensor for posted in self.expected]
         self.coming.popleft()
         self.expected = None

@@ -1,209 +1,166 @@
-"""One forward of one stage: the user's own step runs, and at each layer it is decided what happens there.
+"""One stage of a model: the user's own step runs, and each intercepted call decides what happens there.
 
-stage 1 of 3 owns layers 2 and 3
-embed, 0, 1     of stage 0: answer with ghosts
-2               first owned: the ghosts among its arguments are received, then it runs
-3               runs
-4               of stage 2: its arguments are what has to be sent; the step is left here
+    stage 1 of 3 owns layers 2 and 3
+    embed, 0, 1     of stage 0: stubs return placeholders
+    2               first owned: the placeholders among its arguments are received, then it runs
+    3               runs
+    4               of stage 2: its arguments are what has to be sent; the step ends here
+
+`PipelineStages` keeps of a model what the stages of one rank need; names in `state_dict` stay those of the whole model.
+What several stages compute with, such as the matrix of an embedding that is the head too, stays on each ("tied").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
-from lightning_parallel.pipeline.absent import Answers, Call
-from lightning_parallel.pipeline.ghost import Ghost, GhostError, missing, reveal
+from lightning_parallel.pipeline.fake_forward import SavedForwards
+from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallHandler, CallSite, intercept
+from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, missing, reveal
+from lightning_parallel.pipeline.randomness import seeded
+from lightning_parallel.pipeline.stubs import StubOutputs, free_parameters
 
 __all__ = [
     "REENTRANT",
-    "Demand",
-    "Door",
-    "Forward",
-    "Gate",
-    "Leave",
-    "Rehearsal",
     "CutError",
-    "Visit",
-    "guard",
-    "wanted",
+    "InterceptedModel",
+    "NextStageDryRun",
+    "PipelineStages",
+    "StageExit",
+    "StageForward",
+    "StageInputs",
+    "TiedParameter",
+    "are_tensors",
+    "positions_to_receive",
 ]
-
-
-class CutError(GhostError):
-    """The model cannot be cut, or not here: a connection skips over the cut, or a layer runs twice."""
-
-
-class Leave(BaseException):
-    """Ends a step at the first layer of a later stage. Not an `Exception`, so that no handler in the model stops it."""
-
-    def __init__(self, index: int, leaves: list[Any], tree: TreeSpec) -> None:
-        self.index, self.leaves, self.tree = index, leaves, tree
-
-
-class Visit(Protocol):
-    """What happens at the doors while a step runs."""
-
-    def layer(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        """A layer of the trunk is called."""
-        ...
-
-    def unit(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        """A module outside of the trunk that has parameters is called."""
-        ...
-
-
-@dataclass
-class Gate:
-    """Shared by all doors of a model: the visit under way, if any."""
-
-    visit: Visit | None = None
-
-
-@dataclass
-class Door:
-    """Stands at the call of one module.
-
-    Attributes:
-        name: Of the module.
-        kind: Modules of equal kind answer alike.
-        index: Of the layer in the trunk; None for a module outside of it.
-        present: Whether this rank holds the module.
-    """
-
-    gate: Gate
-    name: str
-    kind: object
-    index: int | None = None
-    present: bool = True
-
-    def enter(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        """Call `module` as the visit under way decides."""
-        visit = self.gate.visit
-        if visit is not None:
-            return (visit.unit if self.index is None else visit.layer)(self, module, call, args, kwargs)
-        if not self.present:
-            raise RuntimeError(
-                f"`{self.name}` is on another pipeline stage and cannot be called on its own; "
-                "run the model through the trainer, or save a checkpoint and load it into an uncut model"
-            )
-        return call(*reveal(args), **reveal(kwargs))  # activation checkpointing, during backward
-
-
-class _Guarded(nn.Module):
-    """Put in front of a module's class. Outside of whatever else a class does in `__call__`, such as checkpointing."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_pipeline_door"].enter(self, super().__call__, args, kwargs)
-
-
-_guarded_classes: dict[type, type] = {}
-
-
-def guard(module: nn.Module, door: Door) -> None:
-    """Let every call of `module` pass through `door`."""
-    kind = type(module)
-    if not issubclass(kind, _Guarded):
-        if kind not in _guarded_classes:
-            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-            _guarded_classes[kind] = type(kind.__name__, (_Guarded, kind), names)
-        module.__class__ = _guarded_classes[kind]
-    module.__dict__["_pipeline_door"] = door
-
 
 REENTRANT = (
     "the pipeline is cut at a layer that is called through a reentrant activation checkpoint, through which gradients "
     "do not reach the stage before; call `checkpoint(..., use_reentrant=False)`"
 )
 
+
+class CutError(PlaceholderError):
+    """The model cannot be cut, or not here: a connection skips over the cut, or a layer runs twice."""
+
+
+class StageExit(BaseException):
+    """Ends a step at the first layer of a later stage.
+
+    Not an `Exception`, so that no handler in the model stops it.
+
+    Attributes:
+        index: The layer.
+        leaves, tree: Its arguments, flattened.
+    """
+
+    def __init__(self, index: int, leaves: list[Any], tree: TreeSpec) -> None:
+        self.index = index
+        self.leaves = leaves
+        self.tree = tree
+
+
 Receive = Callable[[int, list[Any], list[int]], list[Tensor]]
-"""(layer, leaves of its arguments, positions of the ghosts among them) -> their data."""
+"""(layer, leaves of its arguments, positions of the placeholders among them) -> their data."""
 
 
-class Forward:
-    """The forward of one stage on one microbatch.
+class StageForward:
+    """The forward of one stage on one microbatch, as a handler of calls.
 
     Args:
         stage: The stage.
         stage_of: The stage of each layer.
-        answers: What absent modules return.
+        stubs: Outputs of modules of other stages.
         receive: Called once, at the first layer that is not of an earlier stage.
         on_entry: Called just before that.
+
+    Attributes:
+        entered: Whether the stage has its inputs.
+        last: The last layer that was called, -1 before the first.
     """
 
     def __init__(
         self,
         stage: int,
         stage_of: tuple[int, ...],
-        answers: Answers,
+        stubs: StubOutputs,
         receive: Receive,
         on_entry: Callable[[], None] = lambda: None,
     ) -> None:
-        self.stage, self.stage_of, self.answers = stage, stage_of, answers
-        self.receive, self.on_entry = receive, on_entry
+        self.stage = stage
+        self.stage_of = stage_of
+        self.stubs = stubs
+        self.receive = receive
+        self.on_entry = on_entry
         self.entered = stage == 0
         self.last = -1
 
-    def layer(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        index = door.index
-        assert index is not None
-        self._require_order(door, index)
+    def layer(self, call: Call) -> Any:
+        """Infer, receive and run, run, or leave the step, by where the layer is."""
+        index = call.site.layer_index
+        self._require_order(call.site, index)
         stage = self.stage_of[index]
         if stage < self.stage:
-            return self._answer(door, module, call, args, kwargs)
+            return self._infer(call)
         if not self.entered:
-            args, kwargs = self._enter(index, args, kwargs)
+            arguments = self._enter(index, call)
         else:
-            args, kwargs = reveal(args), reveal(kwargs)
+            arguments = reveal(call.args), reveal(call.kwargs)
         if stage > self.stage:
-            leaves, tree = tree_flatten((args, kwargs))
-            raise Leave(index, leaves, tree)
-        _require_data(door.name, args, kwargs)
-        return self._run(door, module, call, args, kwargs)
+            leaves, tree = tree_flatten(arguments)
+            raise StageExit(index, leaves, tree)
+        _require_data(call.site.name, arguments)
+        return self._run(call.with_arguments(arguments))
 
-    def unit(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+    def outer_module(self, call: Call) -> Any:
+        """Infer before the stage is entered, run afterwards."""
         if not self.entered:
-            return self._answer(door, module, call, args, kwargs)
-        if not door.present:
+            return self._infer(call)
+        if not call.site.present:
             raise CutError(
-                f"`{door.name}` is called on pipeline stage {self.stage}, which does not hold it: it was taken for a "
-                "module that is only used before the layers, or after them. Let the cut observe a batch"
+                f"`{call.site.name}` is called on pipeline stage {self.stage}, which does not hold it: it was taken "
+                "for a module that is only used before the layers, or after them. Let the analysis see a batch"
             )
-        args, kwargs = reveal(args), reveal(kwargs)
-        _require_data(door.name, args, kwargs)
-        return self._run(door, module, call, args, kwargs)
+        arguments = reveal(call.args), reveal(call.kwargs)
+        _require_data(call.site.name, arguments)
+        return self._run(call.with_arguments(arguments))
 
-    def _answer(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        return self.answers.answer(door.name, door.kind, module, call, args, kwargs)
+    def _infer(self, call: Call) -> Any:
+        return self.stubs.infer(call)
 
-    def _run(self, door: Door, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        return call(*args, **kwargs)
+    def _run(self, call: Call) -> Any:
+        return call.run()
 
-    def _require_order(self, door: Door, index: int) -> None:
+    def _require_order(self, site: CallSite, index: int) -> None:
         if index <= self.last:
             again = "again" if index == self.last else f"after layer {self.last}"
             raise CutError(
-                f"`{door.name}` is called {again} in one step; a pipeline runs each layer once per step, in order. "
+                f"`{site.name}` is called {again} in one step; a pipeline runs each layer once per step, in order. "
                 "Join the inputs along the sample dimension and call the model once"
             )
         self.last = index
 
-    def _enter(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _enter(self, index: int, call: Call) -> tuple[Any, Any]:
         self.on_entry()
-        leaves = tree_leaves((args, kwargs))
-        positions = wanted(leaves)
+        leaves = tree_leaves((call.args, call.kwargs))
+        positions = positions_to_receive(leaves)
         for position, value in zip(positions, self.receive(index, leaves, positions)):
             leaves[position].receive(value)
         self.entered = True
-        return reveal(args), reveal(kwargs)
+        return reveal(call.args), reveal(call.kwargs)
 
 
 @dataclass(frozen=True)
-class Demand:
+class StageInputs:
     """What a stage lacks when it is entered.
 
     Attributes:
@@ -218,27 +175,32 @@ class Demand:
     kinds: tuple[bool, ...]
     positions: tuple[int, ...]
 
+    @classmethod
+    def at(cls, exit_: StageExit) -> StageInputs:
+        """Read off where a dry run of the stage ended."""
+        return cls(exit_.index, exit_.tree, are_tensors(exit_.leaves), tuple(positions_to_receive(exit_.leaves)))
+
     def fits(self, index: int, leaves: list[Any], tree: TreeSpec) -> bool:
-        """Whether this was found for a call with arguments of this structure."""
-        return self.index == index and self.kinds == tensors_among(leaves) and self.tree == tree
+        """Tell whether this was found for a call with arguments of this structure."""
+        return self.index == index and self.kinds == are_tensors(leaves) and self.tree == tree
 
 
-class Rehearsal(Forward):
-    """The next stage's forward up to its entry, played on this rank to learn what it lacks."""
+class NextStageDryRun(StageForward):
+    """The next stage's forward up to its entry, run here without data to learn what that stage lacks."""
 
-    def __init__(self, stage: int, stage_of: tuple[int, ...], answers: Answers) -> None:
-        super().__init__(stage, stage_of, answers, self._stop)
+    def __init__(self, stage: int, stage_of: tuple[int, ...], stubs: StubOutputs) -> None:
+        super().__init__(stage, stage_of, stubs, self._receive_nothing)
 
-    def _enter(self, index: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        leaves, tree = tree_flatten((args, kwargs))
-        raise Leave(index, leaves, tree)
+    def _enter(self, index: int, call: Call) -> tuple[Any, Any]:
+        leaves, tree = tree_flatten((call.args, call.kwargs))
+        raise StageExit(index, leaves, tree)
 
-    def _stop(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
-        raise AssertionError("a rehearsal receives nothing")
+    def _receive_nothing(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
+        raise AssertionError("a dry run receives nothing")
 
 
-def wanted(leaves: list[Any]) -> list[int]:
-    """Positions of the ghosts among `leaves`; of one that occurs twice, the first."""
+def positions_to_receive(leaves: list[Any]) -> list[int]:
+    """Return the positions of placeholders among `leaves`; of one that occurs twice, the first."""
     seen: set[int] = set()
     positions = []
     for position, leaf in enumerate(leaves):
@@ -248,26 +210,200 @@ def wanted(leaves: list[Any]) -> list[int]:
     return positions
 
 
-def tensors_among(leaves: list[Any]) -> tuple[bool, ...]:
-    """Which leaves are tensors."""
+def are_tensors(leaves: list[Any]) -> tuple[bool, ...]:
+    """Tell which leaves are tensors."""
     return tuple([isinstance(leaf, Tensor) for leaf in leaves])
 
 
-def _require_data(name: str, args: Any, kwargs: Any) -> None:
-    ghost = _first_missing((args, kwargs))
-    if ghost is not None:
+def _require_data(name: str, arguments: Any) -> None:
+    placeholder = _first_missing(arguments)
+    if placeholder is not None:
         raise CutError(
-            f"`{name}` needs {ghost.origin}, which is on an earlier pipeline stage and is not handed on with the "
-            "arguments of this stage's first layer: a connection that skips over the cut. Move it (a residual "
+            f"`{name}` needs {placeholder.provenance}, which is on an earlier pipeline stage and is not handed on with "
+            "the arguments of this stage's first layer: a connection that skips over the cut. Move it (a residual "
             "addition, say) into the layers, pass it to them as an argument, or cut elsewhere (`balance`, fewer stages)"
         )
 
 
-def _first_missing(value: Any) -> Ghost | None:
-    if type(value) is Ghost:
+def _first_missing(value: Any) -> PlaceholderTensor | None:
+    if type(value) is PlaceholderTensor:
         return value if missing(value) else None
+    items: Any = ()
     if isinstance(value, (tuple, list)):
-        return next((found for item in value if (found := _first_missing(item)) is not None), None)
-    if isinstance(value, dict):
-        return next((found for item in value.values() if (found := _first_missing(item)) is not None), None)
+        items = value
+    elif isinstance(value, dict):
+        items = value.values()
+    for item in items:
+        found = _first_missing(item)
+        if found is not None:
+            return found
     return None
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter that several stages compute with, so that its gradient is the sum of theirs.
+
+    Attributes:
+        names: All its names in the model; the first is the one in `named_parameters()`.
+        stages: The stages.
+        ranks: Positions in the pipeline group of the ranks that hold it, the one that counts it first.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+class InterceptedModel:
+    """A model whose layers and outer modules are intercepted.
+
+    Args:
+        module: The model.
+        stack: Its layers.
+        is_here: Tells whether this rank holds a layer (by its index) or an outer module (by its name).
+
+    Attributes:
+        active: The handler in use.
+        outer: Where the modules outside of the layers are intercepted.
+    """
+
+    def __init__(
+        self, module: nn.Module, stack: LayerStack, is_here: Callable[[int | str], bool] = lambda _: True
+    ) -> None:
+        self.active = ActiveHandler()
+        self.outer: list[CallSite] = []
+        self._forwards = SavedForwards(module)
+        for index, (name, layer, kind) in enumerate(zip(stack.names, stack.layers, layer_kinds(stack))):
+            intercept(layer, CallSite(self.active, name, kind, index, is_here(index)))
+        for name, child in outer_modules(module, stack):
+            self.outer.append(CallSite(self.active, name, name, None, is_here(name)))
+            intercept(child, self.outer[-1])
+
+    def restore_forwards(self) -> None:
+        """Put back methods that a step replaced and had no time to put back."""
+        self._forwards.restore()
+
+    @contextmanager
+    def handled_by(self, handler: CallHandler, seed: int | None = 0) -> Iterator[None]:
+        """Let `handler` decide what calls do inside the block, with the same random numbers each time.
+
+        Args:
+            handler: The handler.
+            seed: Of the random numbers; None goes on with those of outside.
+        """
+        try:
+            with self.active.use(handler), nullcontext() if seed is None else seeded(seed):
+                yield
+        finally:
+            self.restore_forwards()
+
+
+class PipelineStages:
+    """A model of which this rank keeps the stages that a plan gives it.
+
+    Args:
+        module: The model, with the same structure on all ranks. Parameters of other stages are freed, in place.
+        plan: What goes where.
+        rank: This rank's position in the pipeline group.
+        device: Where stages compute.
+
+    Attributes:
+        stages: The stages of this rank.
+        stage_of: The stage of each layer.
+        num_stages: Stages of the whole pipeline.
+        tied: Name of each parameter that several ranks hold -> where it is.
+        stubs: Outputs of modules of other stages.
+    """
+
+    def __init__(self, module: nn.Module, plan: PipelinePlan, rank: int, device: torch.device) -> None:
+        self.module = module
+        self.plan = plan
+        self.device = device
+        self.stages = plan.stages_of_rank(rank)
+        self.stage_of = plan.stage_of
+        self.num_stages = plan.num_stages
+        self.stubs = StubOutputs(device)
+        stack = LayerStack.at(module, plan.container)
+        self.tied = self._find_tied()
+        self._intercepted = InterceptedModel(module, stack, self._holds)
+        self._free(stack)
+        self._hidden = self._stand_ins(stack)
+
+    @contextmanager
+    def handled_by(self, handler: Any) -> Iterator[None]:
+        """Let `handler` decide what calls do; until it is entered, parameters outside of modules are hidden."""
+        if not handler.entered:
+            self._hide()
+        try:
+            with self._intercepted.active.use(handler):
+                yield
+        finally:
+            self._intercepted.restore_forwards()
+            self.show()
+            self.stubs.forget_arguments()
+
+    def show(self) -> None:
+        """Undo what hides parameters from a stage that is not entered yet."""
+        for module, name, _ in self._hidden:
+            module.__dict__.pop(name, None)
+
+    def _hide(self) -> None:
+        """Put placeholders before the parameters that the step reads directly, as a stage without them would see."""
+        for module, name, placeholder in self._hidden:
+            module.__dict__[name] = placeholder
+
+    def _find_tied(self) -> dict[str, TiedParameter]:
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        tied = {}
+        for name, parameter in self.module.named_parameters():
+            stages = self.plan.parameters[name].stages
+            ranks = tuple(dict.fromkeys(self.plan.schedule.stage_ranks[stage] for stage in stages))
+            if len(ranks) > 1:
+                tied[name] = TiedParameter(tuple(names[id(parameter)]), stages, ranks)
+        return tied
+
+    def _is_here(self, stages: tuple[int, ...]) -> bool:
+        return any(stage in self.stages for stage in stages)
+
+    def _holds(self, module: int | str) -> bool:
+        if isinstance(module, int):
+            return self.stage_of[module] in self.stages
+        return self._is_here(self.plan.module_stages[module])
+
+    def _free(self, stack: LayerStack) -> None:
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        freed = {key for key, name in names.items() if not self._is_here(self.plan.parameters[name].stages)}
+        for child in self.module.modules():
+            free_parameters(child, freed, self.device, names)
+        for index, layer in enumerate(stack.layers):
+            if self.stage_of[index] not in self.stages:
+                self._free_buffers(layer, stack.names[index], keep_constants=False)
+        for name, module in outer_modules(self.module, stack, with_parameters=False):
+            if name in self.plan.module_stages and not self._is_here(self.plan.module_stages[name]):
+                self._free_buffers(module, name, keep_constants=True)
+
+    def _free_buffers(self, module: nn.Module, name: str, keep_constants: bool) -> None:
+        """Free buffers, or only those that a checkpoint holds: the others are constants that any stage may read."""
+        for path, child in module.named_modules(prefix=name):
+            for key, value in list(child._buffers.items()):
+                if value is not None and not (keep_constants and key in child._non_persistent_buffers_set):
+                    del child._buffers[key]
+                    provenance = f"the buffer `{path}.{key}`"
+                    child.__dict__[key] = PlaceholderTensor.like(value, provenance, self.device)
+
+    def _stand_ins(self, stack: LayerStack) -> list[tuple[nn.Module, str, PlaceholderTensor]]:
+        """Return placeholders for the parameters held here that modules which contain the layers read directly."""
+        inside = {id(child) for _, module in outer_modules(self.module, stack) for child in module.modules()}
+        inside |= {id(child) for layer in stack.layers for child in layer.modules()}
+        stand_ins = []
+        for child in self.module.modules():
+            if id(child) in inside:
+                continue
+            for name, parameter in child._parameters.items():
+                if parameter is not None:
+                    placeholder = PlaceholderTensor.like(parameter, f"the parameter `{name}`", self.device)
+                    stand_ins.append((child, name, placeholder))
+        return stand_ins

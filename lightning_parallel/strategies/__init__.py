@@ -4,11 +4,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_parallel.strategies.compressed import BUILD, CompressedDDPStrategy, with_compressor
 from lightning_parallel.strategies.compressed_deepspeed import CompressedDeepSpeedStrategy
-from lightning_parallel.strategies.compressed_fsdp import CompressedFSDPStrategy
-from lightning_parallel.strategies.compressed_model_parallel import CompressedModelParallelStrategy
-from lightning_parallel.strategies.hybrid import HybridParallelStrategy
-from lightning_parallel.strategies.pipeline import PipelineParallelStrategy
-from lightning_parallel.strategies.tensor import TensorParallelStrategy
+from lightning_parallel.strategies.compressed_fsdp import CompressedFSDPStrategy, CompressedModelParallelStrategy
+from lightning_parallel.strategies.parallel import (
+    HybridParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+)
 
 __all__ = [
     "CompressedDDPStrategy",

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils import _pytree as pytree
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group
-from lightning_parallel.fingerprint import fingerprint
+from lightning_parallel.comm import Group, fingerprint
+from lightning_parallel.compat.lightning import is_compiled
+from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
     "check_agreement",
     "check_callbacks",
-    "check_plan_argument",
     "check_optimizers",
     "check_pipeline_arguments",
     "check_pipeline_module",
     "check_pipeline_optimizers",
+    "check_plan_argument",
     "check_same_batch",
+    "optimizer_copies",
     "positional_arguments",
 ]
 
@@ -80,7 +84,7 @@ def check_callbacks(trainer: Trainer) -> None:
 
 
 def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[int, str], group: Group) -> None:
-    """See that the ranks of `group`, which hold the same parameters or pieces of them, train them alike.
+    """Require that the ranks of `group`, which hold the same parameters or parts of them, train them the same way.
 
     Raises:
         ValueError: On every rank, if they differ in what is frozen, or in the settings of an optimizer.
@@ -139,11 +143,8 @@ def check_pipeline_arguments(schedule: str, num_microbatches: Any, virtual_stage
     if schedule != "auto" and schedule not in SCHEDULES:
         raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)} or 'auto', got {schedule!r}")
     for name, value in (("num_microbatches", num_microbatches), ("virtual_stages", virtual_stages)):
-        automatic = name == "num_microbatches" and value == "auto"
-        if not automatic and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(
-                f"`{name}` must be a positive integer{' or auto' * (name != 'virtual_stages')}, got {value!r}"
-            )
+        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"`{name}` must be a positive integer or 'auto', got {value!r}")
 
 
 def check_pipeline_module(module: LightningModule) -> None:
@@ -163,7 +164,7 @@ def check_pipeline_module(module: LightningModule) -> None:
             f"`{kind}` overrides `backward`, which a pipeline never calls: each stage differentiates its own part."
             " Remove it, or use TensorParallelStrategy"
         )
-    if getattr(module, "_compiler_ctx", None) is not None or getattr(module, "_compiled_call_impl", None) is not None:
+    if is_compiled(module):
         raise ValueError(
             f"`{kind}` was compiled as a whole, but a stage runs only a part of it; compile its layers instead, in"
             " `configure_model` or `__init__`"
@@ -186,8 +187,40 @@ def check_pipeline_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def positional_arguments(method: Callable[..., Any]) -> int:
-    """How many positional arguments `method` takes at most."""
+    """Return how many positional arguments `method` takes at most."""
     kinds = [parameter.kind for parameter in inspect.signature(method).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return sys.maxsize
     return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
+
+
+# ------------------------------------------------------------------------------------------------------ optimizers
+
+
+def optimizer_copies(optimizers: Sequence[Optimizer]) -> float:
+    """Return the bytes held for each byte of a trained parameter: itself, its gradient, and the optimizer's state.
+
+    The state is seen by a step of a copy of the optimizer on a small parameter of its own. Where that cannot be done,
+    two moments are assumed.
+    """
+    states = [_state_copies(optimizer) for optimizer in optimizers]
+    return 2 + (max(states) if states else 0.0)
+
+
+def _state_copies(optimizer: Optimizer) -> float:
+    options = optimizer.param_groups[0] if optimizer.param_groups else {"params": []}
+    if not options["params"]:
+        return 2.0
+    parameter = nn.Parameter(torch.zeros(8, 8, device=options["params"][0].device))
+    parameter.grad = torch.ones_like(parameter)
+    probe = copy.copy(optimizer)
+    # Schedulers put a `step` of the true optimizer into its attributes.
+    probe.__dict__.pop("step", None)
+    probe.param_groups = [{**options, "params": [parameter]}]
+    probe.state = defaultdict(dict)
+    try:
+        type(probe).step(probe)
+    except Exception:
+        return 2.0
+    held = [value for value in probe.state[parameter].values() if isinstance(value, Tensor)]
+    return sum(value.numel() * value.element_size() for value in held) / (parameter.numel() * 4)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_parallel.comm import liveness
+from lightning_parallel.comm import heartbeat
 from lightning_parallel.compression import (
     Auto,
     BlockTopK,
@@ -26,19 +26,17 @@ from lightning_parallel.compression import (
     Quantize,
     RandomK,
     Reducer,
-    ShardedSteps,
+    ShardedSession,
     Sign,
     TopK,
+    bind_to_module,
     check_reducer,
     compression_hook,
-    give_to,
     warn_of_unmatched,
 )
-from lightning_parallel.strategies.skipping import skip
+from lightning_parallel.strategies.mesh_compression import KEY, drop_gradients
 
 __all__ = ["BUILD", "CompressedDDPStrategy", "SavesCompression", "SavesShardedCompression", "with_compressor"]
-
-KEY = "compression"  # of the state in a Lightning checkpoint
 
 
 class SavesCompression(Strategy):
@@ -52,10 +50,10 @@ class SavesCompression(Strategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        liveness.start()
+        heartbeat.start()
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
-            give_to(module, self.compression)
+            bind_to_module(module, self.compression)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -66,7 +64,7 @@ class SavesCompression(Strategy):
 
     @override
     def teardown(self) -> None:
-        liveness.stop()
+        heartbeat.stop()
         super().teardown()
 
     @override
@@ -99,13 +97,13 @@ class SavesCompression(Strategy):
     def _skip_step(self, names: Optional[Collection[str]] = None) -> None:
         """Leave no gradient of `names`, or none at all, behind: optimizers pass over parameters without one."""
         assert self.lightning_module is not None
-        skip(self.lightning_module, names)
+        drop_gradients(self.lightning_module, names)
 
 
 class SavesShardedCompression(SavesCompression):
     """As above, where gradients are compressed for ranks that share parameters out."""
 
-    _state: ShardedSteps | None = None
+    _state: ShardedSession | None = None
 
     @override
     def _gather_compression(self) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.compression import Reducer, check_reducer
-from lightning_parallel.compression.hooks_deepspeed import DeepSpeedState, compress_deepspeed
+from lightning_parallel.compression.deepspeed_engine import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.strategies.compressed import SavesCompression
-from lightning_parallel.strategies.skipping import warn_of_skip
+from lightning_parallel.strategies.mesh_compression import warn_of_dropped_step
 
 __all__ = ["CompressedDeepSpeedStrategy"]
 
@@ -66,7 +66,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed takes MPS where it finds it
         super().__init__(stage=stage, **kwargs)
         self.compression = compression
-        self._state: DeepSpeedState | None = None
+        self._state: DeepSpeedSession | None = None
         assert self.config is not None
         if communication_data_type is not None:
             self.config["communication_data_type"] = communication_data_type
@@ -216,11 +216,13 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             return
         if not self._state.finish():
             assert self.lightning_module is not None
-            warn_of_skip(self.lightning_module)
+            warn_of_dropped_step(self.lightning_module)
 
     @override
     def teardown(self) -> None:
-        self._state = None
+        if self._state is not None:
+            self._state.close()
+            self._state = None
         for optimizer in self.optimizers:  # its hooks would also run when the module is fitted again
             for hook in getattr(optimizer, "_grad_acc_hooks", ()):
                 hook.remove()

@@ -1,33 +1,43 @@
-"""Gradient compression under Lightning's `FSDPStrategy`."""
+"""Gradient compression under Lightning's `FSDPStrategy` (FSDP1) and `ModelParallelStrategy` (FSDP2 modules)."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Optional
 
+import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
     OptimStateKeyType,
     StateDictType,
 )
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.compression import Reducer, ShardedSteps, check_reducer, compress_fsdp
+from lightning_parallel.compression import (
+    Reducer,
+    ShardedSession,
+    check_reducer,
+    compress_fsdp,
+    compress_fully_shard,
+    shard_ranks,
+)
 from lightning_parallel.strategies.compressed import SavesShardedCompression
-from lightning_parallel.strategies.fsdp_precision import DeviceFSDPPrecision
 
-__all__ = ["CompressedFSDPStrategy"]
+__all__ = ["CompressedFSDPStrategy", "CompressedModelParallelStrategy"]
 
 
 class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
@@ -108,7 +118,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
             self.kwargs.pop("auto_wrap_policy", None)
         return super()._setup_model(model)
 
-    def _compress(self, wrapped: nn.Module) -> ShardedSteps:
+    def _compress(self, wrapped: nn.Module) -> ShardedSession:
         if not isinstance(wrapped, FullyShardedDataParallel):
             raise ValueError(
                 "expected a module without FSDP, found layers of it wrapped but not the whole, which unites their "
@@ -164,3 +174,115 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
         synchronized = isinstance(self.model, FullyShardedDataParallel) and self.model._sync_gradients
         if self._state is not None and synchronized and not self._state.finish() and self._scaler is None:
             self._skip_step()
+
+
+class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStrategy):
+    """Lightning's `ModelParallelStrategy` with compressed gradients, on CPU too.
+
+    What is compressed follows from the mesh that the module's `configure_model` gives to `fully_shard`:
+
+        self.device_mesh["data_parallel"]    the reduce-scatter over the data-parallel axis; beside it
+                                             `parallelize_module` may use the tensor-parallel axis
+        self.device_mesh["tensor_parallel"]  hybrid sharding: the sum over the data-parallel axis, whose ranks hold
+                                             the same shards; every rank then reads data of its own
+
+    A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's memory is part of
+    the checkpoint. While batches accumulate nothing is communicated.
+
+    Args:
+        compression: Computes the mean of the gradients.
+        kwargs: Everything that `ModelParallelStrategy` takes.
+
+    Raises:
+        ValueError: If `configure_model` shards nothing with `fully_shard`, or over a mesh of shards and replicas.
+    """
+
+    def __init__(self, compression: Reducer, **kwargs: Any) -> None:
+        check_reducer(compression)
+        super().__init__(**kwargs)
+        self.compression = compression
+        self._synchronizes = True
+
+    @property
+    def _sharding(self) -> tuple[int, ...]:
+        """The ranks that share parameters out."""
+        assert self.lightning_module is not None
+        return shard_ranks(self.lightning_module) or self._axis("data_parallel")
+
+    def _axis(self, name: str) -> tuple[int, ...]:
+        return tuple(self.device_mesh[name].mesh.tolist())
+
+    @property
+    def _replicas(self) -> Optional[DeviceMesh]:
+        """The replicas of hybrid sharding."""
+        data, tensor = self._axis("data_parallel"), self._axis("tensor_parallel")
+        return self.device_mesh["data_parallel"] if self._sharding == tensor and len(data) > 1 else None
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if self._sharding != self._axis("data_parallel"):  # ranks that share parameters out see different data
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return super().distributed_sampler_kwargs
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            assert self.lightning_module is not None
+            self._state = compress_fully_shard(self.lightning_module, self.compression, self._replicas)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator:
+        assert self.model is not None
+        sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        self._synchronizes = False
+        for module in sharded:
+            module.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+            for module in sharded:
+                module.set_requires_gradient_sync(True, recurse=False)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._state is not None and self._synchronizes and not self._state.finish():
+            self._skip_step()
+
+
+class DeviceFSDPPrecision(FSDPPrecision):
+    """`FSDPPrecision`, whose autocast and gradient scaler are those of CUDA, for `device`.
+
+    Args:
+        like: The plugin to stand in for.
+        device: Type of the device to train on.
+        model: Gives the outermost FSDP module, which alone can take the norm of gradients in shards.
+    """
+
+    def __init__(self, like: FSDPPrecision, device: str, model: Callable[[], nn.Module | None]) -> None:
+        super().__init__(like.precision)  # type: ignore[arg-type]
+        self._device, self._model = device, model
+        if like.scaler is not None:
+            self.scaler = like.scaler if like.scaler._device == device else ShardedGradScaler(device)
+
+    @override
+    def forward_context(self) -> AbstractContextManager:
+        if "mixed" not in self.precision:
+            return super().forward_context()
+        return torch.autocast(self._device, dtype=torch.bfloat16 if "bf16" in self.precision else torch.float16)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float, *_: Any, **__: Any) -> None:
+        model = self._model()
+        assert isinstance(model, FullyShardedDataParallel)
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not all(id(parameter) in owned for parameter in model.parameters() if parameter.requires_grad):
+            raise ValueError(
+                "FSDP clips the gradients of the whole model by their norm, but this optimizer has only a part of it; "
+                "use one optimizer, or `gradient_clip_algorithm='value'`"
+            )
+        model.clip_grad_norm_(clip_val)

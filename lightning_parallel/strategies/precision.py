@@ -1,4 +1,4 @@
-"""Make a precision plugin see the whole mesh: one gradient norm, one verdict on overflow.
+"""Precision plugins over a mesh: one gradient norm and one verdict on overflow for a whole replica.
 
 There is no strategy hook for clipping: `LightningModule.clip_gradients` goes to the precision plugin, and torch's own
 `clip_grad_norm_`, which many modules call by themselves, knows this rank's shards only. Both are corrected here.
@@ -6,83 +6,136 @@ There is no strategy hook for clipping: `LightningModule.clip_gradients` goes to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-from unittest import mock
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
-from lightning_parallel.gradients import clip_coefficient, total_norm
+from lightning_parallel.comm import MeshGroups
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import TOTAL_NORM, clip_grad, norms_of, patch_unscale
+from lightning_parallel.tensor.sharding import Shard
 
-if TYPE_CHECKING:
-    from lightning_parallel.strategies.base import MeshStrategy
-
-__all__ = ["mesh_wide_norms", "span_mesh"]
-
-# The function inside torch's `clip_grad_norm_` that takes the norm of a list of gradients.
-_TORCH_NORM = "_get_total_norm" if hasattr(clip_grad, "_get_total_norm") else "get_total_norm"
+__all__ = ["ReplicaNorm", "clip_coefficient", "span_replica", "total_norm"]
 
 
-def span_mesh(plugin: Precision, strategy: MeshStrategy) -> None:
-    """Give `plugin` the mesh-wide norm and overflow check of `strategy`; its class and its state stay as they are."""
-    if strategy.groups.model.size == 1:
+class ReplicaNorm:
+    """Norm of the gradients of a whole replica, of which this rank holds a part.
+
+    Args:
+        module: The user's module.
+        rules: How its parameters are sharded over the tensor axis, by name.
+        groups: The mesh's groups.
+        counted_by_others: Parameters of this rank that another pipeline stage counts, by name.
+    """
+
+    def __init__(
+        self, module: LightningModule, rules: Mapping[str, Shard], groups: MeshGroups, counted_by_others: frozenset[str]
+    ) -> None:
+        self.groups = groups
+        self._module = module
+        self._rules = rules
+        self._counted_by_others = counted_by_others
+
+    def __call__(self, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of the given gradients of the module; every rank of the replica must call it."""
+        names = {
+            id(parameter.grad): name
+            for name, parameter in self._module.named_parameters()
+            if parameter.grad is not None
+        }
+        named = {names.get(id(gradient), f"unnamed {index}"): gradient for index, gradient in enumerate(gradients)}
+        return total_norm(named, self._rules, self.groups, norm_type, self._counted_by_others)
+
+    def use_in_torch(self, patches: Patches) -> None:
+        """Let torch's `clip_grad_norm_` take this norm of the module's gradients until `patches` are undone."""
+        if self.groups.replica.size == 1:
+            return
+        own_norm = getattr(clip_grad, TOTAL_NORM)
+
+        def norm(tensors: Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+            gradients = list(tensors)
+            ours = {id(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None}
+            if gradients and not any(id(gradient) in ours for gradient in gradients):
+                return own_norm(gradients, norm_type, *args, **kwargs)
+            return self(gradients, norm_type)
+
+        patches.replace(clip_grad, TOTAL_NORM, norm)
+
+
+def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, patches: Patches) -> None:
+    """Give `plugin` the replica's norm and overflow check until `patches` are undone; its class and state stay."""
+    if norm.groups.replica.size == 1:
         return
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float, norm_type: float = 2.0) -> Tensor:
         gradients = [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
-        norm = strategy_norm(strategy, gradients, norm_type)
-        coefficient = clip_coefficient(norm, clip_val)
+        total = norm(gradients, norm_type)
+        coefficient = clip_coefficient(total, clip_val)
         for gradient in gradients:
             gradient.mul_(coefficient.to(gradient))
-        return norm
+        return total
 
-    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[assignment,method-assign]
-    scaler = getattr(plugin, "scaler", None)
-    if scaler is not None and not hasattr(scaler, "_spans_mesh"):
-        scaler._unscale_grads_ = _unscale_together(scaler._unscale_grads_, strategy)
-        scaler._spans_mesh = True
-
-
-def strategy_norm(strategy: MeshStrategy, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
-    """The norm over the whole replica of the given gradients of `strategy`'s module."""
-    assert strategy.lightning_module is not None
-    names = {
-        id(parameter.grad): name
-        for name, parameter in strategy.lightning_module.named_parameters()
-        if parameter.grad is not None
-    }
-    named = {names.get(id(gradient), f"unnamed {index}"): gradient for index, gradient in enumerate(gradients)}
-    return total_norm(named, strategy.rules, strategy.groups, norm_type, strategy.counted_elsewhere)
-
-
-def _unscale_together(unscale: Callable[..., dict[Any, Tensor]], strategy: MeshStrategy) -> Callable[..., Any]:
-    """An overflow on any rank of the replica is one on all of them; else they would disagree on skipping the step."""
-
-    def unscale_grads_(*args: Any, **kwargs: Any) -> dict[Any, Tensor]:
-        found = unscale(*args, **kwargs)
-        verdict = found.get(strategy.root_device)
-        verdict = torch.zeros((), device=strategy.root_device) if verdict is None else verdict
-        found[strategy.root_device] = comm.all_reduce(verdict, strategy.groups.model, "max")
+    def any_overflow(found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        # An overflow on any rank of the replica is one on all of them; else they would disagree on skipping the step.
+        verdict = found.get(device)
+        verdict = torch.zeros((), device=device) if verdict is None else verdict
+        found[device] = comm.all_reduce(verdict, norm.groups.replica, "max")
         return found
 
-    return unscale_grads_
+    patches.replace(plugin, "clip_grad_by_norm", clip_grad_by_norm)
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None:
+        patch_unscale(scaler, any_overflow, patches)
 
 
-@contextmanager
-def mesh_wide_norms(strategy: MeshStrategy) -> Iterator[None]:
-    """Inside the block, torch's `clip_grad_norm_` takes the norm over the whole replica."""
-    if strategy._groups is None or strategy.groups.model.size == 1:
-        yield
-        return
+def total_norm(
+    gradients: Mapping[str, Tensor],
+    rules: Mapping[str, Shard],
+    groups: MeshGroups,
+    norm_type: float = 2.0,
+    counted_by_others: frozenset[str] = frozenset(),
+) -> Tensor:
+    """Return the `norm_type`-norm over all elements of one replica's gradients, each distinct element counted once.
 
-    def norm(tensors: Iterable[Tensor], norm_type: float = 2.0, *_: Any, **__: Any) -> Tensor:
-        return strategy_norm(strategy, list(tensors), norm_type)
+    Sharded gradients count on every rank, without the parts that a lower rank of the tensor axis holds as well;
+    whole ones count on the first rank of the tensor axis. Every rank of the replica must call it.
 
-    with mock.patch.object(clip_grad, _TORCH_NORM, norm):
-        yield
+    Args:
+        gradients: This rank's gradients by parameter name; a shared parameter under one of its names.
+        rules: How the parameters are sharded, by name.
+        groups: The mesh's groups.
+        norm_type: 1, 2, any positive number, or infinity.
+        counted_by_others: Names that another pipeline stage counts (all but one owner of a tied parameter).
+
+    Returns:
+        A scalar, equal on all ranks of the replica.
+    """
+    position = groups.tensor_parallel.rank
+    counted = []
+    for name, gradient in gradients.items():
+        if name in counted_by_others:
+            continue
+        if name in rules:
+            counted.append(rules[name].owned(gradient, position))
+        elif position == 0:
+            counted.append(gradient)
+    device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
+    # In double precision: a sum of many squares in fp16 or bf16 would overflow, or stop growing.
+    norms = [norm.double() for norm in norms_of([gradient for gradient in counted if gradient.numel()], norm_type)]
+    zero = torch.zeros((), device=device, dtype=torch.float64)
+    if math.isinf(norm_type):
+        return comm.all_reduce_(torch.stack(norms).max() if norms else zero, groups.replica, "max")
+    powers = torch.stack(norms).pow(norm_type).sum() if norms else zero
+    return comm.all_reduce_(powers, groups.replica).pow(1.0 / norm_type)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor that brings gradients of the given norm down to `max_norm`; 1 where they are below it."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

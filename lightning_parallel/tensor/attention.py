@@ -1,14 +1,15 @@
-"""PyTorch's own attention and transformer layers, divided by heads, in place.
+"""Attention divided by heads: PyTorch's own attention and transformer layers, and attention built of linear layers.
 
-Shapes: L target length, S source length, B batch, E features, H heads of D = E / H features, h heads on this rank.
+Legend for shapes: L target length, S source length, B batch, E features, H heads of D = E / H features, h heads on
+this rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,25 +17,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.tensor.collectives import gather_from_group, reduce_from_group
-from lightning_parallel.tensor.conversion import convert, describe, shard_parameters, shared_inputs
-from lightning_parallel.tensor.layers import Column, ColumnLinear, Row, RowLinear, Style
-from lightning_parallel.tensor.linear import Inputs, column_linear
-from lightning_parallel.tensor.rng import Region
-from lightning_parallel.tensor.sharding import Part, Shard
+from lightning_parallel.tensor.autograd import gather_from_group, reduce_from_group
+from lightning_parallel.tensor.inspection import (
+    AttentionHeads,
+    describe,
+    heads_of,
+    is_linear,
+    local_attributes,
+    sizes_of,
+)
+from lightning_parallel.tensor.layers import (
+    Column,
+    ColumnLinear,
+    Replicate,
+    Row,
+    RowLinear,
+    Style,
+    convert,
+    shard_parameters,
+)
+from lightning_parallel.tensor.linear import SharedInputs, column_linear, shared_inputs
+from lightning_parallel.tensor.random import RandomRegion
+from lightning_parallel.tensor.sharding import Shard, ShardPart
 
-__all__ = ["Attention", "ParallelAttention", "ParallelEncoderLayer", "TransformerLayer", "guard_fast_path"]
+__all__ = [
+    "Attention",
+    "ParallelAttention",
+    "ParallelEncoderLayer",
+    "TransformerLayer",
+    "divide_by_heads",
+    "guard_fast_path",
+]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Divide the heads of an `nn.MultiheadAttention`."""
+    """Divides the heads of an `nn.MultiheadAttention`."""
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`.
 
         Raises:
-            TypeError: If the module is not an `nn.MultiheadAttention`, or has a `forward` of its own.
+            TypeError: If the module is not an `nn.MultiheadAttention`, or overrides its `forward`.
             ValueError: If it has fewer heads than `ranks`, `add_bias_kv` or `add_zero_attn`.
         """
         native = isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
@@ -43,10 +67,12 @@ class Attention:
         assert isinstance(module, nn.MultiheadAttention)
         if module.bias_k is not None or module.add_zero_attn:
             raise ValueError("`add_bias_kv` and `add_zero_attn` cannot be divided by heads; leave this attention whole")
-        heads = Part(module.embed_dim, module.head_dim)
-        packed, single = Shard.packed(0, [heads] * 3, ranks), Shard.packed(0, [heads], ranks)
+        heads = ShardPart(module.embed_dim, module.head_dim)
+        packed = Shard.packed(0, [heads] * 3, ranks)
+        single = Shard.packed(0, [heads], ranks)
         rules = {f"{name}_proj_weight": single for name in ("q", "k", "v")}
         rules |= {"in_proj_weight": packed, "in_proj_bias": packed, "out_proj.weight": single.along(1)}
+        # Separate projection weights exist only where keys or values have another size than queries.
         present = {name for name, _ in module.named_parameters()}
         return {name: rule for name, rule in rules.items() if name in present}
 
@@ -59,16 +85,19 @@ class Attention:
         rules = self.rules(module, group.size)
         layer = convert(module, ParallelAttention)
         heads = rules["out_proj.weight"]
-        layer.group, layer.inputs, layer.region = group, shared_inputs(group, None), None
+        layer.group = group
+        layer.inputs = shared_inputs(group, None)
+        layer.region = None
         layer.head_counts = tuple(size // layer.head_dim for size in heads.sizes)
         layer.first_head = heads.ranges[group.rank][0][0] // layer.head_dim
+        # By whole heads too: it takes in the features of the heads that this rank computes.
         Row(unit=layer.head_dim).apply(layer.out_proj, group)
         shard_parameters(layer, {name: rule for name, rule in rules.items() if name != "out_proj.weight"}, group)
 
 
 @dataclass(frozen=True)
 class TransformerLayer:
-    """Divide an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`: attention by heads, then the MLP."""
+    """Divides an `nn.TransformerEncoderLayer` or `nn.TransformerDecoderLayer`: attention by heads, then the MLP."""
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`."""
@@ -93,6 +122,7 @@ class TransformerLayer:
 def _transformer_styles(module: nn.Module) -> dict[str, Style]:
     if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         raise TypeError(f"`TransformerLayer` applies to torch's own transformer layers, found {describe(module)}")
+    # A decoder layer also attends to the encoder's output.
     attentions = ["self_attn"] if isinstance(module, nn.TransformerEncoderLayer) else ["self_attn", "multihead_attn"]
     return {**{name: Attention() for name in attentions}, "linear1": Column(), "linear2": Row()}
 
@@ -100,21 +130,21 @@ def _transformer_styles(module: nn.Module) -> dict[str, Style]:
 class ParallelAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` that computes this rank's heads; see `Attention`.
 
-    `embed_dim` and `num_heads` are those of the whole layer, as masks and other code expect.
+    `embed_dim` and `num_heads` stay those of the full layer, as masks and other code expect.
     """
 
     group: Group
-    inputs: Inputs
-    region: Region | None
+    inputs: SharedInputs
+    region: RandomRegion | None
     head_counts: tuple[int, ...]
     first_head: int
 
     @property
     def region_end(self) -> Literal["inside"]:
-        """The random numbers of the attention weights have to differ between the ranks."""
+        """`"inside"`: the dropout of the attention weights has to differ between the ranks; see `tensor.random`."""
         return "inside"
 
-    @torch.compiler.disable  # collectives are not for a graph
+    @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(
         self,
         query: Tensor,
@@ -126,11 +156,12 @@ class ParallelAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `nn.MultiheadAttention`, masks and weights included."""
+        """Compute attention like `nn.MultiheadAttention`, including masks and weights."""
         if is_causal and attn_mask is None:
             raise RuntimeError("`is_causal` is a hint about `attn_mask`; pass the mask too")
         batched = query.dim() == 3
         if not batched:
+            # Inputs that are one tensor must stay one: their projections then share one product and one all-reduce.
             distinct = {id(x): x.unsqueeze(1) for x in (query, key, value)}
             query, key, value = (distinct[id(x)] for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -138,20 +169,20 @@ class ParallelAttention(nn.MultiheadAttention):
         q, k, v = (_by_head(x, self.head_dim, batch_first) for x in self._project(query, key, value))
         mask = self._mask(attn_mask, key_padding_mask, q)
         if is_causal and key_padding_mask is None and not need_weights:
-            mask = None  # the kernel is told instead, as in torch
+            mask = None  # the kernel applies the causal mask itself, as in torch
         else:
             is_causal = False
         mixed, weights = self._attend(q, k, v, mask, is_causal, need_weights)
         mixed = mixed.transpose(1, 2) if batch_first else mixed.permute(2, 0, 1, 3)
         output = self.out_proj(mixed.flatten(2))
         if weights is not None:
-            weights = self._whole_weights(weights, average_attn_weights)
+            weights = self._full_weights(weights, average_attn_weights)
         if not batched:
             return output.squeeze(1), None if weights is None else weights.squeeze(0)
         return output, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """(..., E) each -> (..., h D) each, with one product for what shares an input."""
+        """Project (..., E) each -> (..., h D) each, with one product for projections that share an input."""
         bias = self.in_proj_bias
         if self.in_proj_weight is not None and query is key and key is value:
             return column_linear(query, self.in_proj_weight, bias, self.inputs).chunk(3, -1)
@@ -165,11 +196,11 @@ class ParallelAttention(nn.MultiheadAttention):
         )
 
     def _mask(self, attn_mask: Tensor | None, key_padding_mask: Tensor | None, q: Tensor) -> Tensor | None:
-        """Both masks as one term of the scores of q (B, h, L, D), that broadcasts to (B, h, L, S)."""
+        """Combine both masks into one term of the scores of q (B, h, L, D), which broadcasts to (B, h, L, S)."""
         mask = None
         if attn_mask is not None:
             mask = _additive(attn_mask, q.dtype)
-            if mask.dim() == 3:  # (B H, L, S)
+            if mask.dim() == 3:  # (B H, L, S): a mask per head, of which this rank needs those of its heads
                 mask = mask.unflatten(0, (-1, self.num_heads)).narrow(1, self.first_head, q.shape[1])
         if key_padding_mask is not None:
             padding = _additive(key_padding_mask, q.dtype)[:, None, None, :]
@@ -179,23 +210,26 @@ class ParallelAttention(nn.MultiheadAttention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, h, L, D), (B, h, S, D) twice -> (B, h, L, D), and the weights (B, h, L, S) if they are needed."""
+        """Attend with q (B, h, L, D), k and v (B, h, S, D) -> (B, h, L, D), and the weights (B, h, L, S) if needed."""
+        # Dropout of the weights draws for this rank's heads only, so it needs this rank's random stream.
         dropout = self.dropout if self.training else 0.0
         with self.region.scope(q.device) if self.region is not None and dropout else nullcontext():
             if not need_weights:
                 return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal), None
+            # The queries are scaled before the product, as in torch: scaling the scores would round differently.
             scores = (q * math.sqrt(1.0 / self.head_dim)) @ k.transpose(-2, -1)
             weights = (scores if mask is None else scores + mask).softmax(-1)
             weights = F.dropout(weights, dropout, training=dropout > 0)
             return weights @ v, weights
 
-    def _whole_weights(self, weights: Tensor, average: bool) -> Tensor:
+    def _full_weights(self, weights: Tensor, average: bool) -> Tensor:
+        # Averaged weights are a sum over heads, hence over ranks; single ones have to be gathered.
         if average:
             return reduce_from_group(weights.sum(1), self.group) / self.num_heads
         return gather_from_group(weights, self.group, 1, self.head_counts)
 
     def extra_repr(self) -> str:
-        """Heads in all and here, and the rank."""
+        """Return the full and the local number of heads, and the rank."""
         return (
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads},"
             f" local_heads={self.head_counts[self.group.rank]}, rank={self.group.rank}/{self.group.size}"
@@ -203,13 +237,13 @@ class ParallelAttention(nn.MultiheadAttention):
 
 
 def _by_head(x: Tensor, head_size: int, batch_first: bool) -> Tensor:
-    """(B, L, h D), or (L, B, h D), -> (B, h, L, D)."""
+    """Rearrange (B, L, h D), or (L, B, h D), -> (B, h, L, D)."""
     x = x.unflatten(-1, (-1, head_size))
     return x.transpose(1, 2) if batch_first else x.permute(1, 2, 0, 3)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to add to scores; True in a boolean mask excludes."""
+    """Return a mask to add to scores; True in a boolean mask excludes."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
     return mask.to(dtype)
@@ -219,7 +253,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class ParallelEncoderLayer(nn.TransformerEncoderLayer):
-    """`nn.TransformerEncoderLayer` without the fused inference kernel, which would read the shards as whole weights."""
+    """`nn.TransformerEncoderLayer` without the fused inference kernel, which would read the shards as full weights."""
 
     def forward(
         self,
@@ -228,19 +262,20 @@ class ParallelEncoderLayer(nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """As `nn.TransformerEncoderLayer`; evaluation with padding gives nested tensors."""
+        """Run the layer without the fused kernel; nested tensors, as evaluation with padding passes, are padded."""
         with _no_fast_path():
             if not src.is_nested:
                 return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+            # Only the fused kernel computes on nested tensors.
             lengths = torch.tensor([sequence.shape[0] for sequence in src.unbind()], device=src.device)
             padded = src.to_padded_tensor(0.0)
-            absent = torch.arange(padded.shape[1], device=src.device) >= lengths[:, None]
-            output = super().forward(padded, None, absent)
+            padding = torch.arange(padded.shape[1], device=src.device) >= lengths[:, None]
+            output = super().forward(padded, None, padding)
             return torch.nested.as_nested_tensor([row[:n] for row, n in zip(output, lengths.tolist())])
 
 
 def guard_fast_path(root: nn.Module) -> None:
-    """Keep torch's fused encoder kernel away from divided layers. Call it after layers inside `root` were divided."""
+    """Disable torch's fused encoder kernel for divided layers. Call it after layers inside `root` were divided."""
     for module in list(root.modules()):
         if isinstance(module, nn.TransformerEncoderLayer) and not isinstance(module, ParallelEncoderLayer):
             kinds = (ColumnLinear, RowLinear, ParallelAttention)
@@ -250,9 +285,108 @@ def guard_fast_path(root: nn.Module) -> None:
 
 @contextmanager
 def _no_fast_path() -> Iterator[None]:
+    # A process-wide switch, so it is set for the forward of a divided layer only.
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+# ---------------------------------------------------------------------------------- attention built of linear layers
+
+
+def divide_by_heads(
+    module: nn.Module, styles: MutableMapping[str, Style], attributes: MutableMapping[str, dict[str, int]], group: Group
+) -> None:
+    """Make `Column` and `Row` styles inside attention modules split whole heads, and record the local head counts.
+
+    Norms of single heads inside such a module see this rank's heads only, so their gradients become partial. Any other
+    parameter, of the attention module itself or of a layer that sees the features of all heads, makes a division by
+    heads impossible; the outputs of the attention's layers are then gathered.
+
+    Args:
+        module: The model.
+        styles: The style of each divided module, by path; changed in place.
+        attributes: Receives the local head counts of the attention modules: `{path: {name: value}}`.
+        group: The tensor-parallel group.
+
+    Raises:
+        ValueError: If an attention has fewer heads than ranks.
+    """
+    for path, attention in list(module.named_modules()):
+        heads = heads_of(attention)
+        if heads is None:
+            continue
+        prefix = f"{path}." if path else ""
+        by_heads = _head_styles(attention, prefix, styles, heads)
+        if not by_heads:
+            continue
+        # No style says how a parameter that spans all heads, such as a norm over them, would be divided with them.
+        others = _other_parameters(attention)
+        if _sees_single_heads(attention, others, heads):
+            styles.update(by_heads)
+            for name in others:
+                styles.setdefault(prefix + name.rpartition(".")[0], Replicate(partial_gradient=True))
+            attributes[path] = local_attributes(attention, heads, group)
+        else:
+            gathered = {full: _gathered(style) for full, style in styles.items() if full.startswith(prefix)}
+            styles.update(gathered)
+
+
+def _head_styles(
+    attention: nn.Module, prefix: str, styles: Mapping[str, Style], heads: AttentionHeads
+) -> dict[str, Style]:
+    """Return the styles of the attention's linear layers by heads; empty if nothing changes or the heads do not fit."""
+    layers = {
+        prefix + name: child
+        for name, child in attention.named_children()
+        if is_linear(child) and prefix + name in styles
+    }
+    # The output projection of an attention takes in exactly the features of all query heads.
+    closing = [layer for full, layer in layers.items() if isinstance(styles[full], Row)]
+    if not any(sizes_of(layer)[0] == heads.queries * heads.size for layer in closing):
+        return {}
+    by_heads = {full: _by_heads(styles[full], layer, heads) for full, layer in layers.items()}
+    return by_heads if any(by_heads[full] is not styles[full] for full in layers) else {}
+
+
+def _by_heads(style: Style, layer: nn.Module, heads: AttentionHeads) -> Style:
+    in_features, out_features = sizes_of(layer)
+    queries = heads.query_part()
+    keys = heads.key_part()
+    if isinstance(style, Column) and not style.gather_output and style.parts is None and style.unit == 1:
+        if out_features == queries.size:
+            return replace(style, parts=(queries,))
+        if out_features == keys.size:
+            return replace(style, parts=(keys,))
+        if out_features == 3 * queries.size and heads.keys == heads.queries:
+            return replace(style, unit=3 * heads.size)  # query, key and value of one head after another
+    if isinstance(style, Row) and not style.split_input and style.parts is None and in_features == queries.size:
+        return replace(style, parts=(queries,))
+    return style
+
+
+def _other_parameters(attention: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of submodules that are not linear layers, such as norms of queries and keys, by name."""
+    return {
+        f"{path}.{name}": parameter
+        for path, child in attention.named_modules()
+        if path and not is_linear(child)
+        for name, parameter in child.named_parameters(recurse=False)
+    }
+
+
+def _sees_single_heads(attention: nn.Module, others: Mapping[str, nn.Parameter], heads: AttentionHeads) -> bool:
+    """Return whether all parameters outside of the linear layers belong to modules that see one head at a time."""
+    if any(True for _ in attention.parameters(recurse=False)):
+        return False
+    return all(tuple(parameter.shape) == (heads.size,) for parameter in others.values())
+
+
+def _gathered(style: Style) -> Style:
+    """Return a style for the same kind of layer whose input and output are whole."""
+    if isinstance(style, Column):
+        return Column(gather_output=True)
+    return Row(split_input=True) if isinstance(style, Row) else Replicate()

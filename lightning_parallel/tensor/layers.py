@@ -1,46 +1,41 @@
-"""Column-, row- and vocabulary-parallel layers, made in place from ordinary ones.
+"""Column-, row- and vocabulary-parallel layers, converted in place from ordinary ones.
 
     Column   y_r = x W_r^T            each rank computes some output features     backward: all-reduce of dx
     Row      y = sum_r x_r W_r^T      each rank holds some input features         forward: all-reduce of y
     Vocab    y = sum_r E_r[x]         each rank holds some rows of the table      forward: all-reduce of y
 
-A layer keeps its identity, its hooks, its `Parameter` objects (only their data shrink) and the names of its state; its
-class becomes a subclass of what it was. A style says how a kind of layer is divided: `rules` and `partial` are facts
-about the full module and change nothing, `apply` divides it.
+A layer keeps its identity, its hooks, its `Parameter` objects (only their data shrink) and the names in its
+`state_dict`; its class becomes a subclass of the class it had. A style says how a kind of layer is divided: `rules` and
+`partial` describe the full module and change nothing, `apply` divides it.
+
+Legend for shapes: `in`, `out` are the features of the full layer.
 
 Source: Megatron-LM, section 3, https://arxiv.org/abs/1909.08053
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import cache
+from typing import Literal, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.tensor.collectives import (
+from lightning_parallel.compat.torch import parameters_of
+from lightning_parallel.tensor.autograd import (
     gather_from_group,
     reduce_from_group,
     reduce_scatter_to_group,
     scatter_to_group,
 )
-from lightning_parallel.tensor.conversion import (
-    convert,
-    describe,
-    full_shape,
-    is_linear,
-    is_native,
-    is_transposed,
-    shard_parameters,
-    shared_inputs,
-)
-from lightning_parallel.tensor.linear import Inputs, SequenceLengths, column_linear, row_linear
-from lightning_parallel.tensor.rng import Region
-from lightning_parallel.tensor.sharding import Part, Shard
+from lightning_parallel.tensor.inspection import describe, full_shape, is_linear, is_native, is_transposed
+from lightning_parallel.tensor.linear import SequenceLengths, SharedInputs, column_linear, row_linear, shared_inputs
+from lightning_parallel.tensor.random import RandomRegion
+from lightning_parallel.tensor.sharding import Shard, ShardPart
 
 __all__ = [
     "Column",
@@ -51,14 +46,21 @@ __all__ = [
     "Style",
     "Vocab",
     "VocabEmbedding",
+    "convert",
+    "shard_parameters",
 ]
+
+L = TypeVar("L", bound=nn.Module)
 
 
 class Style(Protocol):
-    """How one kind of module is divided over the ranks of the tensor axis."""
+    """How one kind of module is divided over the ranks of the tensor axis.
+
+    Every style has these three methods; they are documented here.
+    """
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
-        """The rule of each parameter of the full `module` that is divided, by its name inside the module.
+        """Return the shard rule of each parameter of the full `module` that is divided, by its name inside the module.
 
         Raises:
             TypeError: If the style does not apply to this kind of module.
@@ -67,7 +69,7 @@ class Style(Protocol):
         ...
 
     def partial(self, module: nn.Module) -> frozenset[str]:
-        """Names of whole parameters of which each rank computes only a part of the gradient."""
+        """Return the names of full parameters of which each rank computes only a part of the gradient."""
         ...
 
     def apply(self, module: nn.Module, group: Group) -> None:
@@ -80,13 +82,13 @@ class Style(Protocol):
 
 @dataclass(frozen=True)
 class Column:
-    """Divide the output features.
+    """Column-parallel: divides the output features.
 
     Args:
         gather_output: Whether every rank gets all features of the output (which costs an all-gather); otherwise the
             output holds this rank's features only, for element-wise functions, whole heads, and a `Row` layer.
-        parts: What the output features consist of, where that matters: heads, or several projections in one weight.
-        unit: Features that must stay together, when `parts` is not given.
+        parts: The parts of the output features that are split one by one: heads, or fused projections.
+        unit: Number of consecutive features that stay on one rank, if `parts` is not given.
         sequence_dim: With sequence parallelism, the dimension along which the input is divided.
 
     Raises:
@@ -94,20 +96,21 @@ class Column:
     """
 
     gather_output: bool = False
-    parts: tuple[Part | int, ...] | None = None
+    parts: tuple[ShardPart | int, ...] | None = None
     unit: int = 1
     sequence_dim: int | None = None
 
     def __post_init__(self) -> None:
-        if self.gather_output and any(isinstance(part, Part) and part.shared for part in self.parts or ()):
+        # The gathered output would hold shared features more than once.
+        if self.gather_output and any(isinstance(part, ShardPart) and part.shared for part in self.parts or ()):
             raise ValueError("`gather_output=True` cannot be combined with features that several ranks share")
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`."""
         out_features = _features(module, type(self).__name__)[1]
-        cut = _cut(self.parts, self.unit, out_features, ranks)
-        rules = {"weight": cut.along(1 if is_transposed(module) else 0)}
-        return {**rules, "bias": cut} if module.bias is not None else rules
+        features = _feature_rule(self.parts, self.unit, out_features, ranks)
+        rules = {"weight": features.along(1 if is_transposed(module) else 0)}
+        return {**rules, "bias": features} if module.bias is not None else rules
 
     def partial(self, module: nn.Module) -> frozenset[str]:
         """See `Style`."""
@@ -119,39 +122,44 @@ class Column:
         in_features, out_features = _features(module, type(self).__name__)
         transposed = is_transposed(module)
         layer = convert(module, ColumnLinear)
-        layer.full_features, layer.transposed = (in_features, out_features), transposed
-        layer.cut, layer.gather_output, layer.group = rules["weight"].along(-1), self.gather_output, group
-        layer.inputs, layer.region = shared_inputs(group, self.sequence_dim), None
+        layer.full_features = (in_features, out_features)
+        layer.transposed = transposed
+        layer.feature_rule = rules["weight"].along(-1)
+        layer.gather_output = self.gather_output
+        layer.group = group
+        layer.inputs = shared_inputs(group, self.sequence_dim)
+        layer.region = None
         shard_parameters(layer, rules, group)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Divide the input features; the bias stays whole and is added once.
+    """Row-parallel: divides the input features; the bias stays whole and is added once, after the sum.
 
     Args:
-        split_input: Whether the input holds all features on every rank; otherwise it holds this rank's features, as a
-            `Column` layer before leaves them.
-        parts: As for `Column`: those of the layer whose output comes in.
+        split_input: Whether the input holds all features on every rank; otherwise it holds this rank's features, the
+            output of a `Column` layer.
+        parts: As for `Column`: the parts of the layer that produces the input.
         unit: As for `Column`.
         sequence_dim: With sequence parallelism, the dimension along which the output is divided.
     """
 
     split_input: bool = False
-    parts: tuple[Part | int, ...] | None = None
+    parts: tuple[ShardPart | int, ...] | None = None
     unit: int = 1
     sequence_dim: int | None = None
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`."""
         in_features = _features(module, type(self).__name__)[0]
-        cut = _cut(self.parts, self.unit, in_features, ranks)
-        if cut.replicated:
+        features = _feature_rule(self.parts, self.unit, in_features, ranks)
+        if features.replicated:  # the sum over the ranks would count the shared features twice
             raise ValueError("the input features of a row-parallel layer cannot be shared between ranks")
-        return {"weight": cut.along(0 if is_transposed(module) else 1)}
+        return {"weight": features.along(0 if is_transposed(module) else 1)}
 
     def partial(self, module: nn.Module) -> frozenset[str]:
         """See `Style`."""
+        # Each rank adds the bias to its part of the sequence only.
         return frozenset() if self.sequence_dim is None or module.bias is None else frozenset({"bias"})
 
     def apply(self, module: nn.Module, group: Group) -> None:
@@ -160,15 +168,19 @@ class Row:
         in_features, out_features = _features(module, type(self).__name__)
         transposed = is_transposed(module)
         layer = convert(module, RowLinear)
-        layer.full_features, layer.transposed = (in_features, out_features), transposed
-        layer.cut, layer.split_input, layer.group = rules["weight"].along(-1), self.split_input, group
-        layer.lengths, layer.region = shared_inputs(group, self.sequence_dim).lengths, None
+        layer.full_features = (in_features, out_features)
+        layer.transposed = transposed
+        layer.feature_rule = rules["weight"].along(-1)
+        layer.split_input = self.split_input
+        layer.group = group
+        layer.lengths = shared_inputs(group, self.sequence_dim).lengths
+        layer.region = None
         shard_parameters(layer, rules, group)
 
 
 @dataclass(frozen=True)
 class Vocab:
-    """Divide the rows of an embedding table.
+    """Vocabulary-parallel: divides the rows of an embedding table.
 
     Args:
         sequence_dim: With sequence parallelism, the dimension along which the output is divided.
@@ -180,6 +192,7 @@ class Vocab:
         """See `Style`."""
         if not is_native(module, nn.Embedding):
             raise TypeError(f"`Vocab` applies to `nn.Embedding`, found {describe(module)}")
+        # These act on the rows that are looked up, and tokens that other ranks hold look up row 0 here.
         used = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
         if used:
             raise ValueError(f"a vocabulary-parallel embedding cannot have {', '.join(f'`{name}`' for name in used)}")
@@ -194,18 +207,19 @@ class Vocab:
         """See `Style`."""
         rules = self.rules(module, group.size)
         layer = convert(module, VocabEmbedding)
-        layer.group, layer.lengths = group, shared_inputs(group, self.sequence_dim).lengths
-        (layer.first, layer.stop), *_ = rules["weight"].ranges[group.rank]
+        layer.group = group
+        layer.lengths = shared_inputs(group, self.sequence_dim).lengths
+        layer.first, layer.stop = rules["weight"].ranges[group.rank][0]
         shard_parameters(layer, rules, group)
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Leave the module whole on every rank.
+    """Keeps the full module on every rank.
 
     Args:
-        partial_gradient: Whether each rank applies it to other data (the norm of this rank's heads, any layer inside
-            a sequence-parallel region), so that the gradients of its parameters have to be summed over the ranks.
+        partial_gradient: Whether each rank applies it to different data (the norm of this rank's heads, any layer
+            inside a sequence-parallel region), so that its gradients have to be summed over the ranks.
     """
 
     partial_gradient: bool = False
@@ -225,75 +239,75 @@ class Replicate:
 # ------------------------------------------------------------------------------------------------------------- layers
 
 
-class _DividedLinear(nn.Module):
-    """What both kinds of divided linear layers know; the other base of their classes is what they were before."""
+class _ParallelLinear(nn.Module):
+    """Attributes of both kinds of divided linear layers; the second base of their classes is the original class."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     full_features: tuple[int, int]
     transposed: bool
-    cut: Shard
+    feature_rule: Shard
     group: Group
-    region: Region | None
+    region: RandomRegion | None
 
-    __repr__ = nn.Module.__repr__  # transformers' Conv1D has one of its own, which would not show the sharding
+    __repr__ = nn.Module.__repr__  # that of transformers' Conv1D would not show the sharding
 
     def _describe(self, local: str, extra: str) -> str:
         in_features, out_features = self.full_features
         text = f"in_features={in_features}, out_features={out_features}, bias={self.bias is not None}"
-        held = f"{local}={self.cut.local_size(self.group.rank)}, rank={self.group.rank}/{self.group.size}"
+        held = f"{local}={self.feature_rule.local_size(self.group.rank)}, rank={self.group.rank}/{self.group.size}"
         return ", ".join(filter(None, [text, held, extra]))
 
 
-class ColumnLinear(_DividedLinear):
+class ColumnLinear(_ParallelLinear):
     """Linear layer that computes this rank's output features; see `Column`."""
 
     gather_output: bool
-    inputs: Inputs
+    inputs: SharedInputs
 
-    @torch.compiler.disable  # collectives are not for a graph
+    @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out / ranks), or (..., out) when the output is gathered."""
+        """Map (..., in) to (..., out / ranks), or to (..., out) if the output is gathered."""
         y = column_linear(input, self.weight, self.bias, self.inputs, self.transposed)
         if self.gather_output:
-            return _gather(y, self.cut, self.group)
-        if self.region is not None and self.training:
+            return _gather_features(y, self.feature_rule, self.group)
+        if self.region is not None and self.training:  # dropout draws in training only
             self.region.open(y.device)
         return y
 
     @property
     def region_end(self) -> Literal["opens"] | None:
-        """Whether random numbers after this layer have to differ between the ranks, other than before it."""
+        """`"opens"` if random numbers after this layer have to differ between the ranks; see `tensor.random`."""
         return None if self.gather_output or self.inputs.lengths is not None else "opens"
 
     def extra_repr(self) -> str:
-        """Full sizes, the local size, and the rank."""
+        """Return the full sizes, the local size, and the rank."""
         return self._describe("local_out_features", "gather_output" if self.gather_output else "")
 
 
-class RowLinear(_DividedLinear):
+class RowLinear(_ParallelLinear):
     """Linear layer that holds the weights of this rank's input features; see `Row`."""
 
     split_input: bool
     lengths: SequenceLengths | None
 
-    @torch.compiler.disable  # collectives are not for a graph
+    @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in / ranks), or (..., in) when the layer divides its input, -> (..., out)."""
+        """Map (..., in / ranks), or (..., in) if the layer divides its input, to (..., out)."""
         if self.region is not None:
-            self.region.close()
+            self.region.close()  # the output is equal on all ranks again, and so must be the dropout that follows
         x = input
         if self.split_input:
-            x = _split(x, self.cut, self.group)
+            x = _split_features(x, self.feature_rule, self.group)
         return row_linear(x, self.weight, self.bias, self.group, self.lengths, self.transposed)
 
     @property
     def region_end(self) -> Literal["closes"] | None:
-        """Whether random numbers before this layer have to differ between the ranks, and after it no longer."""
+        """`"closes"` if random numbers before this layer have to differ between the ranks; see `tensor.random`."""
         return None if self.split_input or self.lengths is not None else "closes"
 
     def extra_repr(self) -> str:
-        """Full sizes, the local size, and the rank."""
+        """Return the full sizes, the local size, and the rank."""
         return self._describe("local_in_features", "split_input" if self.split_input else "")
 
 
@@ -305,60 +319,111 @@ class VocabEmbedding(nn.Embedding):
     group: Group
     lengths: SequenceLengths | None
 
-    @torch.compiler.disable  # collectives are not for a graph
+    @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
-        """(...) -> (..., features).
+        """Look up tokens (...) -> (..., features).
 
         Raises:
             IndexError: If a token is outside of the whole vocabulary (on the CPU; on CUDA it gives zeros).
         """
         tokens = input
+        # A token outside of the whole vocabulary is held by no rank and would silently give zeros.
         if tokens.device.type == "cpu" and tokens.numel():
             low, high = tokens.aminmax()
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(f"tokens must be in [0, {self.num_embeddings}), found {int(low)} to {int(high)}")
-        absent = (tokens < self.first) | (tokens >= self.stop)
+        elsewhere = (tokens < self.first) | (tokens >= self.stop)
+        # Only the rank that holds the padding row has to keep gradients from it.
         padding = self.padding_idx
         if padding is not None:
             padding = padding - self.first if self.first <= padding < self.stop else None
-        rows = F.embedding((tokens - self.first).masked_fill(absent, 0), self.weight, padding)
-        rows = rows.masked_fill(absent.unsqueeze(-1), 0)
+        rows = F.embedding((tokens - self.first).masked_fill(elsewhere, 0), self.weight, padding)
+        # Each token is nonzero on one rank, so the sum over the ranks is the full lookup.
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.lengths is None:
             return reduce_from_group(rows, self.group)
         dim = self.lengths.dim
         return reduce_scatter_to_group(rows, self.group, dim, self.lengths.divide(rows.shape[dim]))
 
     def extra_repr(self) -> str:
-        """Full sizes, the rows held, and the rank."""
+        """Return the full sizes, the rows held, and the rank."""
         return f"{super().extra_repr()}, rows=[{self.first}, {self.stop}), rank={self.group.rank}/{self.group.size}"
 
 
 def _features(module: nn.Module, style: str) -> tuple[int, int]:
     if not is_linear(module):
         raise TypeError(
-            f"`{style}` applies to `nn.Linear` (without a `forward` of its own) and `Conv1D`, found {describe(module)}"
+            f"`{style}` applies to `nn.Linear` (with an unchanged `forward`) and `Conv1D`, found {describe(module)}"
         )
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    shape = full_shape(weight)
+    shape = full_shape(parameters_of(module)["weight"])  # type: ignore[arg-type]
     out_features, in_features = shape if not is_transposed(module) else shape[::-1]
     return in_features, out_features
 
 
-def _cut(parts: Sequence[Part | int] | None, unit: int, features: int, ranks: int) -> Shard:
-    cut = Shard.packed(0, parts if parts is not None else (Part(features, unit),), ranks)
-    if cut.full_size != features:
-        raise ValueError(f"the parts {parts} make {cut.full_size} features, but the layer has {features}")
-    return cut
+def _feature_rule(parts: Sequence[ShardPart | int] | None, unit: int, features: int, ranks: int) -> Shard:
+    rule = Shard.packed(0, parts if parts is not None else (ShardPart(features, unit),), ranks)
+    if rule.full_size != features:
+        raise ValueError(f"the parts {parts} make {rule.full_size} features, but the layer has {features}")
+    return rule
 
 
-def _gather(y: Tensor, cut: Shard, group: Group) -> Tensor:
-    full = gather_from_group(y, group, -1, cut.sizes)
-    full = full if cut.consecutive else cut.merge(full.split(cut.sizes, -1))
-    return full.contiguous()  # as the output of a linear layer is: code may `view` it
+def _gather_features(y: Tensor, rule: Shard, group: Group) -> Tensor:
+    full = gather_from_group(y, group, -1, rule.sizes)
+    full = full if rule.consecutive else rule.merge(full.split(rule.sizes, -1))
+    return full.contiguous()  # the output of a linear layer is contiguous, and code may `view` it
 
 
-def _split(x: Tensor, cut: Shard, group: Group) -> Tensor:
-    if not cut.consecutive:
-        x = torch.cat([cut.split(x, rank) for rank in range(group.size)], -1)
-    return scatter_to_group(x, group, -1, cut.sizes)
+def _split_features(x: Tensor, rule: Shard, group: Group) -> Tensor:
+    # The collective takes consecutive slices; packed parts are brought into the order of the shards first.
+    if not rule.consecutive:
+        x = torch.cat([rule.split(x, rank) for rank in range(group.size)], -1)
+    return scatter_to_group(x, group, -1, rule.sizes)
+
+
+# ---------------------------------------------------------------------------------------------------------- conversion
+
+
+def convert(module: nn.Module, layer: type[L]) -> L:
+    """Make `module` an instance of both `layer` and its original class, in place.
+
+    An overridden `forward` that calls the inherited one then calls that of `layer` instead. The conversion is not
+    undone: a module that has been divided stays divided.
+    """
+    module.__class__ = _subclass(layer, type(module))  # type: ignore[arg-type]
+    assert isinstance(module, layer)
+    return module
+
+
+# Cached, so that all converted modules of a class share one class again.
+@cache
+def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    if issubclass(layer, original):
+        return layer
+    name = layer.__name__ if original.__module__.startswith("torch.nn.") else f"{layer.__name__}[{original.__name__}]"
+    for native in (nn.Linear, nn.Embedding):
+        if issubclass(original, native) and original.forward is not native.forward:
+            # The user's forward goes first and its `super().forward` finds that of `layer`, not that of `native`.
+            return type(name, (original, _subclass(layer, native)), {"__module__": layer.__module__})  # type: ignore[arg-type]
+    return type(name, (layer, original), {"__module__": layer.__module__})
+
+
+def shard_parameters(module: nn.Module, rules: Mapping[str, Shard], group: Group) -> None:
+    """Reduce the data (and gradients) of the named parameters of `module` to this rank's shards.
+
+    The rule is kept with the parameter, as `shard_rule`. A parameter that has one already, because it is tied to a
+    parameter of another module, is left unchanged. Parameters on the meta device get the shard's shape.
+
+    Raises:
+        ValueError: If the parameter was divided by a different rule.
+    """
+    for name, rule in rules.items():
+        parameter = module.get_parameter(name)
+        known = getattr(parameter, "shard_rule", None)
+        if known is not None and known != rule:
+            raise ValueError(f"`{name}` is tied to a parameter that is divided in another way: {known}, not {rule}")
+        if known is None:
+            # The object stays: optimizers, hooks and tied modules hold references to it.
+            parameter.data = rule.split(parameter.data, group.rank)
+            if parameter.grad is not None:
+                parameter.grad = rule.split(parameter.grad, group.rank)
+            parameter.shard_rule = rule  # type: ignore[attr-defined]

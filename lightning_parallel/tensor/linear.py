@@ -1,20 +1,20 @@
-"""The arithmetic of column- and row-parallel linear layers, with the communication hidden where it can be.
+"""Column- and row-parallel linear layers as autograd functions, with the communication overlapped where possible.
 
-Backward of column-parallel layers that read one input x (..., in), such as queries, keys and values:
+Backward of column-parallel layers that share one input x (..., in), such as queries, keys and values:
 
     g_q -> dx  = g_q W_q      then dW_q
     g_k -> dx += g_k W_k      then dW_k
     g_v -> dx += g_v W_v ---> all-reduce(dx) in flight, then dW_v
                               wait
 
-so that however many layers share x there is one all-reduce, and a weight gradient is computed while it runs.
+There is one all-reduce for all layers that share x, and the last weight gradient is computed while it runs.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -24,31 +24,37 @@ from torch.autograd.function import once_differentiable
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
-from lightning_parallel.tensor.collectives import no_view
+from lightning_parallel.compat.torch import current_graph_task_id, version_of
+from lightning_parallel.tensor.autograd import no_view
 from lightning_parallel.tensor.sharding import balanced
 
-__all__ = ["Inputs", "SequenceLengths", "column_linear", "compute_dtype", "row_linear"]
+__all__ = ["SequenceLengths", "SharedInputs", "column_linear", "compute_dtype", "row_linear", "shared_inputs"]
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a linear layer computes on `x`: that of autocast where it applies."""
+    """Return the dtype in which a linear layer computes on `x`: that of autocast where it applies."""
+    # Autocast never casts double precision.
     if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Inputs, transposed: bool = False) -> Tensor:
-    """This rank's output features of a linear layer.
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, inputs: SharedInputs, transposed: bool = False
+) -> Tensor:
+    """Compute this rank's output features of a linear layer.
 
         x (..., in)  @  weight_r^T (in, out / ranks)  ->  y_r (..., out / ranks)
 
     Args:
-        x: The same on every rank; with sequence parallelism this rank's part of the sequence.
-        weight: This rank's rows, (out / ranks, in); (in, out / ranks) when `transposed`.
-        inputs: Shared by all layers of the group.
+        x: (..., in), equal on all ranks; with sequence parallelism this rank's part of the sequence.
+        weight: This rank's rows, (out / ranks, in); (in, out / ranks) if `transposed`.
+        bias: (out / ranks,).
+        inputs: The one object that all layers of the group share.
+        transposed: Whether the weight is stored as (in, out), as in transformers' `Conv1D`.
     """
     shared, gradient = inputs.enter(x)
-    return _Column.apply(shared, weight, bias, gradient, transposed)
+    return _ColumnLinearFunction.apply(shared, weight, bias, gradient, transposed)
 
 
 def row_linear(
@@ -59,20 +65,23 @@ def row_linear(
     lengths: SequenceLengths | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """The output of a linear layer of which this rank holds some input features.
+    """Compute the output of a linear layer of which this rank holds some input features.
 
         sum over ranks of  x_r (..., in / ranks)  @  weight_r^T (in / ranks, out)  + bias  ->  y (..., out)
 
     Args:
-        weight: This rank's columns, (out, in / ranks); (in / ranks, out) when `transposed`.
-        bias: The whole bias, added once.
-        lengths: With sequence parallelism, y is this rank's part of the sequence.
+        x: (..., in / ranks), this rank's input features.
+        weight: This rank's columns, (out, in / ranks); (in / ranks, out) if `transposed`.
+        bias: (out,), the full bias; added once, after the sum.
+        group: The tensor-parallel group.
+        lengths: With sequence parallelism, how sequences are divided; y is then this rank's part of the sequence.
+        transposed: Whether the weight is stored as (in, out).
     """
-    return _Row.apply(x, weight, bias, group, lengths, transposed)
+    return _RowLinearFunction.apply(x, weight, bias, group, lengths, transposed)
 
 
 def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that refuses to be differentiated itself, instead of leaving out a term."""
+    """Make a backward raise an error if it is itself differentiated: it would leave out a term."""
     plain = once_differentiable(backward)
 
     @wraps(backward)
@@ -88,27 +97,29 @@ def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SequenceLengths:
-    """How sequences are divided along `dim`: as evenly as possible, the first ranks take one more.
+    """Lengths of the sequences that are divided along `dim`: as evenly as possible, the first ranks take one more.
 
-    The full length cannot be told from a part of it, so whoever divides a sequence notes it here and whoever puts it
-    together again looks it up. Of several full lengths with equal parts on this rank, the one divided last counts.
+    The full length does not follow from a part's length (5 and 6 both give rank 0 of 2 a part of 3), so the layer that
+    divides a sequence records its length here and the layer that gathers it looks it up. Of several full lengths with
+    equal parts on this rank, the one divided last counts.
     """
 
     def __init__(self, group: Group, dim: int) -> None:
-        self.group, self.dim = group, dim
+        self.group = group
+        self.dim = dim
         self._full: dict[int, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceLengths:
-        return self
+        return self  # layers that exchange lengths must go on sharing one object, also in a copied model
 
     def divide(self, length: int) -> list[int]:
-        """The part of each rank of a sequence of `length`."""
+        """Return the length of each rank's part of a sequence of `length`, and record `length`."""
         sizes = balanced(length, self.group.size)
         self._full[sizes[self.group.rank]] = length
         return sizes
 
     def parts(self, local: int) -> list[int]:
-        """The part of each rank of the sequence of which this rank holds `local`.
+        """Return the length of each rank's part of the sequence of which this rank holds `local`.
 
         Raises:
             RuntimeError: If no sequence with such a part has been divided.
@@ -121,8 +132,8 @@ class SequenceLengths:
         return balanced(self._full[local], self.group.size)
 
 
-class Inputs:
-    """The input of the last column-parallel layers of a group, so that those that share an input share its gradient.
+class SharedInputs:
+    """Remembers the last input of a group's column-parallel layers, so that all layers that read it share its gradient.
 
     Args:
         group: The tensor-parallel group.
@@ -130,27 +141,31 @@ class Inputs:
     """
 
     def __init__(self, group: Group, lengths: SequenceLengths | None = None) -> None:
-        self.group, self.lengths = group, lengths
+        self.group = group
+        self.lengths = lengths
         self._source: Callable[[], Tensor | None] | None = None
         self._key: tuple[int, torch.dtype, int] | None = None
         self._entry: tuple[Tensor, _InputGradient] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inputs:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInputs:
+        return self  # layers of a copied model must go on sharing one object
 
     def enter(self, x: Tensor) -> tuple[Tensor, _InputGradient | None]:
-        """The tensor to compute on, and where its gradient is collected; None when no gradient is needed."""
+        """Return the tensor to compute on, and the collector of its gradient; None if no gradient is needed."""
         dtype = compute_dtype(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
             return self._whole(x.to(dtype)), None
-        # A recomputation during backward builds a graph of its own, even from the same input.
-        key = (x._version, dtype, torch._C._current_graph_task_id())
+        # The same tensor object is another input once it was changed in place (version), or if activation
+        # checkpointing recomputes during backward (graph task): that builds a separate graph, with its own gradient.
+        key = (version_of(x), dtype, current_graph_task_id())
         if self._entry is None or self._source is None or self._source() is not x or self._key != key:
             gradient = _InputGradient(self, self._sizes(x))
+            # Weakly: this cache must not keep an activation alive that the model has dropped.
             # The copy is held until `x` is gone, its gradient is known, or another input comes.
-            self._source, self._key = weakref.ref(x, self._forget), key
-            self._entry = _Enter.apply(x, dtype, gradient), gradient
-        self._entry[1].expected += 1
+            self._source = weakref.ref(x, self._forget)
+            self._key = key
+            self._entry = _ColumnInputFunction.apply(x, dtype, gradient), gradient
+        self._entry[1].expected += 1  # each layer that reads the input adds a part in backward
         return self._entry
 
     def _sizes(self, x: Tensor) -> list[int] | None:
@@ -165,20 +180,28 @@ class Inputs:
         if source is self._source:
             self._source = self._entry = None
 
-    def done(self, gradient: _InputGradient) -> None:
+    def release(self, gradient: _InputGradient) -> None:
+        """Drop the reference to the input that `gradient` belongs to, once its gradient is complete."""
         if self._entry is not None and self._entry[1] is gradient:
             self._source = self._entry = None
 
 
-class _InputGradient:
-    """The gradient of one shared input, summed over the layers that read it and then over the ranks.
+@cache
+def shared_inputs(group: Group, sequence_dim: int | None) -> SharedInputs:
+    """Return the `SharedInputs` of all column-parallel layers of `group` that divide the same sequence dimension."""
+    return SharedInputs(group, None if sequence_dim is None else SequenceLengths(group, sequence_dim))
 
-    The layers hand their part over here, outside of autograd, and `_Enter` collects the result. Autograd's graph says
-    when all have contributed; the count only lets the all-reduce start earlier, before the last weight gradient.
+
+class _InputGradient:
+    """Gradient of one shared input, summed over the layers that read it and then over the ranks.
+
+    The layers add their part here, outside of autograd, and `_ColumnInputFunction` collects the result. Autograd's
+    graph determines when all have contributed; the count only starts the all-reduce before the last weight gradient.
     """
 
-    def __init__(self, inputs: Inputs, sizes: list[int] | None) -> None:
-        self.inputs, self.sizes = inputs, sizes
+    def __init__(self, inputs: SharedInputs, sizes: list[int] | None) -> None:
+        self.inputs = inputs
+        self.sizes = sizes
         self.expected = 0
         self._clear()
 
@@ -190,8 +213,8 @@ class _InputGradient:
 
     def add(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> None:
         """Add grad (n, out) @ weight (out, in); the last layer of a backward pass starts the reduction."""
-        task = torch._C._current_graph_task_id()
-        if task != self.task:  # an earlier pass that did not need this gradient left its part behind
+        task = current_graph_task_id()
+        if task != self.task:  # an earlier backward pass that did not need this gradient left its part behind
             if self.pending is not None:
                 self.pending.wait()
             self._clear()
@@ -199,7 +222,7 @@ class _InputGradient:
         if self.total is None:
             self.total = grad @ weight
         else:
-            self.total.addmm_(grad, weight)
+            self.total.addmm_(grad, weight)  # in place, instead of one more tensor of the input's size per layer
         self.seen += 1
         if self.seen == self.expected:
             self.pending = self._start(self.total.view(shape))
@@ -208,25 +231,29 @@ class _InputGradient:
         group, lengths = self.inputs.group, self.inputs.lengths
         if lengths is None:
             return comm.all_reduce_(total, group, async_op=True)
+        # With sequence parallelism a rank needs the gradient of its part of the sequence only.
         return comm.reduce_scatter(total, group, lengths.dim, self.sizes, async_op=True)
 
     def collect(self, shape: torch.Size) -> Tensor | None:
-        """The whole gradient; None when no layer has contributed."""
+        """Return the full gradient; None if no layer has contributed."""
         if self.total is None:
             return None
+        # If some layer that read the input got no gradient, the count was never reached and nothing was started.
         pending = self.pending if self.pending is not None else self._start(self.total.view(shape))
         self._clear()
-        self.inputs.done(self)
+        self.inputs.release(self)
         return pending.wait()
 
 
-class _Enter(Function):
-    """The input of column-parallel layers, in their dtype; its gradient arrives through `_InputGradient`."""
+class _ColumnInputFunction(Function):
+    """Input of column-parallel layers, in their dtype; its gradient arrives through `_InputGradient`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, gradient: _InputGradient) -> Tensor:
+        # The layers return None as the gradient of their input; zeros of its size would be made and added otherwise.
         ctx.set_materialize_grads(False)
-        ctx.gradient, ctx.dtype = gradient, x.dtype
+        ctx.gradient = gradient
+        ctx.dtype = x.dtype
         whole = gradient.inputs._whole(x.to(dtype))
         ctx.shape = whole.shape
         return x.detach() if whole is x else whole  # shares the version of `x`, but does not keep it alive
@@ -238,15 +265,18 @@ class _Enter(Function):
         return None if grad is None else grad.to(ctx.dtype), None, None
 
 
-class _Column(Function):
+class _ColumnLinearFunction(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: _InputGradient | None, transposed: bool
     ) -> Tensor:
         matrix = weight.to(x.dtype)
+        # A frozen weight needs no gradient, and its layer no input in backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)
         ctx.shape = x.shape
-        ctx.gradient, ctx.transposed, ctx.weight_dtype = gradient, transposed, weight.dtype
+        ctx.gradient = gradient
+        ctx.transposed = transposed
+        ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _linear(x, matrix, bias, transposed)
 
@@ -255,12 +285,13 @@ class _Column(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, matrix = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
+        # The input gradient goes first: its reduction runs while the weight gradient below is computed.
         if ctx.gradient is not None:
             ctx.gradient.add(rows, matrix.t() if ctx.transposed else matrix, ctx.shape)
         return None, *_parameter_gradients(ctx, x, rows), None, None
 
 
-class _Row(Function):
+class _RowLinearFunction(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -276,7 +307,10 @@ class _Row(Function):
         matrix = weight.to(x.dtype)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)
         ctx.shape = x.shape
-        ctx.group, ctx.lengths, ctx.transposed, ctx.weight_dtype = group, lengths, transposed, weight.dtype
+        ctx.group = group
+        ctx.lengths = lengths
+        ctx.transposed = transposed
+        ctx.weight_dtype = weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         y = _linear(x, matrix, None, transposed)
         if lengths is None:
@@ -284,12 +318,14 @@ class _Row(Function):
         else:
             ctx.sizes = lengths.divide(y.shape[lengths.dim])
             y = no_view(comm.reduce_scatter(y, group, lengths.dim, ctx.sizes))
+        # After the sum over the ranks, as each rank holds the full bias.
         return y if bias is None else y.add_(bias.to(y.dtype))
 
     @staticmethod
     @_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, matrix = ctx.saved_tensors
+        # Without sequence parallelism the gradient of y is equal on all ranks already: no communication.
         local = grad.reshape(-1, grad.shape[-1])
         rows = local
         if ctx.lengths is not None:
@@ -298,6 +334,7 @@ class _Row(Function):
         if ctx.needs_input_grad[0]:
             dx = (rows @ (matrix.t() if ctx.transposed else matrix)).view(ctx.shape).to(ctx.input_dtype)
         dw, _ = _parameter_gradients(ctx, x, rows, bias=False)
+        # The bias was added to this rank's positions only; see `Row.partial`.
         db = local.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None, None
 
@@ -306,6 +343,7 @@ def _linear(x: Tensor, matrix: Tensor, bias: Tensor | None, transposed: bool) ->
     rows = x.reshape(-1, x.shape[-1])
     factor = matrix if transposed else matrix.t()
     y = rows @ factor if bias is None else torch.addmm(bias.to(x.dtype), rows, factor)
+    # `y.view` would be a view that a custom function returns, which the model could not change in place.
     return no_view(y, (*x.shape[:-1], factor.shape[1]))
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy of logits whose classes are divided over the ranks, without gathering them.
 
-With z the logits and m their maximum, all that the ranks exchange are numbers per target: the maximum, and then in
-one message the sum of exp(z - m), the target's own z - m, and for label smoothing the sum of z - m.
+With z the logits and m their maximum, the ranks exchange a few numbers per target only: the maximum, and then in one
+message the sum of exp(z - m), the z - m of the target's class, and for label smoothing the sum of z - m.
 
 Legend: N targets of any shape, C classes, c classes on this rank.
 
@@ -37,19 +37,25 @@ def cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of the full logits, on every rank.
+    """Compute `torch.nn.functional.cross_entropy` of the full logits from this rank's classes.
+
+    Forward: two all-reduces, of one number per target and of two or three. Backward: no communication; the gradient of
+    `logits` is that of this rank's classes.
 
     Args:
         logits: This rank's classes, (N..., c), or with the classes in dimension `dim`. Half precision is computed in
             single precision.
-        target: Class indices (N...) in the whole vocabulary, the same on every rank.
-        rule: How the classes are divided, in consecutive pieces; its `dim` does not matter.
+        target: Class indices (N...) in the full vocabulary, equal on all ranks.
+        rule: The shard rule of the classes: one consecutive range per rank; its `dim` does not matter.
         group: The tensor-parallel group.
         dim: Dimension of the classes. PyTorch's own layout is `dim=1`.
-        weight: Weight of each of the C classes, the same on every rank.
+        weight: Weight of each of the C classes, (C,), equal on all ranks.
         ignore_index: Targets of this value do not count.
         reduction: As in PyTorch; the mean of no targets is nan.
         label_smoothing: Share of the target distribution that is spread evenly over all classes.
+
+    Returns:
+        The loss, equal on all ranks: () for `mean` and `sum`, (N...) for `none`.
 
     Raises:
         ValueError: If the arguments do not fit each other.
@@ -58,11 +64,12 @@ def cross_entropy(
     _check(logits, target, rule, group, dim, reduction, label_smoothing)
     classes = _Classes(rule.ranges[group.rank][0][0], rule.full_size, group, label_smoothing)
     valid = target != ignore_index
+    # On other devices this check would wait for the device.
     if target.device.type == "cpu" and not ((target >= 0) & (target < classes.count) | ~valid).all():
         raise IndexError(f"targets must be in [0, {classes.count}) or {ignore_index}, found {target.unique().tolist()}")
     losses = _CrossEntropy.apply(logits.movedim(dim, -1), target, valid, weight, classes)
     if torch.is_autocast_enabled(logits.device.type):
-        losses = losses.float()
+        losses = losses.float()  # torch's cross-entropy gives single precision under autocast
     if reduction == "none":
         return losses
     if reduction == "sum":
@@ -78,8 +85,8 @@ def _check(
         raise ValueError(f"`reduction` must be 'mean', 'sum' or 'none', got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"`label_smoothing` must be between 0 and 1, got {label_smoothing}")
-    if rule.ranks != group.size or not rule.consecutive or any(len(pieces) != 1 for pieces in rule.ranges):
-        raise ValueError(f"`rule` must give each of the {group.size} ranks one piece, in their order; got {rule}")
+    if rule.ranks != group.size or not rule.consecutive or any(len(ranges) != 1 for ranges in rule.ranges):
+        raise ValueError(f"`rule` must give each of the {group.size} ranks one range, in their order; got {rule}")
     if target.is_floating_point():
         raise ValueError("`target` must hold class indices; class probabilities are not supported")
     shape = list(logits.shape)
@@ -93,7 +100,7 @@ def _check(
 
 @dataclass(frozen=True)
 class _Classes:
-    """This rank's classes: they start at `first` of `count`."""
+    """This rank's classes start at `first` of `count`."""
 
     first: int
     count: int
@@ -112,6 +119,7 @@ class _CrossEntropy(Function):
         ctx: Any, logits: Tensor, target: Tensor, valid: Tensor, weight: Tensor | None, classes: _Classes
     ) -> Tensor:
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # Relative to the maximum of all classes, not of this rank's: the sums of exponentials must fit together.
         z = z - comm.all_reduce_(z.amax(-1), classes.group, "max").unsqueeze(-1)
         size = z.shape[-1]
         held = (target >= classes.first) & (target < classes.first + size)
@@ -121,18 +129,22 @@ class _CrossEntropy(Function):
         parts = [None, z.gather(-1, index).squeeze(-1).masked_fill(~held, 0.0)]
         if classes.smoothing:
             parts.append((z if local_w is None else z * local_w).sum(-1))
-        p = z.exp_()
+        p = z.exp_()  # in place, after the terms that need z: the logits are the largest tensor of many models
         parts[0] = p.sum(-1)
         s, z_target, *z_sum = comm.all_reduce_(torch.stack(parts), classes.group).unbind()
         p /= s.unsqueeze(-1)
-        log_s, a = s.log(), classes.smoothing
+        log_s = s.log()
+        a = classes.smoothing
         w_target = torch.ones_like(s) if w is None else w[target.masked_fill(~valid, 0)]
         w_total = float(classes.count) if w is None else w.sum()
         losses = (1 - a) * w_target * (log_s - z_target)
         if z_sum:
             losses += a / classes.count * (w_total * log_s - z_sum[0])
+        # Backward needs the probabilities only, so the logits are not kept.
         ctx.save_for_backward(p, index, held, valid, w_target, local_w)
-        ctx.classes, ctx.w_total, ctx.dtype = classes, w_total, logits.dtype
+        ctx.classes = classes
+        ctx.w_total = w_total
+        ctx.dtype = logits.dtype
         return losses.masked_fill_(~valid, 0.0).to(logits.dtype)
 
     @staticmethod
@@ -141,7 +153,8 @@ class _CrossEntropy(Function):
         p, index, held, valid, w_target, local_w = ctx.saved_tensors
         a = ctx.classes.smoothing
         grad = grad.to(p.dtype).masked_fill(~valid, 0.0)  # not a product: the mean of no targets sends nan
-        hard, soft = (1 - a) * w_target * grad, a / ctx.classes.count * grad
+        hard = (1 - a) * w_target * grad
+        soft = a / ctx.classes.count * grad
         dz = p * (hard + soft * ctx.w_total).unsqueeze(-1)
         dz.scatter_add_(-1, index, -(hard * held).unsqueeze(-1))
         if a:

@@ -1,38 +1,61 @@
-"""Which module is divided how: patterns over module paths, checked as a whole, then applied.
+"""Plans: which module is divided how, as plain data; matched, checked as a whole, applied, and shown as a table.
 
-A plan is a dict from module path to `Style`. It comes from the user (globs and style names), from the plan that many
-Hugging Face models carry, and from the structure of the rest (`discovery.py`). Nothing is changed before the whole
-plan is known to be possible.
+A plan maps module paths to styles. It comes from the user (globs and style names), from the plan that many Hugging Face
+models carry, or from the structure of the model (`auto_plan`). The model is changed only after the whole plan is known
+to be possible, on every rank.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal, TypeVar, Union
 
-from torch import nn
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.tensor import heads
-from lightning_parallel.tensor.attention import Attention, TransformerLayer, guard_fast_path
-from lightning_parallel.tensor.conversion import full_shape, is_linear, is_native
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.initialization import materialize
+from lightning_parallel.tensor.attention import Attention, TransformerLayer, divide_by_heads, guard_fast_path
+from lightning_parallel.tensor.inspection import (
+    computes_with_parameters,
+    full_shape,
+    is_linear,
+    is_native,
+    read_elsewhere,
+)
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
-from lightning_parallel.tensor.rng import connect
+from lightning_parallel.tensor.random import connect_random_regions
 from lightning_parallel.tensor.sequence import divide_sequence
 from lightning_parallel.tensor.sharding import Shard
-from lightning_parallel.tensor.source import computes_with_parameters, read_elsewhere
 
-__all__ = ["STYLES", "Plan", "Sharding", "UserPlan", "apply_plan", "parse_plan", "resolve_ties", "style_named"]
+__all__ = [
+    "STYLES",
+    "Plan",
+    "Sharding",
+    "UserPlan",
+    "apply_plan",
+    "materialize_shards",
+    "parse_plan",
+    "resolve_ties",
+    "sharding_rows",
+    "sharding_table",
+    "style_named",
+]
 
 UserPlan = Union[Literal["auto"], Mapping[str, Union[str, Style]]]
-Edits = dict[str, dict[str, int]]
+Shape = tuple[int, ...]
 V = TypeVar("V")
 
-# The styles by name; the second group are the names of Hugging Face's plans.
+# The styles by name; the second group are the names in Hugging Face's plans.
 STYLES: dict[str, Style] = {
     "column": Column(),
     "column_gather": Column(gather_output=True),
@@ -60,27 +83,28 @@ class Plan:
 
     Attributes:
         styles: The style of each divided module, by path.
-        edits: Attributes that have to change with it, such as the number of local heads: `{path: {name: value}}`.
+        attributes: Attributes that must be set to local values, such as the number of heads: `{path: {name: value}}`.
         notes: Why a module is divided less well than it could be, or not at all, by path.
-        stretches: Where activations are divided along the sequence: paths of the module around, of the first and of
-            the last block.
+        sequence_regions: Where activations are divided along the sequence: (path of the module around, of the first
+            block, of the last block).
     """
 
     styles: dict[str, Style] = field(default_factory=dict)
-    edits: Edits = field(default_factory=dict)
+    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    stretches: list[tuple[str, str, str]] = field(default_factory=list)
+    sequence_regions: list[tuple[str, str, str]] = field(default_factory=list)
 
     def under(self, prefix: str) -> Plan:
-        """The part of the plan inside the module at `prefix`, with paths relative to it."""
+        """Return the part of the plan inside the module at `prefix`, with paths relative to it."""
         start = f"{prefix}." if prefix else ""
-        return Plan(_inside(self.styles, start), _inside(self.edits, start), _inside(self.notes, start))
+        return Plan(_inside(self.styles, start), _inside(self.attributes, start), _inside(self.notes, start))
 
     def add(self, prefix: str, other: Plan) -> None:
-        """Take over `other`, whose paths are relative to `prefix`."""
+        """Add `other`, whose paths are relative to `prefix`."""
+        # An empty path inside `other` stands for the module at `prefix` itself.
         start = f"{prefix}." if prefix else ""
         self.styles |= {start + path: style for path, style in other.styles.items()}
-        self.edits |= {(start + path).rstrip("."): edit for path, edit in other.edits.items()}
+        self.attributes |= {(start + path).rstrip("."): values for path, values in other.attributes.items()}
         self.notes |= {(start + path).rstrip("."): note for path, note in other.notes.items()}
 
 
@@ -90,26 +114,31 @@ def _inside(part: dict[str, V], start: str) -> dict[str, V]:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What became of a model: the facts that checkpoints, the clip norm and the table need.
+    """Result of applying a plan: the facts that checkpoints, the clip norm and the table need.
 
     Attributes:
-        shards: How parameters are divided, by full name; the others are whole on every rank.
-        partial: Parameters whose gradients are partial: their pieces held by several ranks have to be summed.
+        shards: The shard rules of the divided parameters, by full name; the others are whole on every rank.
+        partial: Names of parameters with partial gradients: the ranges held by several ranks have to be summed.
         plan: The plan that was applied.
-        full_shapes: Shape of every parameter before, by name.
+        full_shapes: Shape of every parameter before the division, by name.
+        full_attributes: Values before the division of the attributes that the plan sets: `{path: {name: value}}`.
     """
 
     shards: dict[str, Shard]
     partial: frozenset[str]
     plan: Plan
-    full_shapes: dict[str, tuple[int, ...]]
+    full_shapes: dict[str, Shape]
+    full_attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------------------ a user's plan
 
 
 def style_named(name: str) -> Style:
-    """The style of that name.
+    """Return the style of that name.
 
     Raises:
-        ValueError: If there is none, with the nearest names.
+        ValueError: If there is none; the message gives the closest names.
     """
     if name not in STYLES:
         raise ValueError(f"unknown style {name!r}{_nearest(name, STYLES)}; the styles are {', '.join(sorted(STYLES))}")
@@ -122,20 +151,22 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def parse_plan(module: nn.Module, plan: Mapping[str, str | Style], group: Group) -> Plan:
-    """Match a user's plan to the modules that own parameters.
+    """Match a user's plan to the modules that have parameters.
 
     Args:
         module: The model.
-        plan: Globs over module paths (`*` also crosses dots) to styles or their names; the last match wins.
+        plan: Globs over module paths (`*` also matches dots) to styles or their names; the last match wins.
         group: The tensor-parallel group.
 
     Raises:
-        ValueError: With everything that is wrong: patterns that match nothing, unknown styles, modules to which a
-            style does not apply.
+        ValueError: If anything is wrong, with all problems in one message: patterns that match nothing, unknown
+            styles, modules to which a style does not apply.
     """
     modules = dict(module.named_modules())
     owners = [path for path, owner in modules.items() if any(True for _ in owner.parameters())]
-    problems, styles = [], {}
+    # All problems are collected before one error is raised, so that a plan is corrected in one go.
+    problems: list[str] = []
+    parsed = Plan()
     for pattern, wanted in plan.items():
         matched = [path for path in owners if fnmatchcase(path, pattern)]
         if not matched:
@@ -145,14 +176,13 @@ def parse_plan(module: nn.Module, plan: Mapping[str, str | Style], group: Group)
         except ValueError as error:
             problems.append(f"`{pattern}`: {error}")
             continue
-        styles.update(dict.fromkeys(matched, style))
-    found = Plan(styles)
+        parsed.styles.update(dict.fromkeys(matched, style))
     if not problems:
-        heads.complete(module, found.styles, found.edits, group)
-        problems = _problems(modules, found.styles, group.size)
+        divide_by_heads(module, parsed.styles, parsed.attributes, group)
+        problems = _problems(modules, parsed.styles, group.size)
     if problems:
         raise ValueError("the tensor-parallel plan cannot be used:\n" + "\n".join(f"  {line}" for line in problems))
-    return found
+    return parsed
 
 
 def _problems(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], ranks: int) -> list[str]:
@@ -165,105 +195,131 @@ def _problems(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], ran
     return problems
 
 
-def resolve_ties(module: nn.Module, plan: Plan, ranks: int) -> None:
-    """Make modules that share parameters agree: an embedding and its head are divided alike, others stay whole.
+# ----------------------------------------------------------------------------------------------------- tied parameters
 
-    A module that only keeps a parameter of another one, without computing with it, has no say.
+
+def resolve_ties(module: nn.Module, plan: Plan, ranks: int) -> None:
+    """Make modules that share parameters agree: an embedding and its head are divided by vocabulary, others stay whole.
+
+    A module that only keeps a reference to a parameter of another one, without computing with it, is ignored.
+
+    Args:
+        module: The model.
+        plan: Changed in place.
+        ranks: Size of the tensor-parallel group.
     """
     modules = dict(module.named_modules())
     groups = _tied(modules)
+    # Undividing one group also undivides the layers that form a region with it, which may be tied themselves.
     while any(_resolve(module, {path: modules[path] for path in paths}, plan, ranks) for paths in groups):
         pass
 
 
 def _resolve(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan, ranks: int) -> bool:
-    """Settle modules that share parameters; whether the plan had to change."""
+    """Settle one group of modules that share parameters; return whether the plan had to change."""
     if not any(path in plan.styles for path in tied):
         return False
+    # Code that reads a weight directly expects the full one.
     if any(read_elsewhere(module, path) for path in tied):
         _leave_whole(plan, tied, "whole: other code reads its weight, or that of a module that shares it")
         return True
     if _agree(plan.styles, tied, ranks):
         return False
-    alike: dict[str, Style] = {}
+    # Embedding and head use the same rows of one table; the head has to gather its output, as nobody expects the
+    # logits of some tokens only.
+    by_vocabulary: dict[str, Style] = {}
     if all(is_native(owner, nn.Embedding) or is_linear(owner) for owner in tied.values()):
-        alike = {
+        by_vocabulary = {
             path: Vocab() if is_native(owner, nn.Embedding) else Column(gather_output=True)
             for path, owner in tied.items()
         }
     _leave_whole(plan, tied, "whole: shares a parameter with a module that is divided in another way")
-    if alike and _agree(alike, tied, ranks):
-        plan.styles |= alike
+    if by_vocabulary and _agree(by_vocabulary, tied, ranks):
+        plan.styles |= by_vocabulary
         for path in tied:
             plan.notes.pop(path, None)
     return True
 
 
 def _agree(styles: Mapping[str, Style], tied: Mapping[str, nn.Module], ranks: int) -> bool:
-    """Whether modules divide the parameters that they share alike."""
+    """Return whether the modules divide each parameter that they share by the same rule."""
     rules: dict[int, set[Shard | None]] = {}
     for path, owner in tied.items():
-        cut = _rules(styles.get(path), owner, ranks)
+        known = _rules(styles.get(path), owner, ranks)
         for name, parameter in owner.named_parameters(recurse=False):
-            rules.setdefault(id(parameter), set()).add(cut.get(name))
+            rules.setdefault(id(parameter), set()).add(known.get(name))
     return all(len(different) == 1 for different in rules.values())
-
-
-def _leave_whole(plan: Plan, paths: Iterable[str], note: str) -> None:
-    """Divide the modules no more, nor those that hand divided features to them or take them."""
-    for path in paths:
-        style = plan.styles.pop(path, None)
-        if _is_half(style):
-            around = _region(plan, path, Row if isinstance(style, Column) else Column)
-            for other in [other for other in plan.styles if other.startswith(around)]:
-                if _is_half(plan.styles[other]):
-                    del plan.styles[other]
-                    plan.notes[other] = f"whole: `{path}` is, with which it would be divided"
-            for edited in [edited for edited in plan.edits if f"{edited}.".startswith(around)]:
-                del plan.edits[edited]
-        plan.notes[path] = note
-
-
-def _is_half(style: Style | None) -> bool:
-    """Whether a layer takes or gives divided features, so that another one belongs to it."""
-    return (isinstance(style, Column) and not style.gather_output) or (isinstance(style, Row) and not style.split_input)
-
-
-def _region(plan: Plan, path: str, partner: type) -> str:
-    """Beginning of the paths of the smallest module around `path` that also holds its partner."""
-    around = path
-    while around:
-        around = around.rpartition(".")[0]
-        start = f"{around}." if around else ""
-        if any(
-            isinstance(style, partner) and _is_half(style) for p, style in plan.styles.items() if p.startswith(start)
-        ):
-            return start
-    return ""
-
-
-def _tied(modules: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Paths of modules that share parameters, directly or through a third one."""
-    groups: list[tuple[set[int], list[str]]] = []
-    for path, owner in modules.items():
-        held = {id(parameter) for parameter in owner.parameters(recurse=False)}
-        if not held or not (is_linear(owner) or is_native(owner, nn.Embedding) or computes_with_parameters(owner)):
-            continue
-        joined = [group for group in groups if group[0] & held]
-        merged = (held.union(*(group[0] for group in joined)), [*(p for group in joined for p in group[1]), path])
-        groups = [group for group in groups if group not in joined] + [merged]
-    return [paths for _, paths in groups if len(paths) > 1]
 
 
 def _rules(style: Style | None, module: nn.Module, ranks: int) -> dict[str, Shard]:
     try:
         return style.rules(module, ranks) if style is not None else {}
     except (TypeError, ValueError):
-        return {}
+        return {}  # a style that does not apply divides nothing; `apply_plan` reports it
+
+
+def _leave_whole(plan: Plan, paths: Iterable[str], note: str) -> None:
+    """Remove the modules from the plan, and the layers that exchange divided features with them."""
+    for path in paths:
+        style = plan.styles.pop(path, None)
+        # A whole column layer hands all features to a row layer that expects this rank's, so the whole region must be
+        # left undivided, and an attention in it has all of its heads again.
+        if _is_half(style):
+            around = _region(plan, path, Row if isinstance(style, Column) else Column)
+            for other in [other for other in plan.styles if other.startswith(around)]:
+                if _is_half(plan.styles[other]):
+                    del plan.styles[other]
+                    plan.notes[other] = f"whole: `{path}` is, with which it would be divided"
+            for owner in [owner for owner in plan.attributes if f"{owner}.".startswith(around)]:
+                del plan.attributes[owner]
+        plan.notes[path] = note
+
+
+def _is_half(style: Style | None) -> bool:
+    """Return whether the input or output of the layer is divided, so that it forms a pair with another one."""
+    return (isinstance(style, Column) and not style.gather_output) or (isinstance(style, Row) and not style.split_input)
+
+
+def _region(plan: Plan, path: str, partner: type) -> str:
+    """Return the prefix of the paths in the smallest module around `path` that also holds its partner."""
+    around = path
+    while around:
+        around = around.rpartition(".")[0]
+        start = f"{around}." if around else ""
+        inside = [style for other, style in plan.styles.items() if other.startswith(start)]
+        if any(isinstance(style, partner) and _is_half(style) for style in inside):
+            return start
+    return ""
+
+
+def _tied(modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return groups of paths of modules that share parameters, directly or through a third module."""
+    groups: list[tuple[set[int], list[str]]] = []
+    for path, owner in modules.items():
+        parameters = {id(parameter) for parameter in owner.parameters(recurse=False)}
+        if not parameters or not _computes(owner):
+            continue
+        joined = [group for group in groups if group[0] & parameters]
+        paths: list[str] = []
+        for others, other_paths in joined:
+            parameters |= others
+            paths += other_paths
+        groups = [group for group in groups if group not in joined]
+        groups.append((parameters, [*paths, path]))
+    return [paths for _, paths in groups if len(paths) > 1]
+
+
+def _computes(owner: nn.Module) -> bool:
+    return is_linear(owner) or is_native(owner, nn.Embedding) or computes_with_parameters(owner)
+
+
+# -------------------------------------------------------------------------------------------------------------- apply
 
 
 def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
-    """Divide `module` in place, after checking that all of `plan` is possible and the same on every rank.
+    """Divide `module` in place, after checking that all of `plan` is possible and equal on every rank.
+
+    A module on the meta device stays there and gets shards without data: see `materialize_shards`.
 
     Raises:
         ValueError: On every rank, if the plan does not fit, or the ranks disagree on it or on the model's shapes.
@@ -273,26 +329,170 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
     if problems:
         raise ValueError("the model cannot be divided:\n" + "\n".join(f"  {line}" for line in problems))
     shapes = {name: tuple(full_shape(parameter)) for name, parameter in module.named_parameters()}
+    # Ranks that divide differently would hang in a collective of the first step.
     comm.agree("the tensor-parallel plan", sorted((path, repr(style)) for path, style in plan.styles.items()), group)
     comm.agree("the shapes of the model's parameters", shapes, group)
+    # Styles describe full modules, so the rules are read before the first module is changed.
+    shards, partial = _rules_by_name(module, modules, plan, group.size)
+    for path, style in plan.styles.items():
+        style.apply(modules[path], group)
+    full_attributes: dict[str, dict[str, int]] = {}
+    for path, values in plan.attributes.items():
+        full_attributes[path] = {name: getattr(modules[path], name) for name in values}
+        for name, value in values.items():
+            setattr(modules[path], name, value)
+    # After all layers: a region is found by the divided layers inside one module.
+    connect_random_regions(module, group)
+    for owner, first, last in plan.sequence_regions:
+        divide_sequence(modules[owner], modules[first], modules[last], group)
+    if any(isinstance(owner, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) for owner in modules.values()):
+        guard_fast_path(module)
+    return Sharding(shards, partial, plan, shapes, full_attributes)
+
+
+def _rules_by_name(
+    module: nn.Module, modules: Mapping[str, nn.Module], plan: Plan, ranks: int
+) -> tuple[dict[str, Shard], frozenset[str]]:
+    """Return the shard rules, and the parameters with partial gradients, by the names in `named_parameters()`."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    # A tied parameter has several names; checkpoints and optimizers know the first.
+    canonical = {alias: names[id(parameter)] for alias, parameter in module.named_parameters(remove_duplicate=False)}
     shards: dict[str, Shard] = {}
     partial: set[str] = set()
     for path, style in plan.styles.items():
         prefix = f"{path}." if path else ""
-        rules = style.rules(modules[path], group.size)
-        shards |= {prefix + name: rule for name, rule in rules.items()}
-        partial |= {prefix + name for name in style.partial(modules[path])}
-        partial |= {prefix + name for name, rule in rules.items() if rule.replicated}
-        style.apply(modules[path], group)
-    for path, edit in plan.edits.items():
-        for name, value in edit.items():
-            setattr(modules[path], name, value)
-    connect(module, group)
-    for owner, first, last in plan.stretches:
-        divide_sequence(modules[owner], modules[first], modules[last], group)
-    if any(isinstance(owner, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) for owner in modules.values()):
-        guard_fast_path(module)
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    known = {name: names[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
-    shards = {known[name]: rule for name, rule in shards.items()}
-    return Sharding(shards, frozenset(known[name] for name in partial), plan, shapes)
+        for name, rule in style.rules(modules[path], ranks).items():
+            shards[canonical[prefix + name]] = rule
+            if rule.replicated:  # shared heads: each holder has the gradient from the query heads on its rank
+                partial.add(canonical[prefix + name])
+        partial |= {canonical[prefix + name] for name in style.partial(modules[path])}
+    return shards, frozenset(partial)
+
+
+def materialize_shards(
+    module: nn.Module,
+    device: torch.device,
+    sharding: Sharding,
+    group: Group,
+    holds: Callable[[Tensor], bool] = lambda tensor: True,
+) -> None:
+    """Allocate and initialise this rank's shards of a module that was divided on the meta device.
+
+    The shards get the values of the one-process initialisation with the same seed, and the random generators end where
+    those of one process would. At most the shards and the full tensors of one module are allocated at any time.
+    Without meta tensors nothing happens. See `materialize`.
+
+    Args:
+        module: The divided module.
+        device: Where the shards are allocated; random numbers are drawn there too.
+        sharding: The result of `apply_plan`.
+        group: The tensor-parallel group; all its ranks must start from the same random state.
+        holds: Whether this rank holds anything of a parameter or buffer, for a pipeline stage; others stay on meta.
+
+    Raises:
+        ValueError: If a module with tensors on the meta device has no initialiser.
+    """
+
+    def keep(tensor: Tensor, full: Tensor) -> Tensor | None:
+        if not holds(tensor):
+            return None
+        rule: Shard | None = getattr(tensor, "shard_rule", None)
+        return full if rule is None else rule.split(full, group.rank)
+
+    patches = Patches()
+    try:
+        # An initialiser may read the number of heads; it fills full tensors, so it must see the full number.
+        for path, values in sharding.full_attributes.items():
+            for name, value in values.items():
+                patches.replace(module.get_submodule(path), name, value)
+        materialize(module, device, full_shape=full_shape, keep=keep)
+    finally:
+        patches.undo()
+
+
+# -------------------------------------------------------------------------------------------------------------- table
+
+
+def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tuple[str, ...]]:
+    """Return (module, style, global shape, local shape, parameters per rank, note), one row per kind of module.
+
+    Equal modules of repeated layers are merged. The shapes are those of the module's largest parameter; the parameters
+    are counted over all merged modules.
+
+    Args:
+        sharding: The result of `apply_plan`.
+        local_shapes: Shape of every parameter on this rank, by name.
+    """
+    owners: dict[str, list[str]] = {}
+    for name in sharding.full_shapes:
+        owners.setdefault(name.rpartition(".")[0], []).append(name)
+    merged: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    for owner, names in owners.items():
+        largest = max(names, key=lambda name: math.prod(sharding.full_shapes[name]))
+        style = _style_of(owner, names, sharding)
+        # Layer numbers are replaced by `*`: modules of repeated layers with the same key share a row.
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", f"{owner}.")
+        note = sharding.plan.notes.get(owner, "")
+        key = (pattern, style, _shape(sharding.full_shapes[largest]), _shape(local_shapes[largest]), note)
+        merged.setdefault(key, []).append((owner, sum(math.prod(local_shapes[name]) for name in names)))
+    rows: list[tuple[str, ...]] = []
+    for (_, style, full, local, note), found in merged.items():
+        count = sum(count for _, count in found)
+        rows.append((_merge_names([owner for owner, _ in found]), style, full, local, f"{count:,}", note))
+    return rows
+
+
+def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
+    """Return the table that is shown after a model has been divided over `ranks` ranks."""
+    local_shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    total = sum(map(math.prod, sharding.full_shapes.values()))
+    held = sum(map(math.prod, local_shapes.values()))
+    rows = sharding_rows(sharding, local_shapes)
+    table = Table(
+        title=f"{type(module).__name__} over {ranks} tensor-parallel ranks",
+        caption=f"this rank holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for header in ("module", "style", "global", "local", "parameters per rank"):
+        numeric = header in ("global", "local", "parameters per rank")
+        table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "parameters per rank")
+    if any(row[-1] for row in rows):
+        table.add_column("note", overflow="fold")
+    for row in rows:
+        table.add_row(*row[: len(table.columns)], style="dim" if row[1] == "whole" else None)
+    return table
+
+
+def _style_of(owner: str, names: Sequence[str], sharding: Sharding) -> str:
+    """Return the name of the style by which the module at path `owner`, or one around it, was divided."""
+    if not any(name in sharding.shards for name in names):
+        return "whole"
+    parts = owner.split(".")
+    for depth in range(len(parts), -1, -1):
+        style = sharding.plan.styles.get(".".join(parts[:depth]))
+        if style is not None:
+            return _style_name(style)
+    return "whole"
+
+
+def _style_name(style: Style) -> str:
+    if isinstance(style, Column):
+        return "column, gathered" if style.gather_output else "column"
+    if isinstance(style, Row):
+        return "row, input split" if style.split_input else "row"
+    return {Vocab: "vocab", Attention: "heads", TransformerLayer: "heads, mlp"}.get(type(style), type(style).__name__)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "1"
+
+
+def _merge_names(names: Sequence[str]) -> str:
+    """Merge `layers.0.up`, ..., `layers.11.up` -> `layers.{0..11}.up`."""
+    merged = []
+    for parts in zip(*(name.split(".") for name in names)):
+        different = sorted({int(part) for part in parts if part.isdigit()})
+        merged.append(parts[0] if len(set(parts)) == 1 else f"{{{different[0]}..{different[-1]}}}")
+    return ".".join(merged)

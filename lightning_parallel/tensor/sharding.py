@@ -1,11 +1,11 @@
-"""Which part of a full tensor each rank of the tensor axis holds: cut, put together, counted once.
+"""Shard rules: which part of a full tensor each rank of the tensor axis holds, and how to split, merge and reduce it.
 
-A rule lists, for every rank, the pieces `(start, stop)` of one dimension. That one form covers
+A rule lists, for every rank, the ranges `(start, stop)` of one dimension that it holds. One form covers
 
     even            0..4 | 4..8
-    uneven          0..3 | 3..5                        sizes that do not divide
-    packed          0..2, 4..6 | 2..4, 6..8            fused projections: each part is cut by itself
-    shared          0..4 | 0..4 | 4..8                 fewer key/value heads than ranks: several ranks hold one piece
+    uneven          0..3 | 3..5                        sizes that the number of ranks does not divide
+    packed          0..2, 4..6 | 2..4, 6..8            fused projections: each part is split by itself
+    shared          0..4 | 0..4 | 4..8                 fewer key/value heads than ranks: two ranks hold the same range
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,13 +21,13 @@ from torch import Tensor
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 
-__all__ = ["Part", "Range", "Shard", "balanced", "reduce_partial_"]
+__all__ = ["Range", "Shard", "ShardPart", "balanced", "reduce_partial_"]
 
 Range = tuple[int, int]
 
 
 def balanced(size: int, ranks: int) -> list[int]:
-    """Split `size` items over `ranks` as evenly as possible; the first ranks take one more.
+    """Divide `size` items over `ranks` as evenly as possible; the first ranks take one more.
 
     >>> balanced(8, 3)
     [3, 3, 2]
@@ -36,16 +37,18 @@ def balanced(size: int, ranks: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A run of features that is cut by itself, in whole units.
+class ShardPart:
+    """A run of consecutive features that is split by itself, in whole units.
+
+    A fused projection has several parts in one weight, e.g. queries, keys and values.
 
     Attributes:
         size: Number of features.
-        unit: Features that stay together, such as the size of a head.
-        groups: Number of groups of consecutive units that need the same key/value head; a rank holds whole groups,
-            or units of one group only. None when the units do not depend on each other.
-        shared: Whether ranks that work on one group each hold all of its units (key/value heads), instead of
-            dividing them (query heads).
+        unit: Number of consecutive features that stay on one rank, such as the size of a head.
+        groups: Number of groups of consecutive units that use the same key/value head; a rank holds whole groups,
+            or units of one group only. None if the units are independent of each other.
+        shared: If True, ranks that work on the same group each hold all of its units (key/value heads). If False,
+            they divide them (query heads).
     """
 
     size: int
@@ -54,17 +57,17 @@ class Part:
     shared: bool = False
 
     @classmethod
-    def queries(cls, heads: int, head_size: int, key_value_heads: int | None = None) -> Part:
-        """The features of `heads` query heads, of which equal numbers use each of `key_value_heads`."""
+    def queries(cls, heads: int, head_size: int, key_value_heads: int | None = None) -> ShardPart:
+        """Describe the features of `heads` query heads, of which equal numbers use each of `key_value_heads`."""
         return cls(heads * head_size, head_size, key_value_heads or heads)
 
     @classmethod
-    def keys(cls, key_value_heads: int, head_size: int) -> Part:
-        """The features of the key or value heads; held by several ranks where there are fewer of them than ranks."""
+    def keys(cls, key_value_heads: int, head_size: int) -> ShardPart:
+        """Describe the features of the key or value heads; with fewer of them than ranks, several ranks hold one."""
         return cls(key_value_heads * head_size, head_size, key_value_heads, shared=True)
 
-    def cut(self, ranks: int) -> list[Range]:
-        """The piece of each rank, counted from the start of the part.
+    def split(self, ranks: int) -> list[Range]:
+        """Return the range of each rank, counted from the start of the part.
 
         Raises:
             ValueError: If the units do not fill the part, or a rank would be left without any.
@@ -86,50 +89,53 @@ class Part:
             counts = [per_group * count for count in balanced(groups, ranks)]
             stops = [sum(counts[: rank + 1]) for rank in range(ranks)]
             return [((stop - count) * self.unit, stop * self.unit) for stop, count in zip(stops, counts)]
-        pieces: list[Range] = []
+        # More ranks than groups: the ranks of one group share its units (keys) or divide them (queries), so that every
+        # query head has its key/value head on the same rank.
+        ranges: list[Range] = []
         for group, holders in enumerate(balanced(ranks, groups)):
             counts = [per_group] * holders if self.shared else balanced(per_group, holders)
             start = group * per_group
             for count in counts:
-                pieces.append((start * self.unit, (start + count) * self.unit))
+                ranges.append((start * self.unit, (start + count) * self.unit))
                 start += 0 if self.shared else count
-        return pieces
+        return ranges
 
 
 @dataclass(frozen=True)
 class Shard:
-    """How one tensor is divided over the ranks of the tensor axis.
+    """Rule by which one tensor is divided over the ranks of the tensor axis.
 
     Attributes:
-        dim: The dimension that is cut; negative dimensions count from the end.
-        ranges: For each rank, the pieces `(start, stop)` of that dimension that it holds, in the order it holds them.
+        dim: The dimension that is split; negative dimensions count from the end.
+        ranges: For each rank, the ranges `(start, stop)` of that dimension that it holds, in the order of its shard.
 
     Raises:
-        ValueError: If the pieces of all ranks together leave a gap.
+        ValueError: If the ranges of all ranks together leave a gap.
     """
 
     dim: int
     ranges: tuple[tuple[Range, ...], ...]
 
     def __post_init__(self) -> None:
+        # Ranges may overlap (shared heads), but an element that nobody holds would be lost in `merge`.
         covered = 0
-        for start, stop in sorted(piece for pieces in self.ranges for piece in pieces):
+        for start, stop in sorted(chain.from_iterable(self.ranges)):
             if start > covered:
                 raise ValueError(f"no rank holds {covered} to {start} of dimension {self.dim}: {self.ranges}")
             covered = max(covered, stop)
 
     @classmethod
     def even(cls, dim: int, size: int, ranks: int, unit: int = 1) -> Shard:
-        """Consecutive pieces of whole units, as equal as possible.
+        """Make a rule of consecutive ranges of whole units, as equal as possible.
 
         >>> Shard.even(0, 8, 3).ranges
         (((0, 3),), ((3, 6),), ((6, 8),))
         """
-        return cls.packed(dim, [Part(size, unit)], ranks)
+        return cls.packed(dim, [ShardPart(size, unit)], ranks)
 
     @classmethod
-    def packed(cls, dim: int, parts: Sequence[Part | int], ranks: int) -> Shard:
-        """Parts that follow each other, each cut by itself; a plain number is a part with units of one feature.
+    def packed(cls, dim: int, parts: Sequence[ShardPart | int], ranks: int) -> Shard:
+        """Make a rule for consecutive parts, each split by itself; a plain number is a part with units of one feature.
 
         >>> Shard.packed(0, [4, 2], 2).ranges
         (((0, 2), (4, 5)), ((2, 4), (5, 6)))
@@ -137,59 +143,62 @@ class Shard:
         Raises:
             ValueError: If a part cannot be divided over the ranks.
         """
-        return _packed(dim, tuple(Part(part) if isinstance(part, int) else part for part in parts), ranks)
+        return _packed(dim, tuple(ShardPart(part) if isinstance(part, int) else part for part in parts), ranks)
 
     def along(self, dim: int) -> Shard:
-        """The same cut of another dimension."""
+        """Return the same ranges for another dimension."""
         return self if dim == self.dim else replace(self, dim=dim)
 
     # ------------------------------------------------------------------------------------------------------- sizes
 
     @property
     def ranks(self) -> int:
+        """Number of ranks that the tensor is divided over."""
         return len(self.ranges)
+
+    # Layers read these in every forward, and a frozen rule never changes.
 
     @cached_property
     def full_size(self) -> int:
         """Extent of the full tensor along `dim`."""
-        return max(stop for pieces in self.ranges for _, stop in pieces)
+        return max(stop for _, stop in chain.from_iterable(self.ranges))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Extent along `dim` on each rank."""
-        return tuple(sum(stop - start for start, stop in pieces) for pieces in self.ranges)
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
 
     def local_size(self, rank: int) -> int:
-        """Extent along `dim` on `rank`."""
+        """Return the extent along `dim` on `rank`."""
         return self.sizes[rank]
 
     def full_shape(self, local_shape: Sequence[int]) -> torch.Size:
-        """Shape of the full tensor of which a shard has `local_shape`."""
+        """Return the shape of the full tensor of which a shard has `local_shape`."""
         shape = list(local_shape)
         shape[self.dim] = self.full_size
         return torch.Size(shape)
 
     def local_shape(self, full_shape: Sequence[int], rank: int) -> torch.Size:
-        """Shape of the shard of `rank`."""
+        """Return the shape of the shard of `rank`."""
         shape = list(full_shape)
         shape[self.dim] = self.sizes[rank]
         return torch.Size(shape)
 
     @cached_property
     def replicated(self) -> bool:
-        """Whether some element is held by more than one rank."""
+        """True if some element is held by more than one rank."""
         return sum(self.sizes) > self.full_size
 
     @cached_property
     def consecutive(self) -> bool:
-        """Whether the shards, one after another, are the full tensor."""
-        flat = [piece for pieces in self.ranges for piece in pieces]
+        """True if the shards, concatenated by rank, are the full tensor."""
+        flat = list(chain.from_iterable(self.ranges))
         return not self.replicated and all(before[1] == after[0] for before, after in zip(flat, flat[1:]))
 
-    # --------------------------------------------------------------------------------------------- cut and put together
+    # --------------------------------------------------------------------------------------------- split and merge
 
     def split(self, full: Tensor, rank: int) -> Tensor:
-        """The shard of `rank`, in memory of its own; differentiable.
+        """Copy the shard of `rank` out of the full tensor; differentiable.
 
         Raises:
             ValueError: If `full` does not have the extent that the rule is for.
@@ -199,13 +208,14 @@ class Shard:
                 f"expected extent {self.full_size} in dimension {self.dim} of the full tensor,"
                 f" found shape {tuple(full.shape)}"
             )
-        pieces = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
-        return (
-            torch.cat(pieces, self.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
-        )
+        slices = [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
+        if len(slices) > 1:
+            return torch.cat(slices, self.dim)
+        # A view would keep the memory of the full tensor alive for as long as the shard lives.
+        return slices[0].clone(memory_format=torch.contiguous_format)
 
     def merge(self, shards: Sequence[Tensor]) -> Tensor:
-        """The full tensor from the shards of all ranks, by rank; differentiable.
+        """Assemble the full tensor from the shards of all ranks, by rank; differentiable.
 
         An element that several ranks hold is taken from the first of them.
         """
@@ -213,32 +223,35 @@ class Shard:
         return torch.cat([shards[rank].narrow(self.dim, at, size) for rank, at, size in sources], self.dim)
 
     def owned(self, local: Tensor, rank: int) -> Tensor:
-        """The part of a shard that no lower rank holds, so that over all ranks each element appears once."""
+        """Return the part of a shard that no lower rank holds, so that all ranks together count each element once."""
+        # An element belongs to the first of its holders, the one that `merge` takes it from.
         mine = sorted((at, size) for owner, at, size in _sources(self) if owner == rank)
         if sum(size for _, size in mine) == self.sizes[rank]:
             return local
-        pieces = [local.narrow(self.dim, at, size) for at, size in mine]
-        return torch.cat(pieces, self.dim) if pieces else local.narrow(self.dim, 0, 0)
+        slices = [local.narrow(self.dim, at, size) for at, size in mine]
+        return torch.cat(slices, self.dim) if slices else local.narrow(self.dim, 0, 0)
 
 
+# Cached: the many layers of a model have few different rules, and equal rules are then the same object.
 @cache
-def _packed(dim: int, parts: tuple[Part, ...], ranks: int) -> Shard:
+def _packed(dim: int, parts: tuple[ShardPart, ...], ranks: int) -> Shard:
     per_rank: list[list[Range]] = [[] for _ in range(ranks)]
     offset = 0
     for part in parts:
-        for pieces, (start, stop) in zip(per_rank, part.cut(ranks)):
-            pieces.append((offset + start, offset + stop))
+        for ranges, (start, stop) in zip(per_rank, part.split(ranks)):
+            ranges.append((offset + start, offset + stop))
         offset += part.size
     return Shard(dim, tuple(map(tuple, per_rank)))
 
 
 @cache
 def _sources(rule: Shard) -> tuple[tuple[int, int, int], ...]:
-    """Where the full tensor comes from, in its order: (first rank that holds it, offset in that shard, length)."""
-    cuts = sorted({bound for pieces in rule.ranges for piece in pieces for bound in piece})
+    """List where the full tensor comes from, in its order: (first rank that holds it, offset in that shard, length)."""
+    bounds = sorted(set(chain.from_iterable(chain.from_iterable(rule.ranges))))
     found: list[tuple[int, int, int]] = []
-    for start, stop in zip(cuts, cuts[1:]):
+    for start, stop in zip(bounds, bounds[1:]):
         rank, at = next(_holders(rule, start))
+        # Ranges that follow each other in one shard become one slice, so that `merge` copies few large ones.
         last = found[-1] if found else None
         if last is not None and last[0] == rank and last[1] + last[2] == at:
             found[-1] = (rank, last[1], last[2] + stop - start)
@@ -248,28 +261,31 @@ def _sources(rule: Shard) -> tuple[tuple[int, int, int], ...]:
 
 
 def _holders(rule: Shard, element: int) -> Iterator[tuple[int, int]]:
-    """The ranks that hold `element`, each with its offset in the shard."""
-    for rank, pieces in enumerate(rule.ranges):
+    """Yield the ranks that hold `element`, each with its offset in the shard."""
+    for rank, ranges in enumerate(rule.ranges):
         at = 0
-        for start, stop in pieces:
+        for start, stop in ranges:
             if start <= element < stop:
                 yield rank, at + element - start
             at += stop - start
 
 
 def reduce_partial_(gradients: Mapping[str, Tensor], rules: Mapping[str, Shard], group: Group) -> None:
-    """Sum gradients that each rank of `group` holds a part of, in place, with one all-reduce per dtype and device.
+    """Sum partial gradients over `group`, in place, with one all-reduce per dtype and device.
 
-    A gradient without a rule is summed as a whole. Of a sharded one the pieces that several ranks hold are summed
-    over their holders; one without such pieces is left alone. Every rank must give the same names in the same order.
+    A gradient without a rule is summed as a whole. Of a sharded gradient only the ranges that several ranks hold are
+    summed, over their holders; a rule without such ranges leaves the gradient unchanged. All ranks must pass the same
+    names in the same order.
 
     Args:
         gradients: The gradients to sum, by parameter name.
-        rules: How parameters are sharded, by name.
+        rules: The shard rules of the parameters, by name.
         group: The tensor-parallel group.
     """
     if group.size == 1:
         return
+    # (gradient, its contribution to the message, its rule). A shared range is sent as a full tensor with zeros where
+    # this rank holds nothing: one all-reduce over the group then replaces one over each set of holders.
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor, Shard | None]]] = {}
     for name, gradient in gradients.items():
         rule = rules.get(name)
@@ -277,6 +293,7 @@ def reduce_partial_(gradients: Mapping[str, Tensor], rules: Mapping[str, Shard],
             kinds.setdefault((gradient.dtype, gradient.device), []).append(
                 (gradient, gradient if rule is None else _spread(gradient, rule, group.rank), rule)
             )
+    # Names come in the same order on all ranks, so the messages have the same layout.
     for entries in kinds.values():
         flat = torch.cat([whole.reshape(-1) for _, whole, _ in entries])
         comm.all_reduce_(flat, group)
@@ -286,7 +303,7 @@ def reduce_partial_(gradients: Mapping[str, Tensor], rules: Mapping[str, Shard],
 
 
 def _spread(local: Tensor, rule: Shard, rank: int) -> Tensor:
-    """A full tensor that holds `local` where this rank has it, and zero elsewhere."""
+    """Return a full tensor that holds `local` where this rank has it, and zero elsewhere."""
     full = local.new_zeros(rule.full_shape(local.shape))
     at = 0
     for start, stop in rule.ranges[rank]:

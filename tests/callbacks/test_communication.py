@@ -11,14 +11,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_parallel import HybridParallelStrategy, comm
-from lightning_parallel import recorder as recording
+from lightning_parallel import HybridParallelStrategy, comm, tracing
 from lightning_parallel.callbacks import CommunicationProfiler, StepBreakdown
+from lightning_parallel.callbacks.collective_tracer import CollectiveTracer, trace_collectives
 from lightning_parallel.callbacks.communication import CommunicationAccumulator, bus_factor, wire_factor
-from lightning_parallel.callbacks.step_breakdown import BreakdownAccumulator
+from lightning_parallel.callbacks.step_times import BreakdownAccumulator
 from lightning_parallel.comm import Group
-from lightning_parallel.comm.foreign import Foreign, watching
-from lightning_parallel.recorder import Calls, Recorder, Span, Window
+from lightning_parallel.tracing import CallCounter, Recorder, Span, Window
 from tests.harness import distributed, run
 from tests.strategies.models import BATCH, Net, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
@@ -30,7 +29,7 @@ HEADER = 24
 
 def fit(sizes, replicas=1, microbatches=4, **options):
     rank, size = rank_and_size()
-    callback = CommunicationProfiler(show_table=False, exchange_every=3, warmup_steps=0)
+    callback = CommunicationProfiler(show_table=False, every_n_steps=3, warmup_steps=0)
     trainer = trainer_for(
         HybridParallelStrategy(num_microbatches=microbatches, **sizes), size, callbacks=[callback], **options
     )
@@ -156,10 +155,10 @@ def _late(group, numel):
     """Rank 1 joins 80 ms late; rank 0 computes for 50 ms meanwhile."""
     recorder, tensor = Recorder(), torch.ones(numel)
     comm.barrier(group)
-    with recording.activate(recorder):
+    with tracing.activate(recorder):
         time.sleep(0.08 * group.rank)
         pending = comm.all_reduce_(tensor, group, async_op=True)
-        with recording.span("backward", "backward"):
+        with tracing.span("backward", "backward"):
             time.sleep(0.05)
         pending.wait()
     (window,) = recorder.close_step()
@@ -173,7 +172,7 @@ def _late(group, numel):
 def test_bandwidth_is_that_of_the_group_and_not_of_the_world(group):
     pairs, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]], backend="gloo")
     recorder, pair = Recorder(), Group.of(pairs, "tensor_parallel")
-    with recording.activate(recorder), CommDebugMode() as counted:
+    with tracing.activate(recorder), CommDebugMode() as counted:
         for _ in range(3):
             comm.all_reduce_(torch.ones(1 << 20), pair)
             comm.all_gather(torch.ones(8), pair)
@@ -193,15 +192,15 @@ def test_bandwidth_is_that_of_the_group_and_not_of_the_world(group):
 def test_groups_of_the_same_ranks_are_told_apart(group):
     """Between two groups the order is free: a thread may use a group of its own."""
     groups = [Group.of(dist.new_group([0, 1]), "data_parallel") for _ in range(2)]
-    recorder, foreign = Recorder(), Foreign({(0, 1): "data_parallel"})
-    with recording.activate(recorder), watching(foreign):
+    recorder, tracer = Recorder(), CollectiveTracer({(0, 1): "data_parallel"})
+    with tracing.activate(recorder), trace_collectives(tracer):
         for _ in range(20):
             mine = groups[:: 1 if group.rank == 0 else -1]
             pending = [comm.all_reduce_(torch.ones(4 + 4 * (one is groups[0])), one, async_op=True) for one in mine]
             works = [dist.all_reduce(torch.ones(9), group=one.process_group, async_op=True) for one in mine]
             for each in (*pending, *works):
                 each.wait()
-            foreign.settle(recorder)
+            tracer.finish_pending(recorder)
     accumulator = CommunicationAccumulator(group.rank, True, recorder.calls, [])
     for window in recorder.close_step():
         accumulator.add(window)
@@ -258,7 +257,7 @@ def test_the_time_of_a_message_is_known_if_it_was_already_waited_for(since, late
 
 
 def issued(count, *extra):
-    calls = Calls()
+    calls = CallCounter()
     for _ in range(count):
         calls.add("all_reduce", 8, "float32")
     for op in extra:

@@ -27,7 +27,7 @@ from lightning_parallel import (
 from lightning_parallel.callbacks.compression_monitor import CompressionAccumulator, CompressionMonitor
 from lightning_parallel.comm import Group
 from lightning_parallel.compression import Dense
-from tests.harness import distributed
+from tests.harness import distributed, recorded_communication
 from tests.strategies.models import Net, loader, trainer_for
 
 KEYS = {"dense_bytes", "sent_bytes", "ratio", "encode", "wire", "decode"}
@@ -40,12 +40,12 @@ def gradients(group, *shapes, step=0):
 
 
 def watched(reducer, group, *shapes, steps=1, **kwargs):
-    account = CompressionAccumulator(reducer, **kwargs)
+    accumulator = CompressionAccumulator(reducer, **kwargs)
     for step in range(steps):
         assert reducer.reduce_(gradients(group, *shapes, step=step), group)
-        account.look()
-        account.look()  # a second look sees nothing new
-    return account.summarize(comm.all_gather_object(account.share(), group))
+        accumulator.count_new_steps()
+        accumulator.count_new_steps()  # a second call finds nothing new
+    return accumulator.summarize(comm.all_gather_object(accumulator.share(), group))
 
 
 @distributed(world_size=4)
@@ -71,7 +71,7 @@ def test_ratio_of_low_rank_factors(group):
 def test_sent_bytes_are_those_counted_at_the_wire(group):
     reducer = TopK(0.1, min_numel=0)
     reducer.reduce_(gradients(group, (40, 24)), group)
-    with comm.record() as records:
+    with recorded_communication() as records:
         report = watched(reducer, group, (40, 24))
     moved = sum(record.bytes * 3 // 4 for record in records if record.op == "all_gather")
     assert report["sent_bytes"] == moved
@@ -83,10 +83,10 @@ def test_losses_of_each_compressor(group):
     reducer.sample_every = 1
     before = gradients(group, (16, 16), (16, 16), (4, 4))
     true = {name: comm.all_reduce(value, group) / 2 for name, value in before.items()}
-    account = CompressionAccumulator(reducer)
+    accumulator = CompressionAccumulator(reducer)
     reducer.reduce_(before, group)
-    account.look()
-    report = account.summarize([account.share()])
+    accumulator.count_new_steps()
+    report = accumulator.summarize([accumulator.share()])
     rows = {row["compressor"]: row for row in report["compressors"]}
     for label, name in (("TopK(ratio=0.1, min_numel=0)", "p0"), ("Cast('bf16', min_numel=0)", "p1")):
         error = (before[name] - true[name]).norm() / true[name].norm()
@@ -106,46 +106,46 @@ def test_losses_of_each_compressor(group):
 @distributed(world_size=2)
 def test_comparison_every_so_many_steps(group):
     reducer = TopK(0.1, min_numel=0)
-    account, compared = CompressionAccumulator(reducer, warmup_steps=1), []
+    accumulator, compared = CompressionAccumulator(reducer, warmup_steps=1), []
     for batch in range(8):
-        account.ask(every_n_steps=3)
-        with comm.record() as records:
+        accumulator.request_comparison(every_n_steps=3)
+        with recorded_communication() as records:
             for step in range(0 if batch == 2 else 2 if batch == 4 else 1):  # none where gradients are accumulated
                 reducer.reduce_(gradients(group, (16, 16), step=step), group)
-        account.look()
+        accumulator.count_new_steps()
         compared.append(sum(record.op == "all_reduce" and record.bytes == 16 * 16 * 4 for record in records))
     assert compared == [0, 1, 0, 0, 0, 1, 0, 0], "the first step counted; the next batch that is three later"
-    account.close()
+    accumulator.close()
     reducer.reduce_(gradients(group, (16, 16)), group)
-    account.look()
-    assert account.share()["steps"] == 7, "after `close` nothing is seen"
+    accumulator.count_new_steps()
+    assert accumulator.share()["steps"] == 7, "after `close` nothing is seen"
 
 
 @distributed(world_size=2)
-def test_all_steps_between_two_looks_are_counted(group):
+def test_all_steps_between_two_calls_are_counted(group):
     reducer = Policy({"d.*": TopK(0.1, min_numel=0), "g.*": PowerSGD(1, min_numel=0)})
     reducer.sample_every = 1
-    account = CompressionAccumulator(reducer)
+    accumulator = CompressionAccumulator(reducer)
     for name, shape in (("d.weight", (16, 16)), ("g.weight", (8, 8)), ("g.weight", (8, 8))):
         reducer.reduce_({name: torch.ones(shape)}, group)
-    account.look()
-    report = account.summarize([account.share()])
+    accumulator.count_new_steps()
+    report = accumulator.summarize([accumulator.share()])
     rows = {row["compressor"]: row for row in report["compressors"]}
     assert report["steps"] == 3
     assert report["dense_bytes"] == 4 * (256 + 64 + 64) / 3
     assert rows["TopK(ratio=0.1, min_numel=0)"]["dense_bytes"] == 4 * 256 / 3
     assert rows["PowerSGD(rank=1, min_numel=0)"]["relative_error"] < 1e-6 < report["relative_error"]
-    assert account.scalars()["compression/dense_bytes"] == report["dense_bytes"]
+    assert accumulator.scalars()["compression/dense_bytes"] == report["dense_bytes"]
 
 
 @distributed(world_size=2)
 def test_plain_means_that_others_take_are_not_timed_and_save_nothing(group):
     reducer = Dense()
-    account = CompressionAccumulator(reducer)
+    accumulator = CompressionAccumulator(reducer)
     reducer.reduce_({"p": torch.ones(8, 8, dtype=torch.bfloat16)}, group)
-    reducer.pass_by()
-    account.look()
-    report = account.summarize([account.share()])
+    reducer.count_plain_step()
+    accumulator.count_new_steps()
+    report = accumulator.summarize([accumulator.share()])
     assert report["steps"] == 2
     assert report["dense_bytes"] == 2 * 64
     assert report["sent_bytes"] == (4 * 64 + 2 * 64) / 2
@@ -155,11 +155,11 @@ def test_plain_means_that_others_take_are_not_timed_and_save_nothing(group):
 @distributed(world_size=2)
 def test_steps_to_warm_up_and_steps_that_do_not_count(group):
     reducer = PowerSGD(1, min_numel=0)
-    account = CompressionAccumulator(reducer, warmup_steps=1)
+    accumulator = CompressionAccumulator(reducer, warmup_steps=1)
     for step, value in enumerate([1.0, math.inf, 1.0, 1.0]):
         reducer.reduce_({"p": torch.full((8, 8), value) + step}, group)
-        account.look()
-    assert account.share()["steps"] == 2, "of four, one warms up and one was not finite"
+        accumulator.count_new_steps()
+    assert accumulator.share()["steps"] == 2, "of four, one warms up and one was not finite"
 
 
 def test_one_replica_sends_nothing():
@@ -183,7 +183,10 @@ PLAN = {"net.0": "column", "net.2": "row"}
 STRATEGIES = {
     "ddp": (2, lambda compression: CompressedDDPStrategy(compression)),
     "fsdp": (2, lambda compression: CompressedFSDPStrategy(compression)),
-    "tensor": (4, lambda compression: TensorParallelStrategy(2, plan=PLAN, compression=compression)),
+    "tensor": (
+        4,
+        lambda compression: TensorParallelStrategy(tensor_parallel_size=2, plan=PLAN, compression=compression),
+    ),
     "hybrid": (
         4,
         lambda compression: HybridParallelStrategy(

@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from lightning_parallel import HybridParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.callbacks.data_sharding import DataShardingMonitor, ShardingAccumulator
-from lightning_parallel.callbacks.reading import EpochEnd, Loader, Reading, sample_hashes
+from lightning_parallel.callbacks.sample_tracking import EpochEnd, ReadReport, TrackedLoader, sample_hashes
 from tests.harness import distributed
 from tests.strategies.models import Net, Samples, trainer_for
 from tests.strategies.test_pipeline import Deep
@@ -41,7 +41,7 @@ def found(report):
 
 
 def reading(replica, samples, steps=(0,), contents=(), end=None):
-    return Reading(replica, list(steps), torch.tensor(samples, dtype=torch.int64), list(contents), end)
+    return ReadReport(replica, list(steps), torch.tensor(samples, dtype=torch.int64), list(contents), end)
 
 
 def end(samples=None, order=None, may_drop=0, is_whole=True):
@@ -142,11 +142,11 @@ def test_hashes_of_samples():
     assert len(sample_hashes(torch.randn(4, 100_000))) == 4
 
 
-def test_a_loader_hands_out_what_it_would_and_is_itself_again():
+def test_a_tracked_loader_yields_the_same_batches_and_is_restored():
     data = Samples(length=10)
     expected = [x for x, _ in DataLoader(data, batch_size=3)]
     loader = DataLoader(data, batch_size=3)
-    watched = Loader(loader)
+    watched = TrackedLoader(loader)
     assert watched.tells_places
     assert isinstance(loader.batch_sampler, BatchSampler)
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_a_loader_hands_out_what_it_would_and_is_itself_again():
     assert watched.coverage() == (10, 0)
     watched.release()
     assert type(loader.batch_sampler) is BatchSampler
-    unreadable = Loader(DataLoader(data, batch_sampler=[[0, 1], [2]]))
+    unreadable = TrackedLoader(DataLoader(data, batch_sampler=[[0, 1], [2]]))
     assert not unreadable.tells_places
 
 
@@ -295,7 +295,10 @@ class Wandering(Sampler):
 
 LAYOUTS = {
     "tensor": (Net, lambda: TensorParallelStrategy(tensor_parallel_size=2)),
-    "pipeline": (Deep, lambda: HybridParallelStrategy(1, 2, num_microbatches=2)),
+    "pipeline": (
+        Deep,
+        lambda: HybridParallelStrategy(data_parallel_size=1, pipeline_parallel_size=2, num_microbatches=2),
+    ),
 }
 
 

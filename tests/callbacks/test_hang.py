@@ -10,8 +10,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_parallel.callbacks import HangReporter
-from lightning_parallel.callbacks.hang import EXIT_STATUS, Process, Watchdog
-from lightning_parallel.callbacks.hang_state import blame
+from lightning_parallel.callbacks.hang import EXIT_STATUS, RankProcess, Watchdog, explain_hang
 from tests.harness import free_port, start_script
 from tests.strategies.models import Net, loader, trainer_for
 from tests.timing import compares_durations, durations
@@ -86,7 +85,7 @@ def test_training_is_watched_and_nothing_else():
 
 def watchdog(tmp_path, deadline):
     ended = threading.Event()
-    dog = Watchdog(0, [Process(os.getpid())], tmp_path / "hang", deadline, end=ended.set)
+    dog = Watchdog(0, [RankProcess(os.getpid())], tmp_path / "hang", deadline, end=ended.set)
     dog.start()
     return dog, ended
 
@@ -123,7 +122,7 @@ def test_where_details_cannot_be_written_it_says_so_and_ends(tmp_path, capfd):
 
 
 def test_a_process_number_that_was_used_again_is_not_killed():
-    process = Process(os.getpid())
+    process = RankProcess(os.getpid())
     process.birth = "1"
     assert process.kill() is False
 
@@ -167,7 +166,7 @@ def test_the_end_of_a_chain_of_waits_is_to_blame():
         2: state(2),
         3: state(3, calls=[("b", [1, 3], "", None, None, 7)]),
     }
-    lines = blame(states, 4)
+    lines = explain_hang(states, 4)
     assert lines[0] == "rank 3 did not enter all_reduce along b, call 7 of ranks [1, 3], where rank 1 waits"
     assert not any(line.startswith("rank 1 did not") for line in lines)
 
@@ -179,7 +178,7 @@ def circle(since, later):
         0: state(0, waits=[("all_reduce", "a", [0, 1], None, None, 4, since)], calls=made[0]),
         1: state(1, waits=[("all_reduce", "b", [0, 1], None, None, 2, later)], calls=made[1]),
     }
-    return [line for line in blame(states, 2) if not line.endswith("[0, 1]")]
+    return [line for line in explain_hang(states, 2) if not line.endswith("[0, 1]")]
 
 
 def test_in_a_circle_all_are_named_and_who_was_waited_for_first_comes_first():
@@ -196,7 +195,7 @@ def test_what_is_waited_for_out_of_sight_counts_if_nothing_else_does():
     call = ("all_reduce", "data_parallel", [0, 1], None, None, 5, 3.0)
     made = [("data_parallel", [0, 1], "", None, None, 6)]
     states = {0: state(0, waits=[call], calls=made, waited_for=False), 1: state(1)}
-    assert blame(states, 2)[0].startswith("rank 1 did not enter all_reduce along data parallel, call 5")
+    assert explain_hang(states, 2)[0].startswith("rank 1 did not enter all_reduce along data parallel, call 5")
 
 
 def test_a_message_that_was_not_sent_is_blamed_on_its_sender():
@@ -205,19 +204,20 @@ def test_a_message_that_was_not_sent_is_blamed_on_its_sender():
         0: state(0, calls=sent),
         1: state(1, waits=[("recv", "pipeline_parallel", [0, 1], 0, 7, 2, 1.0)]),
     }
-    assert blame(states, 2)[0].startswith("rank 0 did not send message 2 along pipeline parallel to rank 1")
+    assert explain_hang(states, 2)[0].startswith("rank 0 did not send message 2 along pipeline parallel to rank 1")
     states[0] = state(0, calls=[("pipeline_parallel", [0, 1], "send", 1, 7, 3)])
-    assert not any("did not send" in line for line in blame(states, 2))
+    assert not any("did not send" in line for line in explain_hang(states, 2))
 
 
 def test_collectives_that_torch_issued_tell_who_is_behind():
     groups = [{"0": {"count": count, "last": "all_reduce", "name": "default_pg"}} for count in (9, 8)]
     states = {rank: state(rank, groups=groups[rank]) for rank in range(2)}
-    assert blame(states, 2)[0] == "rank 1 did not enter all_reduce, call 9 of torch's group default_pg"
+    assert explain_hang(states, 2)[0] == "rank 1 did not enter all_reduce, call 9 of torch's group default_pg"
 
 
 def test_a_rank_that_did_less_is_behind():
     assert (
-        blame({0: state(0), 1: state(1, progress=4)}, 2)[0] == "rank 1 is behind: others have got to training batch 5"
+        explain_hang({0: state(0), 1: state(1, progress=4)}, 2)[0]
+        == "rank 1 is behind: others have got to training batch 5"
     )
-    assert "none is known to be late" in blame({0: state(0), 1: state(1)}, 2)[0]
+    assert "none is known to be late" in explain_hang({0: state(0), 1: state(1)}, 2)[0]

@@ -18,9 +18,8 @@ from lightning_parallel import (
     TensorParallelStrategy,
     TopK,
 )
-from lightning_parallel.callbacks.memory import MemoryProfiler, held_bytes
+from lightning_parallel.callbacks.memory import ActivationMeter, MemoryProfiler, StorageSet, held_bytes, tensors_in
 from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
-from lightning_parallel.callbacks.storage import ActivationMeter, Storages, tensors_in
 from tests.callbacks.test_replica_drift import PlainFSDP
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
@@ -43,7 +42,7 @@ def fit(module, strategy, group, replicas, monitor=None, dtype=torch.float64, ca
 
 
 def test_storages_count_once_and_as_a_whole():
-    base, storages = torch.zeros(100), Storages()
+    base, storages = torch.zeros(100), StorageSet()
     assert storages.add([base[:10], base[5:], base.view(10, 10).T]) == 400
     assert storages.add([base]) == 0
     assert storages.add([torch.zeros(3, dtype=torch.float64), torch.zeros(5, device="meta")]) == 24
@@ -88,9 +87,9 @@ def test_copies_that_an_optimizer_works_on_are_its_own():
 def test_activations_of_a_stack(depth):
     layers = [layer for _ in range(depth) for layer in (nn.Linear(6, 6), nn.ReLU())]
     module, x, meter = nn.Sequential(*layers), torch.randn(10, 6), ActivationMeter()
-    held = Storages()
+    held = StorageSet()
     held.add([*module.parameters(), x])
-    with meter.watch(held):
+    with meter.measure(held):
         loss = module(x).sum()
     assert meter.current == meter.peak == depth * 10 * 6 * 4, "the output of each ReLU, which is the next one's input"
     loss.backward()
@@ -99,7 +98,7 @@ def test_activations_of_a_stack(depth):
 
 def test_views_keep_all_of_their_storage():
     meter, x = ActivationMeter(), torch.randn(100, requires_grad=True)
-    with meter.watch(Storages()):
+    with meter.measure(StorageSet()):
         y = (x * 1.0)[:2].exp().sum()
         z = x[:3].sin().sum()
     assert meter.current == 400 + 8, "x behind its slice, and what exp returned"
@@ -111,7 +110,7 @@ def test_gradients_and_errors_are_those_without_the_meter():
     def run(watched, spoil):
         torch.manual_seed(0)
         x, meter = torch.randn(5, requires_grad=True), ActivationMeter()
-        with meter.watch(Storages()) if watched else torch.enable_grad():
+        with meter.measure(StorageSet()) if watched else torch.enable_grad():
             y = torch.relu_(x * 2.0).sigmoid()
             loss = (y * y).sum()
         if spoil:
@@ -163,8 +162,11 @@ def test_one_process(capsys):
 LAYOUTS = {
     "ddp": (DDPStrategy, 2),
     "tensor": (lambda: TensorParallelStrategy(tensor_parallel_size=2), 1),
-    "pipeline": (lambda: PipelineParallelStrategy(2, num_microbatches=2), 1),
-    "interleaved": (lambda: PipelineParallelStrategy(2, schedule="interleaved_1f1b", virtual_stages=2), 1),
+    "pipeline": (lambda: PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2), 1),
+    "interleaved": (
+        lambda: PipelineParallelStrategy(pipeline_parallel_size=2, schedule="interleaved_1f1b", virtual_stages=2),
+        1,
+    ),
     "compressed": (lambda: CompressedDDPStrategy(TopK(0.1, min_numel=16)), 2),
 }
 
@@ -185,18 +187,17 @@ def test_layouts(layout, group):
         large = size(*(p for p in module.parameters() if p.numel() >= 16 and p.dim() > 1))
         assert mine["compression"] == strategy.compression.memory.num_bytes >= large
     if layout in ("pipeline", "interleaved"):
+        plan = strategy.engine.plan
         stages = [row for row in report["stages"] if row["rank"] == group.rank]
-        assert [row["stage"] for row in stages] == list(strategy.engine.stages)
+        assert [row["stage"] for row in stages] == list(plan.stages_of_rank(group.rank))
         assert sum(row["parameters"] for row in stages) == sum(row["optimizer"] for row in stages) == total
-        assert [row["parameters"] / 8 for row in stages] == [
-            strategy.engine.stage_parameters[row["stage"]] for row in stages
-        ]
+        assert [row["parameters"] / 8 for row in stages] == [plan.stage_parameters(row["stage"]) for row in stages]
 
 
 def test_second_derivatives_pass_through():
     def run(watched):
         x, meter = torch.linspace(0.1, 1, 5, dtype=torch.float64, requires_grad=True), ActivationMeter()
-        with meter.watch(Storages()) if watched else torch.enable_grad():
+        with meter.measure(StorageSet()) if watched else torch.enable_grad():
             (first,) = torch.autograd.grad((x.exp() * x.sin()).sum(), x, create_graph=True)
             (first**2).sum().backward()
         return x.grad
@@ -209,9 +210,11 @@ def test_schedules_hold_as_many_microbatches_as_they_should(group):
     # Per sample and block, in float64: input, mean and deviation of the norm; inputs of `up`, GELU and `down`.
     block = 8 * (8 + 1 + 1 + 8 + 16 + 16)
     for schedule, in_flight in (("gpipe", 4), ("1f1b", 2)):
-        strategy = PipelineParallelStrategy(2, schedule=schedule, num_microbatches=4)
+        strategy = PipelineParallelStrategy(pipeline_parallel_size=2, schedule=schedule, num_microbatches=4)
         report = fit(Deep(), strategy, group, 1)
-        assert report["ranks"][0]["activations_peak"] == in_flight * 2 * strategy.engine.layers_per_stage[0] * block
+        assert (
+            report["ranks"][0]["activations_peak"] == in_flight * 2 * strategy.engine.plan.layers_per_stage[0] * block
+        )
 
 
 @distributed(world_size=2)
@@ -227,7 +230,14 @@ def test_fsdp_pieces_and_activations_without_gathered_parameters(group):
 @distributed(world_size=4)
 def test_tensor_x_pipeline(group):
     module = Deep()
-    report = fit(module, HybridParallelStrategy(1, 2, 2, num_microbatches=2), group, 1)
+    report = fit(
+        module,
+        HybridParallelStrategy(
+            data_parallel_size=1, pipeline_parallel_size=2, tensor_parallel_size=2, num_microbatches=2
+        ),
+        group,
+        1,
+    )
     assert report["ranks"][group.rank]["parameters"] == size(*module.parameters())
     assert [row["stage"] for row in report["stages"]] == [0, 0, 1, 1]
     whole = size(*Deep().parameters())

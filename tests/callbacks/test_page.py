@@ -4,11 +4,14 @@ import shutil
 
 import pytest
 
-from lightning_parallel.callbacks.diagnosis import diagnose
-from lightning_parallel.callbacks.page import render
-from lightning_parallel.callbacks.page_compare import render_comparison
-from lightning_parallel.callbacks.page_sections import HELD, PHASES
-from lightning_parallel.callbacks.units import bytes_text
+from lightning_parallel.callbacks.memory import HELD
+from lightning_parallel.callbacks.report.comparison import render_comparison
+from lightning_parallel.callbacks.report.diagnosis import diagnose
+from lightning_parallel.callbacks.report.page import PHASE_LABELS, render
+from lightning_parallel.callbacks.session import PHASES
+from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.simulate import Cost, Timeline, simulate
+from lightning_parallel.tracing.text import bytes_text
 from tests.callbacks.sample import sample_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -75,7 +78,7 @@ def test_the_bars_of_a_step_are_as_long_as_its_phases(show):
     rows = page.query_selector_all("section[aria-labelledby=steps] .bars .row")
     assert len(rows) == len(ranks)
     for row, rank in zip(rows, ranks):
-        expected = [(phase, rank[phase] / longest) for phase in PHASES if rank.get(phase)]
+        expected = [(phase, rank[phase] / longest) for phase in PHASE_LABELS if rank.get(phase)]
         found = widths(page, row, ".bar i")
         assert [kind for kind, _ in found] == [kind for kind, _ in expected]
         assert [share for _, share in found] == pytest.approx([share for _, share in expected], abs=2e-3)
@@ -98,29 +101,43 @@ def test_the_bars_of_memory_hold_everything_and_name_nothing_that_is_not_there(s
     assert "compression" not in words
 
 
-def test_planned_and_measured_pipeline_share_one_time_axis(show):
-    from lightning_parallel.pipeline.simulate import Timeline
+def test_every_phase_is_drawn():
+    assert set(PHASE_LABELS) == set(PHASES)
 
+
+def test_planned_and_measured_pipeline_share_one_time_axis(show):
     report = full_report()
     page = show(render(report))
     timelines = [
         Timeline.from_dict(report["reports"]["PipelineTimeline"]["timeline"][name]) for name in ("planned", "measured")
     ]
-    longest = max(timeline.makespan_s for timeline in timelines)
-    rows = page.query_selector_all(".lanes .row")
     spans = [row for timeline in timelines for row in timeline.spans]
-    assert len(rows) == len(spans)
-    for row, actions in zip(rows, spans):
-        expected = [(end - start) / longest for start, end in actions.values()]
-        assert [share for _, share in widths(page, row, ".lane i")] == pytest.approx(expected, abs=2e-3)
+    drawn = page.evaluate(
+        """() => [...document.querySelectorAll(".drawing .row")].map((row) =>
+            [...row.querySelectorAll(".action")].map((action) => action.getBoundingClientRect().width))"""
+    )
+    assert [len(row) for row in drawn] == [len(row) for row in spans]
+    scales = [
+        width / (end - start) for widths, row in zip(drawn, spans) for width, (start, end) in zip(widths, row.values())
+    ]
+    assert scales == pytest.approx([scales[0]] * len(scales), rel=0.03)  # blocks end a pixel before the next
+
+
+def with_chunks(report):
+    """The same run with two stages per rank, and backwards in two halves."""
+    drawn = report["reports"]["PipelineTimeline"]["timeline"]
+    for name in ("planned", "measured"):
+        drawn[name] = simulate(build_schedule("zbv", 2, 4), Cost(0.004, 0.004, 0.004)).to_dict()
+    return report
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_fits_its_window_and_text_can_be_read(show, scheme, width):
-    page = show(render(full_report()), viewport={"width": width, "height": 800}, color_scheme=scheme)
+@pytest.mark.parametrize("change", [lambda report: report, with_chunks], ids=["1f1b", "zbv"])
+def test_the_page_fits_its_window_and_text_can_be_read(show, scheme, width, change):
+    page = show(render(change(full_report())), viewport={"width": width, "height": 800}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    boxes = "[...document.querySelectorAll('.wide, .scroll')].map(box => box.scrollHeight - box.clientHeight)"
+    boxes = "[...document.querySelectorAll('.drawing, .scroll')].map(box => box.scrollHeight - box.clientHeight)"
     assert set(page.evaluate(boxes)) == {0}, "what scrolls sideways does not scroll up and down as well"
     assert page.evaluate(CONTRASTS) == []
 
@@ -179,6 +196,7 @@ CONTRASTS = """() => {
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
     const ground = (node) => {
+        if (node.closest(".action")) return getComputedStyle(node.closest(".action").querySelector("rect")).fill;
         for (; node; node = node.parentElement) {
             const colour = getComputedStyle(node).backgroundColor;
             if (!colour.endsWith(", 0)") && colour !== "transparent") return colour;
@@ -186,11 +204,13 @@ CONTRASTS = """() => {
         return "white";
     };
     const poor = [];
-    for (const node of document.querySelectorAll("h1,h2,p,li,td,th,.bar b,.lane i,.label,.total,figcaption,summary")) {
+    for (const node of document.querySelectorAll("h1,h2,p,li,td,th,.bar b,.row .label,.total,figcaption,summary," +
+            ".drawing text")) {
         if (!node.textContent.trim() || node.id === "tip") continue;
-        const [a, b] = [light(getComputedStyle(node).color), light(ground(node))];
+        const style = getComputedStyle(node);
+        const [a, b] = [light(node.closest("svg") ? style.fill : style.color), light(ground(node))];
         const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-        if (ratio < 4.5) poor.push([node.className || node.tagName, node.textContent.slice(0, 20), ratio]);
+        if (ratio < 4.5) poor.push([node.tagName, node.textContent.slice(0, 20), ratio]);
     }
     return poor;
 }"""
@@ -207,11 +227,17 @@ def test_arrow_keys_walk_through_a_chart_and_say_what_is_shown(show):
     assert page.inner_text("#spoken").startswith("rank 1")
     page.keyboard.press("Escape")
     assert page.inner_text("#tip") == ""
+    page.focus(".drawing")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    assert page.inner_text("#tip").startswith("1F0: forward of microbatch 0 in stage 1, ")
+    assert page.inner_text("#spoken").startswith("p1, 1F0")
 
 
 def test_absent_signals_are_named_and_never_drawn_as_zero(show):
     run = sample_report()["run"]
     page = show(render({"version": 1, "run": run, "reports": {}, "diagnosis": []}))
+    assert "Nothing was measured" in page.inner_text("section[aria-labelledby=diagnosis]")
     missing = page.inner_text("section[aria-labelledby=missing]")
     assert "StepBreakdown()" in missing
     assert "PipelineTimeline()" in missing

@@ -20,13 +20,13 @@ from lightning_parallel import (
     TopK,
     comm,
 )
-from lightning_parallel.callbacks.holdings import Held, Key, _options
 from lightning_parallel.callbacks.replica_drift import (
     DriftAccumulator,
     ReplicaDriftMonitor,
     disagreements,
     shared_classes,
 )
+from lightning_parallel.callbacks.replicated_state import StateEntry, StateKey, option_entries
 from lightning_parallel.compression import Dense
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
@@ -38,7 +38,7 @@ def flip(tensor, bit=30):
 
 
 class Spoil(Callback):
-    """Calls `change(module, optimizer)` on some ranks after a step; placed before the monitor."""
+    """CallCounter `change(module, optimizer)` on some ranks after a step; placed before the monitor."""
 
     def __init__(self, step, ranks, change):
         self.step, self.ranks, self.change = step, ranks, change
@@ -63,12 +63,12 @@ def names(monitor):
 
 
 def test_classes_are_what_the_same_ranks_hold():
-    a, b, c = (Key("parameter", name) for name in "abc")
+    a, b, c = (StateKey("parameter", name) for name in "abc")
     assert shared_classes([[a, b], [a, b], [a, c]]) == {(0, 1, 2): [a], (0, 1): [b]}
 
 
 def test_the_majority_is_right_and_without_one_all_are_named():
-    a, b = Key("parameter", "a"), Key("parameter", "b")
+    a, b = StateKey("parameter", "a"), StateKey("parameter", "b")
     (one,) = disagreements([{a: 1, b: 1}, {a: 2, b: 1}, {a: 1}])
     assert (one.key.name, one.reference, one.different, one.ranks, one.is_certain) == ("a", 0, (1,), (1,), True)
     (one,) = disagreements([{a: 2}, {a: 1}, {a: 1}])
@@ -79,7 +79,7 @@ def test_the_majority_is_right_and_without_one_all_are_named():
 
 def test_likely_causes_come_first():
     """Who is wrong about what is certain, then options, parameters, state of optimizers."""
-    certain, lr, weight, state = (Key(kind, kind) for kind in ("buffer", "option", "parameter", "optimizer"))
+    certain, lr, weight, state = (StateKey(kind, kind) for kind in ("buffer", "option", "parameter", "optimizer"))
     hashes = [{certain: 1, lr: rank % 2, weight: rank % 2, state: rank % 2} for rank in range(4)]
     hashes[3][certain] = 2
     found = disagreements([dict(reversed(each.items())) for each in hashes])
@@ -88,10 +88,10 @@ def test_likely_causes_come_first():
 
 @distributed(world_size=2)
 def test_large_differences_come_first(group):
-    held = {Key("parameter", f"p{i}"): Held(torch.ones(2)) for i in range(3)}
+    held = {StateKey("parameter", f"p{i}"): StateEntry(torch.ones(2)) for i in range(3)}
     audit = DriftAccumulator(group, lambda value: comm.all_gather_object(value, group))
     for index, change in enumerate((0.1, 3.0, 0.0)):
-        held[Key("parameter", f"p{index}")].value[0] += change * group.rank
+        held[StateKey("parameter", f"p{index}")].value[0] += change * group.rank
     assert [one["name"] for one in audit.check(1, held)] == ["p1", "p0"]
 
 
@@ -99,11 +99,13 @@ def test_several_groups_of_different_stages_are_not_the_same():
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     one = torch.optim.SGD(model.parameters(), lr=0.1)
     per_layer = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1 / (1 + i)} for i, layer in enumerate(model)])
-    stages = [{key for key, _ in _options(optimizer, "", stage)} for optimizer in (one, per_layer) for stage in "ab"]
+    stages = [
+        {key for key, _ in option_entries(optimizer, "", stage)} for optimizer in (one, per_layer) for stage in "ab"
+    ]
     assert stages[0] == stages[1]
-    assert Key("option", "lr of group 0") in stages[0]
+    assert StateKey("option", "lr of group 0") in stages[0]
     assert stages[2].isdisjoint(stages[3])
-    assert Key("option", "lr of group 1", "a") in stages[2]
+    assert StateKey("option", "lr of group 1", "a") in stages[2]
 
 
 @pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"action": "panic"}])
@@ -125,20 +127,22 @@ def test_one_process_has_nothing_to_compare():
 def test_values_are_compared_and_healed(group):
     def held():
         found = {
-            Key("parameter", "weight"): Held(weight),
-            Key("parameter", "piece", str(group.rank % 2)): Held(torch.full((3,), float(group.rank % 2))),
-            Key("option", "lr of group 0"): Held(options["lr"], options, "lr"),
+            StateKey("parameter", "weight"): StateEntry(weight),
+            StateKey("parameter", "piece", str(group.rank % 2)): StateEntry(torch.full((3,), float(group.rank % 2))),
+            StateKey("option", "lr of group 0"): StateEntry(options["lr"], options, "lr"),
         }
-        return found | ({Key("parameter", "own"): Held(torch.randn(2) + group.rank)} if group.rank == 1 else {})
+        return found | (
+            {StateKey("parameter", "own"): StateEntry(torch.randn(2) + group.rank)} if group.rank == 1 else {}
+        )
 
     weight, options = torch.arange(6.0), {"lr": 0.1}
     audit = DriftAccumulator(group, lambda value: comm.all_gather_object(value, group), "heal")
     for step in range(3):
         assert audit.check(step, held()) == []
     assert audit.classes == {
-        (0, 1, 2, 3): [Key("option", "lr of group 0"), Key("parameter", "weight")],
-        (0, 2): [Key("parameter", "piece", "0")],
-        (1, 3): [Key("parameter", "piece", "1")],
+        (0, 1, 2, 3): [StateKey("option", "lr of group 0"), StateKey("parameter", "weight")],
+        (0, 2): [StateKey("parameter", "piece", "0")],
+        (1, 3): [StateKey("parameter", "piece", "1")],
     }
     if group.rank == 2:
         weight[4] = 4.5
@@ -159,7 +163,7 @@ def test_values_are_compared_and_healed(group):
 def test_what_stays_different_is_told_once(group):
     weight = torch.zeros(2, dtype=torch.bfloat16)
     audit = DriftAccumulator(group, lambda value: comm.all_gather_object(value, group))
-    held = {Key("parameter", "w"): Held(weight)}
+    held = {StateKey("parameter", "w"): StateEntry(weight)}
     audit.check(0, held)
     if group.rank == 1:
         weight[1] = -0.0
@@ -174,7 +178,7 @@ def test_what_stays_different_is_told_once(group):
 @distributed(world_size=2)
 def test_without_an_answer_nothing_is_decided(group):
     audit = DriftAccumulator(group, lambda value: None)
-    assert audit.check(0, {Key("parameter", "w"): Held(torch.randn(2) + group.rank)}) == []
+    assert audit.check(0, {StateKey("parameter", "w"): StateEntry(torch.randn(2) + group.rank)}) == []
     assert audit.checks == 0
 
 
@@ -215,7 +219,13 @@ LAYOUTS = {
     "tensor": (Net, lambda: TensorParallelStrategy(tensor_parallel_size=4), 1),
     "tensor x data": (Net, lambda: TensorParallelStrategy(tensor_parallel_size=2), 2),
     "tied stages": (Tied, lambda: HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=2), 2),
-    "all": (Deep, lambda: HybridParallelStrategy(1, 2, 2, num_microbatches=2), 1),
+    "all": (
+        Deep,
+        lambda: HybridParallelStrategy(
+            data_parallel_size=1, pipeline_parallel_size=2, tensor_parallel_size=2, num_microbatches=2
+        ),
+        1,
+    ),
 }
 
 
@@ -388,6 +398,6 @@ def test_two_hundred_lossy_steps_are_clean(group):
         compressor.reduce_({name: parameter.grad for name, parameter in model.named_parameters()}, group)
         optimizer.step()
         if step % 10 == 9:
-            held = {Key("parameter", name): Held(parameter) for name, parameter in model.named_parameters()}
+            held = {StateKey("parameter", name): StateEntry(parameter) for name, parameter in model.named_parameters()}
             assert audit.check(step, held) == []
     assert audit.checks == 20

@@ -12,11 +12,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel import HybridParallelStrategy, PowerSGD
 from lightning_parallel.callbacks import Throughput
-from lightning_parallel.callbacks.flops import ForwardFlops
-from lightning_parallel.callbacks.throughput import POINTS, Batch, ThroughputAccumulator, num_tokens
+from lightning_parallel.callbacks.throughput import POINTS, BatchCounts, ForwardFlops, ThroughputAccumulator, num_tokens
 from lightning_parallel.comm import Group
 from lightning_parallel.mesh import Mesh
-from lightning_parallel.recorder import Window
+from lightning_parallel.tracing import Window
 from tests.harness import run
 from tests.strategies.models import trainer_for
 from tests.timing import compares_durations, durations
@@ -174,7 +173,7 @@ def report_of(ranks):
 def test_validation_is_no_training_time():
     rank = ThroughputAccumulator(0, Mesh())
     for step in range(4):
-        rank.count(step, Batch(8, None))
+        rank.count(step, BatchCounts(8, None))
         rank.add(window(step, 0.5, validation=1.0))
     report = report_of([rank])
     assert report["samples_per_second"] == pytest.approx(16)
@@ -189,7 +188,7 @@ def test_the_slowest_replica_sets_the_pace():
     ranks = [ThroughputAccumulator(rank, Mesh(data_parallel=2, tensor_parallel=2), (1e6, "given")) for rank in range(4)]
     for rank, accumulator in enumerate(ranks):
         accumulator.flops = 3e3, 4
-        accumulator.count(0, Batch(4, 40))
+        accumulator.count(0, BatchCounts(4, 40))
         accumulator.add(window(0, 2.0 if rank == 3 else 1.0))
     report = report_of(ranks)
     assert (report["replicas"], report["samples_per_second"], report["tokens_per_second"]) == (2, 4, 40)
@@ -200,7 +199,7 @@ def test_the_slowest_replica_sets_the_pace():
 def test_curves_stay_short_and_keep_their_mean():
     rank = ThroughputAccumulator(0, Mesh())
     for step in range(5 * POINTS):
-        rank.count(step, Batch(2, None))
+        rank.count(step, BatchCounts(2, None))
         rank.add(window(step, 0.1))
     series = report_of([rank])["series"]
     assert POINTS / 2 <= len(series["step_seconds"]) <= POINTS

@@ -9,11 +9,16 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 
-from lightning_parallel import recorder
-from lightning_parallel.callbacks.clock import Clock, compare_clocks
-from lightning_parallel.callbacks.kineto import add_kineto
-from lightning_parallel.callbacks.trace import TraceAccumulator, chrome_trace, read_trace, write_trace
-from lightning_parallel.recorder import Recorder, Span, Window
+from lightning_parallel import tracing
+from lightning_parallel.callbacks.report.trace import (
+    TraceAccumulator,
+    add_kineto,
+    chrome_trace,
+    read_trace,
+    write_trace,
+)
+from lightning_parallel.callbacks.session import ClockOffset, compare_clocks
+from lightning_parallel.tracing import Recorder, Span, Window
 from tests.callbacks.conftest import TRACED_STEPS
 from tests.harness import distributed, run_script, start_script
 from tests.timing import compares_durations, durations
@@ -22,7 +27,7 @@ MESH = {"data_parallel": 1, "pipeline_parallel": 2, "tensor_parallel": 1}
 PIPELINE = ("pipeline_parallel", (0, 1))
 
 
-SAME_CLOCK = Clock(0, 0, 0)
+SAME_CLOCK = ClockOffset(0, 0, 0)
 
 
 def part(rank, spans, clock=SAME_CLOCK):
@@ -111,7 +116,7 @@ def test_every_message_has_an_arrow_and_is_sent_before_it_is_received(trace):
         assert sent["ts"] + sent["dur"] <= received["ts"] + received["dur"] + 1e-6
 
 
-# --------------------------------------------------------------------------------------------------- made-up spans
+# ---------------------------------------------------------------------------------------------------- written spans
 
 
 def test_messages_are_matched_by_tag_whatever_their_order():
@@ -132,7 +137,7 @@ def test_a_sending_that_was_waited_for_late_ends_when_it_has_arrived():
 def test_ranks_are_moved_onto_one_clock_and_left_out_where_it_is_not_known():
     spans = [Span("phase", "forward", 1000, 2000, 0)]
     shifted = [Span("phase", "forward", 6000, 7000, 0)]
-    parts = [part(0, spans), part(1, shifted, Clock(-5000, 7, 0)), part(2, spans, None)]
+    parts = [part(0, spans), part(1, shifted, ClockOffset(-5000, 7, 0)), part(2, spans, None)]
     trace = chrome_trace(parts, {**MESH, "pipeline_parallel": 3})
     first, second = drawn(trace, name="forward")
     assert (first["ts"], first["dur"]) == (second["ts"], second["dur"]) == (0, 1)
@@ -178,13 +183,13 @@ def test_a_clock_that_is_five_seconds_ahead_is_set_back(group):
 
 @compares_durations
 def test_events_of_the_profiler_lie_within_the_span_that_they_ran_in(tmp_path):
-    with recorder.activate(Recorder()) as recording, torch.profiler.profile() as profiler:
-        with recorder.span("forward", "forward"):
+    with tracing.activate(Recorder()) as recorder, torch.profiler.profile() as profiler:
+        with tracing.span("forward", "forward"):
             torch.randn(200, 200) @ torch.randn(200, 200)
-        (window,) = recording.close_step()
+        (window,) = recorder.close_step()
     accumulator = TraceAccumulator({"rank": 0, "coordinate": {}}, steps=1)
     accumulator.add(window)
-    trace = chrome_trace([accumulator.part(Clock(0, 0, time.time_ns() - time.perf_counter_ns()))], {})
+    trace = chrome_trace([accumulator.part(ClockOffset(0, 0, time.time_ns() - time.perf_counter_ns()))], {})
     profiler.export_chrome_trace(str(tmp_path / "kineto.json"))
     assert add_kineto(trace, read_trace(tmp_path / "kineto.json")) == 0
     (forward,) = drawn(trace, name="forward")
@@ -200,7 +205,7 @@ def test_events_of_the_profiler_lie_within_the_span_that_they_ran_in(tmp_path):
 
 CLOCK_SCRIPT = """
 import ctypes, os, sys, torch.distributed as dist
-from lightning_parallel.callbacks.clock import clock_id, compare_clocks
+from lightning_parallel.callbacks.session import clock_id, compare_clocks
 from lightning_parallel.comm import Group
 
 CLONE_NEWTIME = 0x80

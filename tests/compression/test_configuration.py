@@ -16,11 +16,11 @@ from lightning_parallel.compression import (
     Quantize,
     RandomK,
     Reducer,
-    Schedule,
     Sign,
+    StepValue,
     TopK,
 )
-from lightning_parallel.compression.codec import Exact
+from lightning_parallel.compression.wire import Exact
 
 PACKAGE = "lightning_parallel.compression"
 
@@ -54,15 +54,15 @@ def test_built_by_the_command_line(text, expected):
 def test_composition_and_schedules_in_yaml():
     topk = parse(
         f"{{class_path: {PACKAGE}.TopK, init_args: {{"
-        f"ratio: {{class_path: {PACKAGE}.Schedule, init_args: {{values: {{0: 0.25, 100: 0.01}}}}}}, "
+        f"ratio: {{class_path: {PACKAGE}.StepValue, init_args: {{values: {{0: 0.25, 100: 0.01}}}}}}, "
         f"values: {{class_path: {PACKAGE}.Quantize, init_args: {{bits: 8}}}}}}}}"
     )
     assert isinstance(topk.values, Quantize)
     assert topk.ratio(50) == 0.25
-    assert isinstance(topk.ratio, Schedule)
-    ranks = f"{{class_path: {PACKAGE}.Schedule, init_args: {{values: {{0: 4, 100: 2}}}}}}"
+    assert isinstance(topk.ratio, StepValue)
+    ranks = f"{{class_path: {PACKAGE}.StepValue, init_args: {{values: {{0: 4, 100: 2}}}}}}"
     power = parse(f"{{class_path: {PACKAGE}.PowerSGD, init_args: {{rank: {ranks}, feedback: decayed, decay: 0.25}}}}")
-    assert repr(power) == "PowerSGD(rank=Schedule({0: 4, 100: 2}), feedback='decayed', decay=0.25)"
+    assert repr(power) == "PowerSGD(rank=StepValue({0: 4, 100: 2}), feedback='decayed', decay=0.25)"
 
 
 def test_cast_takes_names_and_dtypes():

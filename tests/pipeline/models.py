@@ -6,6 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_parallel.pipeline.analyze import analyze
+from lightning_parallel.pipeline.engine import PipelineEngine
+
+
+def pipeline(model, group, schedule, example=None, *, engine_options=None, **analysis_options):
+    """Analyze and cut `model` in one call."""
+    plan = analyze(model, group.size, schedule, example=example, sync_group=group, **analysis_options)
+    return PipelineEngine(model, plan, group, **(engine_options or {}))
+
 
 class Sleep(torch.autograd.Function):
     """Takes a time that is known: `seconds` forward, twice as long backward."""

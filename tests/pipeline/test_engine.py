@@ -7,18 +7,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
-from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.ghost import Ghost
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.schedule import build_schedule
-from lightning_parallel.pipeline.simulate import Timeline
-from tests.harness import distributed
-from tests.pipeline.models import built
+from tests.harness import distributed, recorded_communication
+from tests.pipeline.models import built, pipeline
 
 
 def engine_for(group, model, step, batch, schedule="1f1b", microbatches=4, **options):
     options.setdefault("balance", "uniform")
     schedule = build_schedule(schedule, group.size, microbatches)
-    return PipelineEngine(model, group, schedule, example=(step, batch), **options)
+    own = {name: options.pop(name) for name in ("split_batch", "microbatch_weight") if name in options}
+    return pipeline(model, group, schedule, (step, batch), engine_options=own, **options)
 
 
 def expect_equal(engine, model, result, reference, loss, tolerance=1e-10):
@@ -53,7 +52,7 @@ def test_a_description_is_sent_only_when_it_changes(group):
 
     def messages(size):
         part = {key: value[:size] for key, value in batch.items()}
-        with comm.record() as records:
+        with recorded_communication() as records:
             engine.forward_backward(step, part)
         return [record.bytes for record in records if record.op == ("recv" if group.rank else "send")]
 
@@ -88,7 +87,7 @@ def test_weighting_by_tokens(group):
     def tokens(part):
         return (part["labels"] != -100).sum().item()
 
-    engine = engine_for(group, model, step_of(model), batch, weigh=tokens)
+    engine = engine_for(group, model, step_of(model), batch, microbatch_weight=tokens)
     expect_equal(engine, model, engine.forward_backward(step_of(model), batch), reference, loss)
 
 
@@ -214,7 +213,7 @@ def test_dropout_differs_between_layers_and_microbatches(group):
     engine = engine_for(group, model, lambda part: model(part).mean(), batch)
     masks.clear()
     engine.forward_backward(lambda part: model(part).mean(), batch)
-    mine = [mask for mask in masks if not isinstance(mask, Ghost)]
+    mine = [mask for mask in masks if not isinstance(mask, PlaceholderTensor)]
     everywhere = [mask for masks in comm.all_gather_object(mine, group) for mask in masks]
     assert len(everywhere) == 16
     assert len({tuple(mask.tolist()) for mask in everywhere}) == 16
@@ -242,8 +241,8 @@ def test_weight_gradients_wait_for_their_turn(group):
     seen = []
     parameter = next(model.parameters())
     parameter.register_post_accumulate_grad_hook(lambda _: seen.append("w"))
-    original = engine.cut.visited
-    engine.cut.visited = lambda visit: seen.append("f") or original(visit)
+    original = engine.model.handled_by
+    engine.model.handled_by = lambda handler: seen.append("f") or original(handler)
     engine.forward_backward(step, batch)
     row = engine.schedule.rows[group.rank]
     wanted = [action.kind.value.lower() for action in row if action.kind.value in "FW"]
@@ -368,23 +367,11 @@ class _Box:
 
 
 @distributed(world_size=2)
-def test_the_timeline_has_every_action_in_order(group):
-    model, step, batch = built("mlp")
-    engine = engine_for(group, model, step, batch, "1f1b", 4)
-    timeline = engine.forward_backward(step, batch).timeline
-    row = timeline.spans[group.rank]
-    assert list(row) == list(engine.schedule.rows[group.rank])
-    whole = Timeline(engine.schedule, comm.all_gather_object(row, group))
-    assert 0 < whole.bubble_fraction < 1
-    assert all(start <= end for spans in whole.spans for start, end in spans.values())
-
-
-@distributed(world_size=2)
 def test_batches_and_losses_that_make_no_sense_are_refused(group):
     model, step, batch = built("mlp")
     engine = engine_for(group, model, step, batch)
     with pytest.raises(ValueError, match=r"`\[0\]` has 10 and `\[1\]` has 7"):
         engine.forward_backward(step, (batch[0], batch[1][:7]))
-    engine.weigh = lambda part: 0
+    engine.microbatch_weight = lambda part: 0
     with pytest.raises(ValueError, match="positive weight"):
         engine.forward_backward(step, batch)

@@ -5,13 +5,11 @@ import time
 import torch
 from torch import nn
 
-from lightning_parallel import weight_gradients
-from lightning_parallel.comm import Group
-from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline import zero_bubble
+from lightning_parallel.pipeline.analyze import analyze, trace_use
+from lightning_parallel.pipeline.layer_stack import find_layer_stack
 from lightning_parallel.pipeline.measure import count_parameters, measure
-from lightning_parallel.pipeline.observe import observe
 from lightning_parallel.pipeline.schedule import build_schedule
-from lightning_parallel.pipeline.trunk import find_trunk
 from tests.pipeline.models import Sleep, built
 from tests.timing import compares_durations, durations
 
@@ -36,9 +34,9 @@ def sleepers(seconds):
 @compares_durations
 def test_layers_are_clocked_alone():
     model, step, batch = sleepers([0.005, 0.005, 0.02])
-    trunk = find_trunk(model, 2, "1")
+    stack = find_layer_stack(model, 2, "1")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    costs = measure(model, trunk, observe(model, trunk, step, batch, CPU), step, batch, CPU)
+    costs = measure(model, stack, trace_use(model, stack, step, batch, CPU).parameters, step, batch, CPU)
     with durations():
         assert [round(cost.forward_s / 0.005) for cost in costs.layers] == [1, 1, 4]
         assert [round(cost.input_gradient_s / 0.01) for cost in costs.layers] == [1, 1, 4]
@@ -52,11 +50,9 @@ def test_layers_are_clocked_alone():
 def test_the_epilogue_counts_in_the_cut():
     model, step, batch = sleepers([0.01] * 6)
     schedule = build_schedule("gpipe", 1, 1, virtual_stages=2)
-    engine = PipelineEngine(
-        model, Group.alone("pipeline_parallel"), schedule, example=(step, batch), layers="1", balance="measured"
-    )
+    plan = analyze(model, 1, schedule, example=(step, batch), layers="1", balance="measured")
     with durations():
-        assert engine.layers_per_stage == (4, 2)
+        assert plan.layers_per_stage == (4, 2)
 
 
 class _Product(torch.autograd.Function):
@@ -74,7 +70,7 @@ class _Product(torch.autograd.Function):
             time.sleep(0.03)
             return gradient.sum(0)
 
-        (weight,), waiting = ctx.saved_tensors, weight_gradients.waiting()
+        (weight,), waiting = ctx.saved_tensors, zero_bubble.waiting()
         time.sleep(0.01)
         if ctx.may_wait and waiting is not None and waiting.defer(ctx.parameter, compute):
             return gradient * weight, None, None
@@ -97,8 +93,8 @@ def test_only_what_can_be_put_off_counts_as_w():
     def step(x):
         return model(x).mean()
 
-    trunk = find_trunk(model, 2)
-    costs = measure(model, trunk, observe(model, trunk, step, batch, CPU), step, batch, CPU).layers
+    stack = find_layer_stack(model, 2)
+    costs = measure(model, stack, trace_use(model, stack, step, batch, CPU).parameters, step, batch, CPU).layers
     shares = [cost.weight_gradient_s / (cost.input_gradient_s + cost.weight_gradient_s) for cost in costs]
     with durations():
         assert shares[0] > 0.5 > shares[1]
@@ -108,16 +104,16 @@ def test_only_what_can_be_put_off_counts_as_w():
 def test_every_model_can_be_measured():
     for builder in ("mlp", "convolutional", "encoder", "two_streams", "tied", "gpt2", "llama", "bert", "mixtral"):
         model, step, batch = built(builder)
-        trunk = find_trunk(model, 2)
-        costs = measure(model, trunk, observe(model, trunk, step, batch, CPU), step, batch, CPU)
+        stack = find_layer_stack(model, 2)
+        costs = measure(model, stack, trace_use(model, stack, step, batch, CPU).parameters, step, batch, CPU)
         assert all(cost.forward_s > 0 for cost in costs.layers), builder
         assert max(cost.input_gradient_s for cost in costs.layers) > 0, builder
 
 
 def test_parameters_are_counted_where_they_are_used():
     model, step, batch = built("tied")
-    trunk = find_trunk(model, 2)
-    costs = count_parameters(model, trunk, observe(model, trunk, step, batch, CPU))
+    stack = find_layer_stack(model, 2)
+    costs = count_parameters(model, stack, trace_use(model, stack, step, batch, CPU).parameters)
     assert costs.layers[0].resident_bytes == 4 * 8 * (8 * 8 + 8)
     assert costs.prologue.resident_bytes == 4 * 8 * (11 * 8 + 2 * 8)
     assert costs.epilogue.resident_bytes == 4 * 8 * 11 * 8

@@ -90,7 +90,7 @@ class Graph:
     ("batch", "message"),
     [
         ({"x": torch.ones(4, 2), "deep": {"mask": torch.ones(3, 3)}}, "`x` has 4 and `deep.mask` has 3"),
-        ({"x": torch.ones(4), "graph": Graph()}, "`graph` is a Graph.*`split` function"),
+        ({"x": torch.ones(4), "graph": Graph()}, "`graph` is a Graph.*`split_batch` function"),
         ([torch.ones(4), pack_sequence([torch.ones(3), torch.ones(2)])], r"`\[1\]` is a PackedSequence"),
         ({"x": torch.eye(4).to_sparse()}, "`x` is a sparse or nested tensor"),
         ({"x": 3}, "at least one tensor with a sample dimension, got dict"),

@@ -9,20 +9,20 @@ import torch
 
 from lightning_parallel import comm
 from lightning_parallel.pipeline.actions import Action, Kind
-from lightning_parallel.pipeline.p2p import Agreements, Boundary, Links, Message, TensorSpec
+from lightning_parallel.pipeline.p2p import Message, MessageLayout, MessageLayouts, StageMessages, TensorSpec
 from lightning_parallel.pipeline.schedule import build_schedule
-from tests.harness import RankError, distributed, run
+from tests.harness import RankError, distributed, recorded_communication, run
 
 CPU = torch.device("cpu")
 
 
 def message(*tensors, index=1):
-    return Message(Boundary(index, tuple(range(len(tensors))), tuple(map(TensorSpec.of, tensors))), tensors)
+    return Message(MessageLayout(index, tuple(range(len(tensors))), tuple(map(TensorSpec.of, tensors))), tensors)
 
 
-def exchange(group, schedule, messages, agreements):
+def exchange(group, schedule, messages, layouts):
     """Send `messages` from rank 0 to rank 1 and what look like their gradients back; gives what arrived."""
-    links = Links(group, schedule, CPU, agreements)
+    links = StageMessages(group, schedule, CPU, layouts)
     links.post()
     arrived = []
     for number, sent in enumerate(messages):
@@ -34,7 +34,7 @@ def exchange(group, schedule, messages, agreements):
         if group.rank == 0:
             arrived.append(links.receive_gradients(Action(Kind.B, 0, number)))
         else:
-            wanted = [t for t, spec in zip(sent.tensors, sent.boundary.tensors) if spec.requires_grad]
+            wanted = [t for t, spec in zip(sent.tensors, sent.layout.tensors) if spec.requires_grad]
             links.send_gradients(1, number, [2 * tensor.detach() for tensor in wanted])
     links.finish()
     return arrived
@@ -52,12 +52,12 @@ def test_any_tensors_in_any_order_arrive(group):
         message(torch.tensor(3), hidden.t()),
         message(),
     ]
-    schedule, agreements = build_schedule("gpipe", 2, len(many)), Agreements()
+    schedule, layouts = build_schedule("gpipe", 2, len(many)), MessageLayouts()
     for _ in range(2):
-        arrived = exchange(group, schedule, many, agreements)
+        arrived = exchange(group, schedule, many, layouts)
         for sent, got in zip(many, arrived):
             if group.rank == 1:
-                assert got.boundary == sent.boundary
+                assert got.layout == sent.layout
                 assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got.tensors, sent.tensors))
             else:
                 wanted = [2 * tensor for tensor in sent.tensors if tensor.requires_grad]
@@ -69,7 +69,7 @@ def test_any_tensors_in_any_order_arrive(group):
 def test_buffers_are_fresh_and_fit_for_training(group):
     sent = [message(torch.full((4,), float(number), requires_grad=True)) for number in range(3)]
     with torch.inference_mode():
-        arrived = exchange(group, build_schedule("gpipe", 2, 3), sent, Agreements())
+        arrived = exchange(group, build_schedule("gpipe", 2, 3), sent, MessageLayouts())
     tensors = [part for got in arrived for part in (got.tensors if group.rank else got)]
     assert not any(tensor.is_inference() for tensor in tensors)
     assert len({tensor.data_ptr() for tensor in tensors}) == 3
@@ -79,9 +79,9 @@ def test_buffers_are_fresh_and_fit_for_training(group):
 def test_what_comes_next_is_received_ahead(group):
     """The data of the second message are there when they are asked for, though this rank was busy meanwhile."""
     payload = [message(torch.full((1 << 20,), float(number))) for number in range(2)]
-    schedule, agreements = build_schedule("gpipe", 2, 2), Agreements()
-    exchange(group, schedule, payload, agreements)
-    links = Links(group, schedule, CPU, agreements)
+    schedule, layouts = build_schedule("gpipe", 2, 2), MessageLayouts()
+    exchange(group, schedule, payload, layouts)
+    links = StageMessages(group, schedule, CPU, layouts)
     links.post()
     comm.barrier(group)
     if group.rank == 0:
@@ -101,7 +101,7 @@ def test_what_comes_next_is_received_ahead(group):
 @distributed(world_size=2)
 def test_gradients_are_freed_once_the_sender_of_an_activation_must_have_used_them(group):
     """Rank 0 runs F0 F1 B0 F2 B1 F3 B2 B3: the activation of F3 says that the gradients 0 and 1 have arrived."""
-    links = Links(group, build_schedule("1f1b", 2, 4), CPU, Agreements())
+    links = StageMessages(group, build_schedule("1f1b", 2, 4), CPU, MessageLayouts())
     links.post()
     sent = []
     for action in build_schedule("1f1b", 2, 4).rows[group.rank]:
@@ -125,8 +125,8 @@ def test_gradients_are_freed_once_the_sender_of_an_activation_must_have_used_the
 @distributed(world_size=2)
 def test_stages_on_one_rank_hand_over_without_a_message(group):
     schedule = build_schedule("zbv", 2, 1)
-    links = Links(group, schedule, CPU, Agreements())
-    with comm.record() as records:
+    links = StageMessages(group, schedule, CPU, MessageLayouts())
+    with recorded_communication() as records:
         if group.rank == 1:
             sent = message(torch.ones(3, requires_grad=True))
             links.send_activations(1, 0, sent)
@@ -144,7 +144,7 @@ def test_a_schedule_out_of_step_is_named():
 
 
 def _out_of_step(group):
-    links = Links(group, build_schedule("gpipe", 2, 2), CPU, Agreements())
+    links = StageMessages(group, build_schedule("gpipe", 2, 2), CPU, MessageLayouts())
     if group.rank == 0:
         links.send_activations(0, 1, message(torch.ones(3)))
     else:
@@ -155,11 +155,11 @@ def _out_of_step(group):
 def test_small_tensors_travel_with_their_header_and_share_nothing(group):
     """Once both know what comes: one message, however many tensors."""
     small, large = torch.randn(5, requires_grad=True), torch.randn(1 << 15)
-    schedule, agreements = build_schedule("gpipe", 2, 3), Agreements()
+    schedule, layouts = build_schedule("gpipe", 2, 3), MessageLayouts()
     for tensors, expected in (((small, torch.tensor([True]), torch.tensor(2)), 1), ((small, large), 3)):
-        exchange(group, schedule, [message(*tensors)] * 3, agreements)
-        with comm.record() as records:
-            arrived = exchange(group, schedule, [message(*tensors)] * 3, agreements)
+        exchange(group, schedule, [message(*tensors)] * 3, layouts)
+        with recorded_communication() as records:
+            arrived = exchange(group, schedule, [message(*tensors)] * 3, layouts)
         forward = "recv" if group.rank else "send"
         assert sum(record.op == forward for record in records) == 3 * expected
         if group.rank == 1:
@@ -177,7 +177,7 @@ def test_a_lost_rank_is_named_with_what_it_owes():
 
 
 def _leave(group):
-    links = Links(group, build_schedule("1f1b", 2, 2), CPU, Agreements())
+    links = StageMessages(group, build_schedule("1f1b", 2, 2), CPU, MessageLayouts())
     comm.barrier(group)
     if group.rank == 0:
         os._exit(3)

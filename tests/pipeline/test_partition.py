@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_parallel.pipeline.partition import cut_layers, cut_min_max, stage_costs
+from lightning_parallel.pipeline.search import cut_layers, stage_costs
 from lightning_parallel.pipeline.simulate import Cost
 
 
@@ -130,11 +130,6 @@ def test_nothing_to_balance(balance):
 def test_in_flight_of_the_wrong_length():
     with pytest.raises(ValueError, match="`in_flight` of 2 stages, got 3"):
         cut_layers(timed([1] * 4), 2, memory_cap_bytes=1, in_flight=[1, 2, 3])
-
-
-def test_a_cost_of_ones_own():
-    """Stages that differ in speed: the second is half as fast."""
-    assert cut_min_max(9, 2, lambda stage, start, stop: (stop - start) * (stage + 1)) == (6, 3)
 
 
 def test_stage_costs_include_the_ends():

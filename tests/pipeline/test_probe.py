@@ -5,7 +5,7 @@ import time
 import torch
 
 from lightning_parallel import comm
-from lightning_parallel.pipeline.probe import measure_link
+from lightning_parallel.pipeline.measure import measure_link
 from tests.harness import distributed
 from tests.timing import compares_durations, durations
 

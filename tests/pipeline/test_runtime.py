@@ -9,13 +9,22 @@ from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.mesh import PIPELINE, Mesh
 from lightning_parallel.pipeline.actions import Kind
-from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import build_schedule
 from tests.harness import distributed
-from tests.pipeline.models import built
+from tests.pipeline.models import built, pipeline
 
 
-def compare(group, builder, schedule="1f1b", microbatches=4, steps=2, virtual=None, options=None, **engine_options):
+def compare(
+    group,
+    builder,
+    schedule="1f1b",
+    microbatches=4,
+    steps=2,
+    virtual=None,
+    options=None,
+    message_groups=None,
+    **analysis,
+):
     """Run both ways; returns the engine."""
     options = options or {}
     reference, reference_step, batch = built(builder, **options)
@@ -25,13 +34,9 @@ def compare(group, builder, schedule="1f1b", microbatches=4, steps=2, virtual=No
     expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
 
     model, step, batch = built(builder, **options)
-    engine = PipelineEngine(
-        model,
-        group,
-        build_schedule(schedule, group.size, microbatches, virtual),
-        example=(step, batch),
-        **engine_options,
-    )
+    built_schedule = build_schedule(schedule, group.size, microbatches, virtual)
+    engine_options = {"message_groups": message_groups}
+    engine = pipeline(model, group, built_schedule, (step, batch), engine_options=engine_options, **analysis)
     for _ in range(steps):
         model.zero_grad()
         result = engine.forward_backward(step, batch)
@@ -44,8 +49,9 @@ def compare(group, builder, schedule="1f1b", microbatches=4, steps=2, virtual=No
         else:
             assert result.loss is None
             assert not result.outputs
+    mine = set(engine.stages)
     held = {name for name, _ in model.named_parameters()}
-    assert held == {name for name, stages in engine.parameter_stages.items() if set(stages) & set(engine.stages)}
+    assert held == {name for name, stages in engine.plan.parameter_stages.items() if mine & set(stages)}
     return engine
 
 
@@ -102,9 +108,9 @@ def test_both_ends_on_one_rank(group, builder):
 def test_channels_of_their_own(group, schedule):
     groups = MeshGroups(Mesh(pipeline_parallel=2))
     ways = [(kind, up) for kind in (Kind.F, Kind.I) for up in (True, False)]
-    channels = {(kind, up): groups.another(PIPELINE, f"{kind} {up}") for kind, up in ways}
+    channels = {(kind, up): groups.extra(PIPELINE, f"{kind} {up}") for kind, up in ways}
     with mock.patch.object(comm, "isend", wraps=comm.isend) as sent:
-        compare(groups.pipeline_parallel, "mlp", schedule, channels=channels)
+        compare(groups.pipeline_parallel, "mlp", schedule, message_groups=channels)
     directions = {(call.args[1].process_group, call.args[2] > group.rank) for call in sent.call_args_list}
     used = {process_group for process_group, _ in directions}
     assert len(directions) == len(used), "one direction per group"

@@ -132,14 +132,9 @@ def test_text_round_trips(schedule):
 
 
 @given(schedules())
-def test_csv_and_bare_text_round_trip(schedule):
-    assert Schedule.from_csv(schedule.to_csv()) == schedule
+def test_bare_text_round_trips(schedule):
     bare = "\n".join(line for line in str(schedule).splitlines() if not line.startswith("#"))
     assert Schedule.from_text(bare) == schedule
-
-
-def test_csv_skips_idle_cells():
-    assert Schedule.from_csv("0F0,,,0B0\n,1F0,1B0,\n") == build_schedule("1f1b", 2, 1)
 
 
 def test_rank_lines_out_of_order_are_refused():
@@ -161,7 +156,7 @@ def test_a_table_with_no_clear_placement_is_refused(table, message):
 
 def test_an_empty_table_is_refused():
     with pytest.raises(ValueError, match="at least one action"):
-        Schedule.from_csv("")
+        Schedule.from_text("")
 
 
 @pytest.mark.parametrize(

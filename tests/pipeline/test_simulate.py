@@ -148,7 +148,7 @@ def test_every_action_pays_the_overhead():
 
 
 def test_split_and_whole_backwards_mixed():
-    schedule = Schedule.from_csv("0F0,0B0\n1F0,1I0,1W0")
+    schedule = Schedule.from_text("0F0 0B0\n1F0 1I0 1W0")
     assert simulate(schedule, Cost(1, 2, 4)).makespan_s == 1 + 1 + 2 + 6
 
 
@@ -159,7 +159,7 @@ def test_wrong_number_of_costs():
 
 def test_a_circular_wait_is_named():
     with pytest.raises(ScheduleError, match="rank 0 waits at 0B0 for 1B0 of rank 1"):
-        simulate(Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), Cost(1, 1))
+        simulate(Schedule.from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), Cost(1, 1))
 
 
 @pytest.mark.parametrize("wrong", [{"forward_s": -1}, {"activation_bytes": -2}])
@@ -247,7 +247,7 @@ def test_peaks_are_those_declared(schedule):
 
 
 def test_memory_counts_each_stage_with_its_own_size():
-    schedule = Schedule.from_csv("0F0,1F0,1B0,0B0")
+    schedule = Schedule.from_text("0F0 1F0 1B0 0B0")
     costs = [Cost(1, activation_bytes=3, resident_bytes=100), Cost(1, activation_bytes=7, resident_bytes=1000)]
     assert simulate(schedule, costs).memory_peaks(costs) == [1110]
     evaluation = forward_only(schedule)

@@ -57,9 +57,9 @@ def test_every_single_change_is_refused(name, microbatches):
 
 
 def test_a_circular_wait_says_who_waits_for_whom():
-    table = Schedule.from_csv("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1")
+    table = Schedule.from_text("0F0 0F1 0B1 0B0\n1F0 1B0 1F1 1B1")
     assert describe_waits(table) == ""
-    table = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")
+    table = Schedule.from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     assert message_of(table).splitlines()[1:] == [
         "these ranks would wait for ever:",
         "rank 0 waits at 0B0 for 1B0 of rank 1",
@@ -72,7 +72,7 @@ def test_a_circular_wait_says_who_waits_for_whom():
 
 
 def test_ranks_outside_of_the_circle_come_after_it():
-    table = Schedule.from_csv("0F0,0B0\n1F0,1B0\n2B0,2F0")
+    table = Schedule.from_text("0F0 0B0\n1F0 1B0\n2B0 2F0")
     waits = [line for line in message_of(table).splitlines() if " waits " in line]
     assert waits == [
         "rank 2 waits at 2B0 for 2F0 later in its own row",
@@ -82,7 +82,7 @@ def test_ranks_outside_of_the_circle_come_after_it():
 
 
 def test_messages_used_in_another_order_than_sent():
-    table = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1")
+    table = Schedule.from_text("0F0 0F1 0B0 0B1\n1F1 1F0 1B0 1B1")
     assert "rank 0 sends 0F0 before 0F1, rank 1 uses them the other way round" in message_of(table)
 
 
@@ -108,21 +108,21 @@ def test_forwards_alone_are_not_the_schedule_of_that_name():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("0F0,0B0\n1F0,1B0,0F1,0B1", "stage 0 on ranks"),
-        ("0F0,0B0,0I0,0W0", "rank 0 runs 0B0 beside its halves"),
-        ("0F0,0I0", "rank 0 lacks 0W0"),
-        ("0F0,0W0", "rank 0 lacks 0I0"),
-        ("0F0,0F1,0B0", "rank 0 lacks 0B1"),
-        ("0F0,0W0,0I0", "rank 0 waits at 0W0 for 0I0 later in its own row"),
+        ("0F0 0B0\n1F0 1B0 0F1 0B1", "stage 0 on ranks"),
+        ("0F0 0B0 0I0 0W0", "rank 0 runs 0B0 beside its halves"),
+        ("0F0 0I0", "rank 0 lacks 0W0"),
+        ("0F0 0W0", "rank 0 lacks 0I0"),
+        ("0F0 0F1 0B0", "rank 0 lacks 0B1"),
+        ("0F0 0W0 0I0", "rank 0 waits at 0W0 for 0I0 later in its own row"),
     ],
 )
 def test_tables_of_ones_own(table, message):
     with pytest.raises(ValueError, match=message):
-        validate(Schedule.from_csv(table))
+        validate(Schedule.from_text(table))
 
 
 def test_split_and_whole_backwards_may_be_neighbours():
-    validate(Schedule.from_csv("0F0,0F1,0B0,0I1,0W1\n1F0,1I0,1F1,1B1,1W0"))
+    validate(Schedule.from_text("0F0 0F1 0B0 0I1 0W1\n1F0 1I0 1F1 1B1 1W0"))
 
 
 def test_an_action_on_the_wrong_rank_or_out_of_range():

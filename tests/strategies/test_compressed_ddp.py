@@ -73,7 +73,7 @@ def test_auto_that_stays_dense_is_ddp(group):
     fit(expected, DDPStrategy(**TWO_BUCKETS), group)
     auto = Auto(min_gain=0.999999, steps=1)
     trainer = fit(module, CompressedDDPStrategy(auto, **TWO_BUCKETS), group)
-    assert auto.plain
+    assert auto.is_plain
     assert auto.step == trainer.global_step == 8
     assert_equal(module, expected)
 

@@ -11,8 +11,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from lightning_parallel import CompressedFSDPStrategy, PowerSGD, Quantize, TopK, comm
 from lightning_parallel.compression import Auto, Cast, Dense, compress_fsdp
-from lightning_parallel.compression.hooks_fsdp1 import _rows
-from lightning_parallel.compression.sharded import plain_name
+from lightning_parallel.compression.fsdp import _rows, plain_name
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_compressed_ddp import COMPRESSORS, SMALL, fit

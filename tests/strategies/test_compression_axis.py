@@ -152,7 +152,9 @@ class Tied(LightningModule):
 def test_homes_of_a_tied_parameter_stay_equal(group):
     """Rounded at random, the two would get different means of equal gradients."""
     compression = Quantize(4, stochastic=True, feedback=None, min_numel=1)
-    strategy = HybridParallelStrategy(2, 2, compression=compression, num_microbatches=2, balance="uniform")
+    strategy = HybridParallelStrategy(
+        data_parallel_size=2, pipeline_parallel_size=2, compression=compression, num_microbatches=2, balance="uniform"
+    )
     module, generator = Tied(), torch.Generator().manual_seed(group.rank // 2)
     batches = [torch.randint(8, (4, 6), generator=generator) for _ in range(4)]
     trainer_for(strategy, 4, use_distributed_sampler=False).fit(module, DataLoader(batches, batch_size=None))
@@ -171,10 +173,12 @@ def test_residuals_do_not_carry_the_loss_scale(group):
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
             plugin = MixedPrecision("16-mixed", "cpu", scaler)
             plugin.forward_context = _nothing  # whole precision: only the scale differs
-        strategy = TensorParallelStrategy(1, compression=compression, precision_plugin=plugin)
+        strategy = TensorParallelStrategy(tensor_parallel_size=1, compression=compression, precision_plugin=plugin)
         data = loader(2, group.rank, dtype=torch.float32)
         trainer_for(strategy, 2).fit(module, data)
-        trainer_for(TensorParallelStrategy(1, compression=compression), 2).fit(module, data)  # goes on without a scaler
+        trainer_for(TensorParallelStrategy(tensor_parallel_size=1, compression=compression), 2).fit(
+            module, data
+        )  # goes on without a scaler
         return _weights(module), {n: t.clone() for n, t in compression.state_dict()["residual"].items()}
 
     torch.testing.assert_close(final(True), final(False), rtol=1e-6, atol=1e-7)

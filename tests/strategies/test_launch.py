@@ -32,7 +32,9 @@ class Project(LightningModule):
 if __name__ == "__main__":
     torch.manual_seed(1)
     method = sys.argv[1]
-    strategy = "tensor_parallel" if method == "name" else TensorParallelStrategy(2, start_method=method)
+    strategy = "tensor_parallel"
+    if method != "name":
+        strategy = TensorParallelStrategy(tensor_parallel_size=2, start_method=method)
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False,
                       enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     data = TensorDataset(torch.randn(32, 8), torch.randint(3, (32,)))

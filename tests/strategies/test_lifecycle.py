@@ -80,7 +80,7 @@ def test_fit_validate_test_predict_and_fit_again(group):
             again = trainer_for(max_epochs=1)
             again.fit(expected, loader())
         else:
-            again = trainer_for(TensorParallelStrategy(2), 4, max_epochs=1)
+            again = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 4, max_epochs=1)
             again.fit(module, loader(2, replica))
     _assert_state(again, expected)
 
@@ -221,7 +221,7 @@ def test_metrics_count_every_sample_once():
 def test_the_data_follow_the_replica(group):
     seed_everything(1, workers=True, verbose=False)
     module = Net().double()
-    trainer = trainer_for(TensorParallelStrategy(2), 4, max_epochs=1)
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 4, max_epochs=1)
     trainer.fit(module, DataLoader(Samples(), batch_size=4, shuffle=True))
     os.environ.pop("PL_SEED_WORKERS"), os.environ.pop("PL_GLOBAL_SEED")
     sampler = trainer.train_dataloader.sampler
@@ -262,7 +262,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(group):
 
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
     module = Overflow()
-    strategy = TensorParallelStrategy(2, precision_plugin=plugin)
+    strategy = TensorParallelStrategy(tensor_parallel_size=2, precision_plugin=plugin)
     trainer = trainer_for(strategy, 2, max_epochs=1)
     trainer.fit(module, loader(dtype=torch.float32))
     assert all(parameter.isfinite().all() for parameter in module.parameters())
@@ -273,7 +273,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(group):
 @distributed(world_size=2)
 def test_one_replica_reads_what_one_process_reads(group, shuffle):
     losses = []
-    for devices, strategy in ((1, "auto"), (2, TensorParallelStrategy(2))):
+    for devices, strategy in ((1, "auto"), (2, TensorParallelStrategy(tensor_parallel_size=2))):
         os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(devices))
         module = Net().double()
         seed_everything(11, verbose=False)
@@ -302,7 +302,10 @@ def test_running_statistics_are_those_of_ddp(group):
         return module
 
     ours, peer = build(), build()
-    for module, strategy in ((ours, TensorParallelStrategy(1, 2)), (peer, DDPStrategy())):
+    for module, strategy in (
+        (ours, TensorParallelStrategy(tensor_parallel_size=1, data_parallel_size=2)),
+        (peer, DDPStrategy()),
+    ):
         os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
         trainer_for(strategy, 2).fit(module, loader(2, group.rank), loader(2, group.rank))
     for (name, mine), theirs in zip(ours.state_dict().items(), peer.state_dict().values()):

@@ -153,7 +153,7 @@ def test_schedules(schedule):
     options = {"max_epochs": 1, "accumulate_grad_batches": 2}
     expected, expected_trainer = on_one_process(**options)
     module = Deep()
-    strategy = PipelineParallelStrategy(2, schedule=schedule)
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, schedule=schedule)
     assert_same(fit(module, strategy, 2, **options), module, expected_trainer, expected)
 
 
@@ -173,7 +173,7 @@ def test_validate_test_and_predict(group):
     oracle = one.validate(expected, data, verbose=False), one.test(expected, data, verbose=False)
     predicted = one.predict(expected, data)
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
-    many = trainer_for(PipelineParallelStrategy(2, num_microbatches=2), 2)
+    many = trainer_for(PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2), 2)
     found = many.validate(module, data, verbose=False), many.test(module, data, verbose=False)
     for mine, theirs in zip(found, oracle):
         assert mine[0] == pytest.approx(theirs[0], rel=1e-6)

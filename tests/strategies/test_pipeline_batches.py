@@ -116,7 +116,9 @@ def train(make, unpack, strategy, devices):
 def test_batches_of_any_structure():
     for kind, (make, unpack) in KINDS.items():
         expected, reference = train(make, unpack, "auto", 1)
-        module, trainer = train(make, unpack, PipelineParallelStrategy(2, num_microbatches=4, balance="uniform"), 2)
+        module, trainer = train(
+            make, unpack, PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4, balance="uniform"), 2
+        )
         torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
         full = trainer.strategy.lightning_module_state_dict()
         if trainer.is_global_zero:
@@ -138,7 +140,7 @@ def test_batches_that_cannot_be_split(message):
         return {"x": x, "y": y, "grid": REFUSED[message]}
 
     with pytest.raises(ValueError, match=message):
-        train(make, lambda b: (b["x"], b["y"]), PipelineParallelStrategy(2), 2)
+        train(make, lambda b: (b["x"], b["y"]), PipelineParallelStrategy(pipeline_parallel_size=2), 2)
 
 
 @distributed(world_size=2)
@@ -154,7 +156,9 @@ def test_a_split_of_ones_own():
         return batch["x"] * batch["scale"][0], batch["y"]
 
     expected, _ = train(make, unpack, "auto", 1)
-    strategy = PipelineParallelStrategy(2, num_microbatches=4, split=split, weigh=lambda batch: len(batch["x"]))
+    strategy = PipelineParallelStrategy(
+        pipeline_parallel_size=2, num_microbatches=4, split_batch=split, microbatch_weight=lambda batch: len(batch["x"])
+    )
     module, _ = train(make, unpack, strategy, 2)
     torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
 
@@ -163,7 +167,7 @@ def test_a_split_of_ones_own():
 def test_each_rank_holds_its_stage_only(group):
     make, unpack = KINDS["list"]
     expected, _ = train(make, unpack, "auto", 1)
-    module, trainer = train(make, unpack, PipelineParallelStrategy(2, balance=[3, 1]), 2)
+    module, trainer = train(make, unpack, PipelineParallelStrategy(pipeline_parallel_size=2, balance=[3, 1]), 2)
     whole = {name: parameter.nbytes for name, parameter in expected.named_parameters()}
     first = sum(size for name, size in whole.items() if name.startswith(("layers.0", "layers.1", "layers.2")))
     mine = sum(whole.values()) - first if group.rank else first

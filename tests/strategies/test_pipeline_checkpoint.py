@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, comm
@@ -97,6 +98,73 @@ def test_the_file_is_that_of_one_process(group):
     (found,), (mine,) = checkpoint["optimizer_states"], [one.optimizers[0].state_dict()]
     assert [entry["params"] for entry in found["param_groups"]] == [entry["params"] for entry in mine["param_groups"]]
     for index, entry in mine["state"].items():
+        torch.testing.assert_close(found["state"][index]["momentum_buffer"], entry["momentum_buffer"])
+
+
+class Ordered(Deep):
+    """Its optimizer has the parameters in an order of its own, as parts that are trained at different rates do."""
+
+    def __init__(self, kind="sgd", is_named=False):
+        super().__init__()
+        self.kind, self.is_named = kind, is_named
+
+    def configure_optimizers(self):
+        modules = [self.head, self.blocks[3], self.embed, *self.blocks[:3]]
+        assert len(list(self.blocks[1].parameters())) == 6, "the module is shown whole on every stage"
+        if self.is_named:
+            modules = [list(self.named_parameters())[::-1]]
+            return torch.optim.SGD(modules[0], lr=0.1, momentum=0.9)
+        groups = [{"params": [p for m in part for p in m.parameters()]} for part in (modules[:3], modules[3:])]
+        groups[1]["params"].insert(1, groups[0]["params"].pop(0))
+        if self.kind == "adagrad":
+            return torch.optim.Adagrad(groups, lr=0.01)
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(("kind", "is_named"), [("sgd", False), ("sgd", True), ("adagrad", False)])
+@distributed(world_size=2)
+def test_optimizers_keep_their_own_order(group, kind, is_named):
+    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "ordered.ckpt"
+    sizes = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    trainer = fit(Ordered(kind, is_named), HybridParallelStrategy(**sizes), 2, max_epochs=1)
+    trainer.save_checkpoint(path)
+    assert all(not parameter.is_meta for g in trainer.optimizers[0].param_groups for parameter in g["params"])
+    comm.barrier(group)
+    (found,) = torch.load(path, weights_only=False)["optimizer_states"]
+    one = fit(Ordered(kind, is_named), "auto", 1, max_epochs=1).optimizers[0].state_dict()
+    assert found["param_groups"] == one["param_groups"]
+    assert found["state"].keys() == one["state"].keys()
+    for index, entry in one["state"].items():
+        for name, value in entry.items():
+            torch.testing.assert_close(found["state"][index][name], value, msg=f"{index} {name}")
+    expected = fit(Ordered(kind, is_named), "auto", 1).callback_metrics["train_loss"]
+    resumed = fit(Ordered(kind, is_named), HybridParallelStrategy(**sizes), 2, ckpt_path=path)
+    torch.testing.assert_close(resumed.callback_metrics["train_loss"], expected, rtol=1e-6, atol=1e-7)
+    held = {id(parameter) for parameter in resumed.lightning_module.parameters()}
+    assert {id(p) for g in resumed.optimizers[0].param_groups for p in g["params"]} == held
+
+
+@distributed(world_size=2)
+def test_a_group_that_is_added_later_is_in_the_order_of_the_model(group):
+    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "added.ckpt"
+
+    class Thaw(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if not trainer.current_epoch:
+                rest = [p for name, p in pl_module.named_parameters() if name.startswith(("embed", "head"))]
+                trainer.optimizers[0].add_param_group({"params": rest})
+
+    class Partial(Deep):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.blocks.parameters(), lr=0.1, momentum=0.9)
+
+    strategy = HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=2)
+    fit(Partial(), strategy, 2, max_epochs=1, callbacks=[Thaw()]).save_checkpoint(path)
+    comm.barrier(group)
+    (found,) = torch.load(path, weights_only=False)["optimizer_states"]
+    one = fit(Partial(), "auto", 1, max_epochs=1, callbacks=[Thaw()]).optimizers[0].state_dict()
+    assert found["param_groups"] == one["param_groups"]
+    for index, entry in one["state"].items():
         torch.testing.assert_close(found["state"][index]["momentum_buffer"], entry["momentum_buffer"])
 
 

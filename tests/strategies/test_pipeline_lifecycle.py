@@ -24,7 +24,9 @@ from tests.strategies.test_pipeline import Deep, assert_same, fit
 def test_all_three_axes_with_a_clip_norm():
     expected, module = Deep(), Deep()
     expected_trainer = fit(expected, "auto", 1, gradient_clip_val=0.3, max_epochs=1)
-    strategy = HybridParallelStrategy(2, 2, 2, num_microbatches=2)
+    strategy = HybridParallelStrategy(
+        data_parallel_size=2, pipeline_parallel_size=2, tensor_parallel_size=2, num_microbatches=2
+    )
     assert_same(fit(module, strategy, 8, 2, gradient_clip_val=0.3, max_epochs=1), module, expected_trainer, expected)
 
 
@@ -42,7 +44,12 @@ class Clipping(Deep):
 def test_torch_clip_grad_norm_sees_the_whole_model(norm_type):
     expected, module = Clipping(norm_type), Clipping(norm_type)
     expected_trainer = fit(expected, "auto", 1, max_epochs=1)
-    trainer = fit(module, HybridParallelStrategy(1, 2, 2), 4, max_epochs=1)
+    trainer = fit(
+        module,
+        HybridParallelStrategy(data_parallel_size=1, pipeline_parallel_size=2, tensor_parallel_size=2),
+        4,
+        max_epochs=1,
+    )
     torch.testing.assert_close(torch.stack(module.norms), torch.stack(expected.norms), rtol=1e-10, atol=0)
     assert_same(trainer, module, expected_trainer, expected)
 
@@ -66,7 +73,12 @@ def test_precisions(precision):
     modules = [Cast().to(dtype) for _ in range(2)]
     options = {"precision": precision, "gradient_clip_val": 0.5, "limit_val_batches": 0, "max_epochs": 1}
     fit(modules[0], "auto", 1, **options)
-    trainer = fit(modules[1], HybridParallelStrategy(1, 2, 2), 4, **options)
+    trainer = fit(
+        modules[1],
+        HybridParallelStrategy(data_parallel_size=1, pipeline_parallel_size=2, tensor_parallel_size=2),
+        4,
+        **options,
+    )
     full = trainer.strategy.lightning_module_state_dict()
     for name, tensor in modules[0].state_dict().items() if trainer.global_rank == 0 else ():
         torch.testing.assert_close(full[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
@@ -99,7 +111,7 @@ def test_a_gradient_scaler_is_exact_and_skips_on_all_ranks(group, overflows_on):
         plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
         plugin.autocast_context_manager = lambda: torch.autocast("cpu", enabled=False)
         module = HalfPrecision(overflows_on)
-        strategy = "auto" if devices == 1 else PipelineParallelStrategy(2)
+        strategy = "auto" if devices == 1 else PipelineParallelStrategy(pipeline_parallel_size=2)
         os.environ.update(LOCAL_RANK=str(group.rank * (devices > 1)), NODE_RANK="0", WORLD_SIZE=str(devices))
         module.overflows_on = 0 if devices == 1 and overflows_on is not None else overflows_on
         options = {"max_epochs": 1, "gradient_clip_val": 0.5, "plugins": [plugin], "limit_val_batches": 0}
@@ -133,7 +145,7 @@ def test_monitors_and_schedulers_agree(group):
     best = ModelCheckpoint(folder, monitor="watched", filename="{epoch}")
     stop = EarlyStopping("watched", patience=1, min_delta=0.5)
     module = Watched()
-    strategy = PipelineParallelStrategy(2, 2)
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, data_parallel_size=2)
     trainer = fit(module, strategy, 4, 2, max_epochs=8, callbacks=[best, stop], enable_checkpointing=True)
     facts = (trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"], best.best_model_path)
     assert len(set(comm.all_gather_object(facts, group))) == 1
@@ -156,7 +168,7 @@ def test_monitors_and_schedulers_agree(group):
 def test_options_of_the_trainer(options):
     expected, module = Deep(), Deep()
     expected_trainer = fit(expected, "auto", 1, **options)
-    trainer = fit(module, PipelineParallelStrategy(2, num_microbatches=4), 2, **options)
+    trainer = fit(module, PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4), 2, **options)
     assert trainer.global_step == expected_trainer.global_step
     assert_same(trainer, module, expected_trainer, expected)
     assert module.hooks == expected.hooks
@@ -183,7 +195,7 @@ def test_a_model_made_late_on_meta_with_frozen_and_unused_parameters():
             self.unused = nn.Linear(3, 3, dtype=torch.float64)
             self.parts = []
 
-    trainer = fit(Late(), PipelineParallelStrategy(2), 2, max_epochs=1)
+    trainer = fit(Late(), PipelineParallelStrategy(pipeline_parallel_size=2), 2, max_epochs=1)
     module = trainer.lightning_module
     assert not any(parameter.is_meta for parameter in module.parameters())
     full = trainer.strategy.lightning_module_state_dict()
@@ -215,7 +227,9 @@ class Tokens(Deep):
 def test_microbatches_weighted_by_tokens():
     expected, module = Tokens(), Tokens()
     expected_trainer = fit(expected, "auto", 1)
-    strategy = PipelineParallelStrategy(2, num_microbatches=2, weigh=lambda batch: int((batch[1] > 1).sum()))
+    strategy = PipelineParallelStrategy(
+        pipeline_parallel_size=2, num_microbatches=2, microbatch_weight=lambda batch: int((batch[1] > 1).sum())
+    )
     assert_same(fit(module, strategy, 2), module, expected_trainer, expected)
 
 
@@ -237,7 +251,7 @@ def test_smaller_last_batches_and_lengths_that_change(group):
         for samples, length in ((8, 3), (7, 5), (3, 5), (8, 2), (1, 4))
     ]
     results = []
-    for devices, strategy in ((1, "auto"), (2, PipelineParallelStrategy(2, num_microbatches=4))):
+    for devices, strategy in ((1, "auto"), (2, PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4))):
         os.environ.update(LOCAL_RANK=str(group.rank * (devices > 1)), NODE_RANK="0", WORLD_SIZE=str(devices))
         module = Varying()
         trainer = trainer_for(strategy, devices)
@@ -250,7 +264,7 @@ def test_smaller_last_batches_and_lengths_that_change(group):
 def test_the_data_follow_the_replica(group):
     seed_everything(1, workers=True, verbose=False)
     module = Deep()
-    trainer = trainer_for(PipelineParallelStrategy(2, 2), 4, max_epochs=1)
+    trainer = trainer_for(PipelineParallelStrategy(pipeline_parallel_size=2, data_parallel_size=2), 4, max_epochs=1)
     trainer.fit(module, DataLoader(Samples(), batch_size=4, shuffle=True))
     os.environ.pop("PL_SEED_WORKERS"), os.environ.pop("PL_GLOBAL_SEED")
     sampler = trainer.train_dataloader.sampler
@@ -271,7 +285,9 @@ def test_shuffled_data_and_dropout_are_seeded_alike_on_all_stages(group):
     for _ in range(2):
         seed_everything(11, verbose=False)
         module = Dropping()
-        trainer_for(PipelineParallelStrategy(2), 2).fit(module, DataLoader(Samples(), batch_size=8, shuffle=True))
+        trainer_for(PipelineParallelStrategy(pipeline_parallel_size=2), 2).fit(
+            module, DataLoader(Samples(), batch_size=8, shuffle=True)
+        )
         losses.append(torch.stack(module.losses))
     assert torch.equal(*losses)
     assert len(set(comm.all_gather_object(losses[0].sum().item(), group))) == 1
@@ -280,7 +296,12 @@ def test_shuffled_data_and_dropout_are_seeded_alike_on_all_stages(group):
 @distributed(world_size=4)
 def test_compression_between_replicas_of_a_pipeline(group):
     module = Deep()
-    fit(module, PipelineParallelStrategy(2, 2, compression=PowerSGD(rank=2)), 4, 2)
+    fit(
+        module,
+        PipelineParallelStrategy(pipeline_parallel_size=2, data_parallel_size=2, compression=PowerSGD(rank=2)),
+        4,
+        2,
+    )
     values = comm.all_gather_object([parameter.sum().item() for parameter in module.parameters()], group)
     assert values[0] == values[2]
     assert values[1] == values[3]
@@ -290,7 +311,7 @@ def test_compression_between_replicas_of_a_pipeline(group):
 def test_a_rank_holds_its_stage_and_nothing_else():
     module = Deep(blocks=8)
     bytes_of = {name: parameter.numel() * 8 for name, parameter in module.named_parameters()}
-    trainer = fit(module, PipelineParallelStrategy(4, balance="uniform"), 4, max_epochs=1)
+    trainer = fit(module, PipelineParallelStrategy(pipeline_parallel_size=4, balance="uniform"), 4, max_epochs=1)
     stage = trainer.strategy.engine.stages[0]
     prefixes = [f"blocks.{2 * stage}.", f"blocks.{2 * stage + 1}.", *(["embed."] * (stage == 0))]
     prefixes += ["head."] * (stage == 3)
@@ -308,8 +329,8 @@ def test_fit_again_and_on_other_data():
     expected, module = Deep(), Deep()
     fit(expected, "auto", 1, max_epochs=1)
     expected_trainer = fit(expected, "auto", 1, max_epochs=1)
-    fit(module, PipelineParallelStrategy(2), 2, max_epochs=1)
-    trainer = fit(module, PipelineParallelStrategy(2), 2, max_epochs=1)
+    fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2, max_epochs=1)
+    trainer = fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2, max_epochs=1)
     assert_same(trainer, module, expected_trainer, expected)
     data = TensorDataset(Samples().x[:5], Samples().y[:5])
     trainer.validate(module, DataLoader(data, 5), verbose=False)
@@ -326,7 +347,7 @@ def test_a_penalty_on_all_parameters_counts_all_of_them():
     expected_trainer = fit(expected, "auto", 1, max_epochs=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = fit(module, PipelineParallelStrategy(2), 2, max_epochs=1)
+        trainer = fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2, max_epochs=1)
     if trainer.global_rank == 0:
         assert any("parameters are on several stages" in str(warning.message) for warning in caught)
     assert_same(trainer, module, expected_trainer, expected)
@@ -341,4 +362,9 @@ def test_compiled_layers():
 
     expected, module = build(), build()
     expected_trainer = fit(expected, "auto", 1, max_epochs=1)
-    assert_same(fit(module, PipelineParallelStrategy(2), 2, max_epochs=1), module, expected_trainer, expected)
+    assert_same(
+        fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2, max_epochs=1),
+        module,
+        expected_trainer,
+        expected,
+    )

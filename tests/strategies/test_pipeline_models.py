@@ -154,7 +154,7 @@ REFUSED = {
 @distributed(world_size=2)
 def test_models_that_are_refused(name):
     with pytest.raises(ValueError, match=f"(?s){REFUSED[name]}"):
-        train(name, PipelineParallelStrategy(2, num_microbatches=2, balance="uniform"), 2)
+        train(name, PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, balance="uniform"), 2)
 
 
 @functools.lru_cache(maxsize=1)  # on all ranks alike, for one layout after the other

@@ -61,7 +61,7 @@ class LossOfNothing(Deep):
 @distributed(world_size=2)
 def test_modules(kind, error, message):
     with pytest.raises(error, match=f"(?s){message}"):
-        fit(kind(), PipelineParallelStrategy(2), 2)
+        fit(kind(), PipelineParallelStrategy(pipeline_parallel_size=2), 2)
 
 
 @distributed(world_size=2)
@@ -69,25 +69,25 @@ def test_a_module_compiled_as_a_whole():
     module = Deep()
     module.compile()
     with pytest.raises(ValueError, match="compiled as a whole.*compile its layers"):
-        fit(module, PipelineParallelStrategy(2), 2)
+        fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2)
 
 
 @distributed(world_size=4)
 def test_fewer_layers_than_stages():
     with pytest.raises(ValueError, match=r"(?s)3.*4"):
-        fit(Deep(blocks=3), PipelineParallelStrategy(4), 4)
+        fit(Deep(blocks=3), PipelineParallelStrategy(pipeline_parallel_size=4), 4)
 
 
 @distributed(world_size=2)
 def test_a_balance_that_does_not_add_up():
     with pytest.raises(ValueError, match=r"4 in all, got .3, 3."):
-        fit(Deep(), PipelineParallelStrategy(2, balance=[3, 3]), 2)
+        fit(Deep(), PipelineParallelStrategy(pipeline_parallel_size=2, balance=[3, 3]), 2)
 
 
 @distributed(world_size=4)
 @pytest.mark.parametrize("sizes", [(3, 1), (2, 3), (8, "auto")])
 def test_sizes_that_do_not_multiply_to_the_world(sizes):
-    trainer = trainer_for(PipelineParallelStrategy(*sizes), 4)
+    trainer = trainer_for(PipelineParallelStrategy(pipeline_parallel_size=sizes[0], data_parallel_size=sizes[1]), 4)
     with pytest.raises(ValueError, match=r"multiply to the number of processes.*4 processes"):
         trainer.fit(Deep(), loader())
 
@@ -110,7 +110,7 @@ def test_a_batch_without_a_sample_dimension(group):
             return F.cross_entropy(self(batch["x"]), batch["y"])
 
     x, y = torch.randn(8, 12, dtype=torch.float64), torch.randint(5, (6,))
-    trainer = trainer_for(PipelineParallelStrategy(2), 2)
+    trainer = trainer_for(PipelineParallelStrategy(pipeline_parallel_size=2), 2)
     with pytest.raises(ValueError, match=r"'?y'?.*6|8.*6"):
         trainer.fit(Odd(), torch.utils.data.DataLoader([{"x": x, "y": y}], batch_size=None))
 
@@ -124,7 +124,7 @@ def test_batch_norm_is_warned_about():
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(Normed(), PipelineParallelStrategy(2), 2, max_epochs=1)
+        fit(Normed(), PipelineParallelStrategy(pipeline_parallel_size=2), 2, max_epochs=1)
     assert any("batch normalisation" in str(warning.message) for warning in caught)
 
 
@@ -138,7 +138,7 @@ class CannotBeJoined(Deep):
 @distributed(world_size=2)
 def test_what_cannot_be_sent_to_the_other_stages_fails_on_all():
     with pytest.raises(Exception, match="(?i)pickle|lambda"):
-        fit(CannotBeJoined(), PipelineParallelStrategy(2), 2)
+        fit(CannotBeJoined(), PipelineParallelStrategy(pipeline_parallel_size=2), 2)
 
 
 class Leaving(Deep):
@@ -157,7 +157,7 @@ class Leaving(Deep):
 
 
 def _lose_a_rank(leaves):
-    strategy = PipelineParallelStrategy(3, num_microbatches=4, timeout=timedelta(seconds=2))
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=3, num_microbatches=4, timeout=timedelta(seconds=2))
     fit(Leaving(leaves), strategy, 3, num_sanity_val_steps=0)
 
 

@@ -13,7 +13,7 @@ from tests.strategies.models import Net, fit_parallel, loader, trainer_for
 @pytest.mark.parametrize("sizes", [(3, 1), (2, 3), (8, "auto"), (2, 1)])
 @distributed(world_size=4)
 def test_sizes_that_do_not_multiply_to_the_world(sizes):
-    trainer = trainer_for(TensorParallelStrategy(*sizes), 4)
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=sizes[0], data_parallel_size=sizes[1]), 4)
     with pytest.raises(ValueError, match=r"multiply to the number of processes.*4 processes"):
         trainer.fit(Net(), loader())
 
@@ -34,7 +34,7 @@ def test_a_plan_for_a_missing_module():
 
 @distributed(world_size=2)
 def test_peers_of_one_replica_with_different_batches(group):
-    trainer = trainer_for(TensorParallelStrategy(2), 2)
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2)
     with pytest.raises(ValueError, match="must get the same batch.*rank 1 differs"):
         trainer.fit(Net().double(), loader(2, group.rank))
 
@@ -125,12 +125,12 @@ def test_ranks_that_train_differently(group):
 @pytest.mark.parametrize("plan", [None, "colum", ["net.0"], {"net.0": 3}, {0: "column"}])
 def test_plans_of_a_wrong_form(plan):
     with pytest.raises(TypeError, match="`plan` must"):
-        TensorParallelStrategy(2, plan=plan)
+        TensorParallelStrategy(tensor_parallel_size=2, plan=plan)
 
 
 def test_a_reducer_of_a_wrong_form():
     with pytest.raises(TypeError, match="`compression` must be a compressor"):
-        TensorParallelStrategy(2, compression="powersgd")
+        TensorParallelStrategy(tensor_parallel_size=2, compression="powersgd")
 
 
 @distributed(world_size=2)

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from lightning_parallel.tensor.attention import guard_fast_path
-from lightning_parallel.tensor.rng import connect
+from lightning_parallel.tensor.random import connect_random_regions
 from lightning_parallel.tensor.sharding import reduce_partial_
 
 
@@ -20,7 +20,7 @@ def divide(model, styles, group):
     for name, style in styles.items():
         style.apply(model.get_submodule(name), group)
     guard_fast_path(model)
-    connect(model, group)
+    connect_random_regions(model, group)
     return rules, partial
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_parallel import comm
 from lightning_parallel.tensor.attention import Attention, ParallelAttention, ParallelEncoderLayer, TransformerLayer
 from lightning_parallel.tensor.layers import Column, Row
-from tests.harness import distributed, run
+from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import check, divide, same_by_name
 
 WORLDS = pytest.mark.parametrize("world", [2, 3, 4])
@@ -101,7 +100,7 @@ def test_the_fused_encoder_does_not_read_shards(group, divided):
     x = torch.randn(3, 5, 8)
     padding = torch.arange(5) >= torch.tensor([[5], [3], [2]])
     for mask in (None, padding):
-        with torch.no_grad(), comm.record() as records:
+        with torch.no_grad(), recorded_communication() as records:
             y = model(x, src_key_padding_mask=mask)
         assert len(records) == (4 if divided == "layer" else 2)
         with torch.inference_mode():
@@ -115,10 +114,10 @@ def test_collective_counts(group):
     Attention().apply(attention, group)
     x, memory = (torch.randn(5, 2, 8, requires_grad=True) for _ in range(2))
     for inputs, backward in (((x, x, x), 1), ((x, memory, memory), 2)):
-        with comm.record() as records:
+        with recorded_communication() as records:
             y, _ = attention(*inputs, need_weights=False)
         assert [record.op for record in records] == ["all_reduce"]
-        with comm.record() as records:
+        with recorded_communication() as records:
             y.sum().backward()
         assert [record.op for record in records] == ["all_reduce"] * backward
 

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.tensor.collectives import (
+from lightning_parallel.tensor.autograd import (
     all_gather_to_group,
     copy_to_group,
     gather_from_group,
@@ -21,8 +20,8 @@ from lightning_parallel.tensor.collectives import (
     scatter_to_group,
 )
 from lightning_parallel.tensor.layers import Column, ColumnLinear, Replicate, Row, RowLinear, Vocab, VocabEmbedding
-from lightning_parallel.tensor.sharding import Part, Shard, balanced
-from tests.harness import distributed, run
+from lightning_parallel.tensor.sharding import Shard, ShardPart, balanced
+from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import check, divide, finish_gradients, same_by_name
 
 WORLDS = pytest.mark.parametrize("world", [2, 3, 4])
@@ -112,7 +111,7 @@ def test_grouped_queries_and_norms_of_local_heads(world):
 
 def grouped(group):
     heads, keys, size = 4, 2, 4
-    parts = (Part.queries(heads, size, keys), Part.keys(keys, size), Part.keys(keys, size))
+    parts = (ShardPart.queries(heads, size, keys), ShardPart.keys(keys, size), ShardPart.keys(keys, size))
     styles = {"qkv": Column(parts=parts), "norm": Replicate(partial_gradient=True), "out": Row(parts=parts[:1])}
 
     def adapt(model):  # what a model that keeps sizes instead of asking its tensors needs
@@ -208,7 +207,7 @@ def test_what_cannot_be_divided_is_refused():
     refused = [
         (Column(unit=4), nn.Linear(6, 12), ValueError, r"3 heads \(units of 4 features\) cannot .* 4 ranks"),
         (Column(parts=(4, 4)), nn.Linear(6, 12), ValueError, "make 8 features, but the layer has 12"),
-        (Row(parts=(Part.keys(2, 2),)), nn.Linear(4, 4), ValueError, "cannot be shared between ranks"),
+        (Row(parts=(ShardPart.keys(2, 2),)), nn.Linear(4, 4), ValueError, "cannot be shared between ranks"),
         (Vocab(), nn.Embedding(8, 2, max_norm=1.0), ValueError, "cannot have `max_norm`"),
         (Vocab(), nn.Linear(8, 2), TypeError, "`Vocab` applies to `nn.Embedding`, found `torch.nn"),
     ]
@@ -216,14 +215,14 @@ def test_what_cannot_be_divided_is_refused():
         with pytest.raises(error, match=message):
             style.apply(module, group)
     with pytest.raises(ValueError, match="gather_output"):
-        Column(gather_output=True, parts=(Part.keys(2, 2),))
+        Column(gather_output=True, parts=(ShardPart.keys(2, 2),))
 
 
 # ----------------------------------------------------------------------------------------------------- communication
 
 
 def counted(function):
-    with comm.record() as records:
+    with recorded_communication() as records:
         function()
     return [record.op for record in records]
 
@@ -281,7 +280,7 @@ def test_the_weight_gradient_is_computed_while_the_reduction_runs(group):
     computed = []
     layer.weight.register_hook(lambda _: computed.append(time.perf_counter_ns()))
     y = layer(torch.randn(3, 6, requires_grad=True)).sum()
-    with comm.record() as records:
+    with recorded_communication() as records:
         y.backward()
         collected = time.perf_counter_ns()
     assert records[0].start_ns < computed[0] < collected
@@ -466,13 +465,13 @@ def sequence(group, dim):
         tokens = torch.randint(9, (length, 3) if dim == 0 else (3, length))
         for m in (model, whole):
             m.zero_grad()
-        with comm.record() as records:
+        with recorded_communication() as records:
             y = model(tokens)
         assert [record.op for record in records] == ["reduce_scatter", "all_gather", "reduce_scatter"]
         sizes = balanced(length, group.size)
         expected = whole(tokens)
         torch.testing.assert_close(y, expected.split(sizes, dim)[group.rank])
-        with comm.record() as records:
+        with recorded_communication() as records:
             y.pow(2).sum().backward()
         assert [record.op for record in records] == ["all_gather", "reduce_scatter", "all_gather"]
         expected.pow(2).sum().backward()

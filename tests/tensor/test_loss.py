@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.loss import cross_entropy
 from lightning_parallel.tensor.sharding import Shard
-from tests.harness import distributed, run
+from tests.harness import distributed, recorded_communication, run
 
 
 def compare(group, logits, target, classes, dim=-1, atol=1e-12, **options):
@@ -67,7 +66,7 @@ def test_large_and_masked_logits_are_stable(group):
 def test_small_messages_only(group):
     rule = Shard.even(-1, 64, 2)
     logits = torch.randn(5, 32, requires_grad=True)
-    with comm.record() as records:
+    with recorded_communication() as records:
         cross_entropy(logits, torch.randint(64, (5,)), rule, group, label_smoothing=0.1).backward()
     assert [(record.op, record.bytes) for record in records] == [("all_reduce", 20), ("all_reduce", 60)]
 
@@ -92,7 +91,7 @@ def test_one_rank():
         ({"target": torch.rand(3, 5)}, ValueError, "class probabilities"),
         ({"target": torch.tensor([1, 2])}, ValueError, r"2,\) targets by 5 classes, found shape \(3, 5\)"),
         ({"target": torch.tensor([1, 2, 5])}, IndexError, r"targets must be in \[0, 5\) or -100"),
-        ({"rule": Shard.even(0, 10, 2)}, ValueError, "each of the 1 ranks one piece"),
+        ({"rule": Shard.even(0, 10, 2)}, ValueError, "each of the 1 ranks one range"),
     ],
 )
 def test_errors(change, error, message):

@@ -9,9 +9,9 @@ from torch import nn
 
 from lightning_parallel import comm
 from lightning_parallel.tensor.layers import Column, Replicate, Row
-from lightning_parallel.tensor.sequence import along_sequence, divide_sequence
-from lightning_parallel.tensor.sharding import Part
-from tests.harness import distributed, run
+from lightning_parallel.tensor.sequence import divide_sequence, sequence_parallel_styles
+from lightning_parallel.tensor.sharding import ShardPart
+from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import divide, finish_gradients, same_by_name
 
 
@@ -42,7 +42,7 @@ class Model(nn.Module):
         return self.head(self.blocks(self.embedding(tokens)))
 
 
-HEADS = (Part(12, 3),)
+HEADS = (ShardPart(12, 3),)
 STYLES = {"qkv": Column(parts=HEADS * 3), "out": Row(parts=HEADS), "up": Column(), "down": Row()}
 
 
@@ -52,7 +52,9 @@ def build(group, p=0.0):
     whole = copy.deepcopy(model)
     styles = {}
     for i, block in enumerate(model.blocks):
-        styles |= {f"blocks.{i}.{path}".rstrip("."): style for path, style in along_sequence(block, STYLES).items()}
+        styles |= {
+            f"blocks.{i}.{path}".rstrip("."): style for path, style in sequence_parallel_styles(block, STYLES).items()
+        }
     rules, partial = divide(model, styles, group)
     divide_sequence(model, model.blocks[0], model.blocks[-1], group)
     return model, whole, rules, partial
@@ -70,7 +72,7 @@ def equals_one_process(group):
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, whole)]
     for length in (5, 8, 4):
         tokens = torch.randint(9, (2, length))
-        with comm.record() as records:
+        with recorded_communication() as records:
             y = model(tokens)
         assert [record.op for record in records] == [*["all_gather", "reduce_scatter"] * 4, "all_gather"]
         expected = whole(tokens)
@@ -108,5 +110,5 @@ def test_styles_that_need_the_whole_sequence_are_refused():
     block = Block()
     for style in (Column(gather_output=True), Row(split_input=True)):
         with pytest.raises(ValueError, match="`up` cannot be sequence-parallel"):
-            along_sequence(block, {"up": style})
-    assert along_sequence(block, {"norm": Replicate()})["norm"] == Replicate(partial_gradient=True)
+            sequence_parallel_styles(block, {"up": style})
+    assert sequence_parallel_styles(block, {"norm": Replicate()})["norm"] == Replicate(partial_gradient=True)

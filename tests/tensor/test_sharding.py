@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_parallel import comm
-from lightning_parallel.tensor.sharding import Part, Shard, reduce_partial_
-from tests.harness import distributed
+from lightning_parallel.tensor.sharding import Shard, ShardPart, reduce_partial_
+from tests.harness import distributed, recorded_communication
 
 
 @st.composite
@@ -18,11 +17,13 @@ def parts_and_ranks(draw):
         unit = draw(st.integers(1, 3))
         kind = draw(st.sampled_from(["plain", "queries", "keys"]))
         if kind == "plain":
-            parts.append(Part(unit * draw(st.integers(ranks, 3 * ranks)), unit))
+            parts.append(ShardPart(unit * draw(st.integers(ranks, 3 * ranks)), unit))
         else:
             key_heads = draw(st.integers(1, 6))
             heads = key_heads * draw(st.integers(-(-ranks // key_heads), 6))
-            parts.append(Part.queries(heads, unit, key_heads) if kind == "queries" else Part.keys(key_heads, unit))
+            parts.append(
+                ShardPart.queries(heads, unit, key_heads) if kind == "queries" else ShardPart.keys(key_heads, unit)
+            )
     return parts, ranks
 
 
@@ -51,9 +52,9 @@ def test_query_heads_stay_with_their_key_head(key_heads, per_key, ranks):
     heads = key_heads * per_key
     if ranks > heads:
         with pytest.raises(ValueError, match=f"{heads} .*{ranks} ranks"):
-            Shard.packed(0, [Part.queries(heads, 1, key_heads)], ranks)
+            Shard.packed(0, [ShardPart.queries(heads, 1, key_heads)], ranks)
         return
-    queries, keys = Part.queries(heads, 1, key_heads).cut(ranks), Part.keys(key_heads, 1).cut(ranks)
+    queries, keys = ShardPart.queries(heads, 1, key_heads).split(ranks), ShardPart.keys(key_heads, 1).split(ranks)
     for (first, stop), (key_first, key_stop) in zip(queries, keys):
         assert first < stop
         assert key_first < key_stop
@@ -64,7 +65,7 @@ def test_query_heads_stay_with_their_key_head(key_heads, per_key, ranks):
 
 
 def test_shared_key_heads():
-    rule = Shard.packed(0, [Part.keys(2, 4)], 3)
+    rule = Shard.packed(0, [ShardPart.keys(2, 4)], 3)
     assert rule.ranges == (((0, 4),), ((0, 4),), ((4, 8),))
     assert rule.replicated
     assert rule.owned(torch.ones(4), 1).numel() == 0
@@ -94,14 +95,14 @@ def test_split_owns_its_memory_and_works_on_meta():
 
 @distributed(world_size=3)
 def test_reduce_partial_sums_over_holders(group):
-    rules = {"kv": Shard.packed(0, [Part.keys(2, 2), Part(3)], 3), "plain": Shard.even(0, 6, 3)}
+    rules = {"kv": Shard.packed(0, [ShardPart.keys(2, 2), ShardPart(3)], 3), "plain": Shard.even(0, 6, 3)}
     grads = {
         "norm": torch.full((2, 2), 1.0 + group.rank),
         "kv": torch.full((3, 2), 10.0 + group.rank),
         "plain": torch.full((2,), 5.0),
         "half": torch.full((4,), 1.0, dtype=torch.bfloat16),
     }
-    with comm.record() as records:
+    with recorded_communication() as records:
         reduce_partial_(grads, rules, group)
     assert len(records) == 2, "one all-reduce per dtype"
     assert torch.equal(grads["norm"], torch.full((2, 2), 6.0))

@@ -1,0 +1,364 @@
+"""Base classes of the measuring callbacks: an accumulator free of Lightning, and a thin callback around it.
+
+A new callback takes three methods:
+
+    class Steps(Accumulator):
+        count = 0
+        def add(self, window): self.count += 1                       # each step, on every rank
+        def share(self): return self.count                           # sent to the other ranks
+        def summarize(self, shared): return {"counts": shared}       # by rank -> keys of the report
+
+    class CountSteps(MeasuringCallback[Steps]):
+        def accumulate(self, trainer, pl_module): return Steps()     # a new one for each `fit`
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Generic, Optional, TypeVar
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_parallel import comm
+from lightning_parallel.callbacks.session import Session
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.lightning import logged_step, should_update_logs
+from lightning_parallel.mesh import AXES
+from lightning_parallel.tracing import Window
+from lightning_parallel.tracing.text import show
+
+__all__ = [
+    "VERSION",
+    "Accumulator",
+    "MeasuringCallback",
+    "create_folder",
+    "errors_as_warnings",
+    "finite",
+    "rank_info",
+]
+
+VERSION = 1
+"""Version of the keys of all reports; changes when the meaning of a key does."""
+
+
+class Accumulator(ABC):
+    """Adds up what one callback measures on one rank. Holds plain numbers only, and communicates nothing."""
+
+    def add(self, window: Window) -> None:  # noqa: B027 callbacks that look at something else than time need no spans
+        """Add a step; does nothing by default."""
+
+    def end(self, window: Window) -> None:  # noqa: B027 few have a use for it
+        """Add the time after the last step, such as its validation and its checkpoint; does nothing by default."""
+
+    @abstractmethod
+    def share(self) -> Any:
+        """Return what the other ranks need to know so far: picklable, and small."""
+
+    @abstractmethod
+    def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
+        """Return the callback's keys of the report, from what the ranks shared, without signals that no rank has."""
+
+    def scalars(self) -> dict[str, float]:
+        """Return values to log, of this rank, over the steps since the last call."""
+        return {}
+
+
+A = TypeVar("A", bound=Accumulator)
+
+
+class MeasuringCallback(Callback, ABC, Generic[A]):
+    """Measures a `fit` and reports on it.
+
+    All measuring callbacks of a Trainer share one recorder and one exchange between ranks, off the training thread.
+
+    Args:
+        every_n_steps: Steps between two exchanges of results among the ranks; the last one is at the end of training.
+            The smallest value of all callbacks counts.
+        warmup_steps: First steps that are not counted, because things are set up in them. The largest value counts.
+        dirpath: Where rank 0 writes `<name>.json` and `<name>.csv` at the end of training; nowhere when omitted.
+        show_table: Print a table at the end of training, on rank 0.
+
+    Attributes:
+        session: Shared with the other measuring callbacks; None outside of `fit`.
+
+    Raises:
+        ValueError: If a number of steps is too small.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        warmup_steps: int = 1,
+        dirpath: Optional[str] = None,
+        show_table: bool = True,
+    ) -> None:
+        if every_n_steps < 1 or warmup_steps < 0:
+            raise ValueError(
+                f"expected every_n_steps >= 1 and warmup_steps >= 0, got {every_n_steps} and {warmup_steps}"
+            )
+        # Subclasses that measure every n steps set `every_n_steps` to that; ranks exchange at their own pace then.
+        self.every_n_steps = every_n_steps
+        self._exchange_every_n_steps = every_n_steps
+        self.warmup_steps = warmup_steps
+        self.dirpath = dirpath
+        self.show_table = show_table
+        self.session: Session | None = None
+        self._accumulator: A | None = None
+        self._report: dict[str, Any] | None = None
+
+    # --------------------------------------------------------------------------------------------------- to override
+
+    @abstractmethod
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> A:
+        """Create the accumulator of one `fit`; called on every rank when it begins."""
+
+    def table(self, report: Mapping[str, Any]) -> Table | None:
+        """Format the report as a table for the terminal; None where there is nothing to show."""
+        return None
+
+    def rows(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Format the report as rows of a CSV file."""
+        return list(report.get("ranks", []))
+
+    # --------------------------------------------------------------------------------------------------- within `fit`
+
+    @property
+    def open_session(self) -> Session:
+        """The session of the running `fit`.
+
+        Raises:
+            RuntimeError: Outside of `fit`.
+        """
+        if self.session is None:
+            raise RuntimeError(f"{self.name} measures within `fit` only")
+        return self.session
+
+    @property
+    def accumulator(self) -> A:
+        """The accumulator of the running `fit`, or of the last one.
+
+        Raises:
+            RuntimeError: Before the first `fit`.
+        """
+        if self._accumulator is None:
+            raise RuntimeError(f"{self.name} has measured nothing yet")
+        return self._accumulator
+
+    # -------------------------------------------------------------------------------------------------------- report
+
+    @property
+    def name(self) -> str:
+        """The callback's name in reports and files: that of its class."""
+        return type(self).__name__
+
+    def report(self) -> dict[str, Any]:
+        """Return the results of all ranks as of their last exchange; complete from the end of training on.
+
+        Keys of every report: `version` of the keys; `steps` counted; `world_size`; `mesh`, `{axis: size}`;
+        `incomplete`, why ranks are missing, only if they are. The others are described on each callback.
+
+        Raises:
+            RuntimeError: If nothing was trained yet.
+        """
+        if self._report is None:
+            if not self.has_report:
+                raise RuntimeError(f"`{self.name}.report()` reports on a `fit`; there was none yet")
+            return self._summarize(self.open_session)
+        return self._report
+
+    @property
+    def has_report(self) -> bool:
+        """Whether `report()` can be called."""
+        return self._report is not None or (self.session is not None and self._accumulator is not None)
+
+    def _summarize(self, session: Session) -> dict[str, Any]:
+        accumulator = self.accumulator
+        position = session.members.index(accumulator)
+        # Before the first exchange, and after one that failed, this rank reports what it knows.
+        shared = [values[position] for values in session.latest] or [accumulator.share()]
+        report = {
+            "version": VERSION,
+            "steps": session.steps,
+            "world_size": session.mesh.world_size,
+            "mesh": {axis: session.mesh.size(axis) for axis in AXES},
+        }
+        if session.failure is not None:
+            report["incomplete"] = session.failure
+        found: dict[str, Any] = finite({**report, **accumulator.summarize(shared)})
+        return found
+
+    def write(self, dirpath: str | Path) -> None:
+        """Write the report to `<name>.json` and `<name>.csv`."""
+        folder = Path(dirpath)
+        report = self.report()
+        folder.mkdir(parents=True, exist_ok=True)
+        # `allow_nan=False`: Python would write NaN, which is not JSON and which browsers refuse.
+        (folder / f"{self.name}.json").write_text(json.dumps(report, indent=1, allow_nan=False))
+        rows = [_flat(row) for row in self.rows(report)]
+        with (folder / f"{self.name}.csv").open("w", newline="") as file:
+            columns = dict.fromkeys(key for row in rows for key in row)  # in the order of their first row
+            writer = csv.DictWriter(file, list(columns))
+            writer.writeheader()
+            writer.writerows(rows)
+
+    # --------------------------------------------------------------------------------------------------------- hooks
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A callback may measure one `fit` after another; results of the last one must not be taken for new ones.
+        self._report = None
+        self._accumulator = None
+        self.session = Session.of(trainer)
+        if self.dirpath is not None:
+            create_folder(Path(self.dirpath), self.session.group)
+        # Creating it may communicate, so all ranks must get here in the order of their callbacks.
+        self._accumulator = self.accumulate(trainer, pl_module)
+        self.session.join(self._accumulator, self._exchange_every_n_steps, self.warmup_steps)
+
+    @property
+    def _led(self) -> Session | None:
+        """The session, on the callback that leads it."""
+        return self.session if self.session is not None and self.session.is_led_by(self._accumulator) else None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._led is not None:
+            self._led.begin(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning's profiler names single actions of validation only. Before training (sanity check) nothing records.
+        if self._led is not None and self._led.recorder is not None:
+            self._led.recorder.enter("validation")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._led is not None and self._led.recorder is not None:
+            self._led.recorder.leave()
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._led is not None:
+            self._led.after_backward()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Before the scalars: they include this step.
+        if self._led is not None:
+            self._led.end_step()
+        if trainer.loggers and should_update_logs(trainer):
+            # Straight to the loggers: what is logged by `log` of the module becomes a metric of the module, too.
+            scalars = self.accumulator.scalars()
+            for logger in trainer.loggers if scalars else ():
+                logger.log_metrics(scalars, step=logged_step(trainer))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._led is not None:
+            self._led.end()
+        self._report = self._summarize(self.open_session)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with errors_as_warnings(f"the report of {self.name} could not be written"):
+            self._publish()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._leave()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        # After an error there was no `on_train_end`; what was exchanged until then is the report.
+        if self.session is not None and self._accumulator is not None and self._report is None:
+            self._report = self._summarize(self.session)
+        if self._led is not None:
+            self._led.close()
+        self.session = None
+
+    @rank_zero_only
+    def _publish(self) -> None:
+        if self.dirpath is not None:
+            self.write(self.dirpath)
+        table = self.table(self.report()) if self.show_table else None
+        if table is not None:
+            show(table)
+
+
+@contextmanager
+def errors_as_warnings(what: str) -> Iterator[None]:
+    """Turn errors of the block into warnings: what is done after training must not end a run that went well.
+
+    Args:
+        what: What failed, as the beginning of the warning.
+    """
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(f"{what}: {error!r}", stacklevel=3)
+
+
+def create_folder(path: Path, group: Group) -> Path:
+    """Create the folder `path` of the first rank of `group`, and return it on all; every rank must call it.
+
+    Raises:
+        ValueError: If that rank cannot write to it; RuntimeError on the others.
+    """
+
+    def make() -> Path:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=path):  # permissions alone would not show a file system that is full or read-only
+                return path
+        except OSError as error:
+            raise ValueError(f"expected a folder that can be written to for profiles, got {path}: {error}") from error
+
+    # An error of the first rank reaches all: otherwise they would wait for it until the deadline.
+    return comm.broadcast_from(make, group)
+
+
+def finite(value: Any) -> Any:
+    """Convert nested dicts and lists for JSON, which has no NaN and no infinity.
+
+    In a dict, entries that are not finite are left out, as signals that nobody has; in a list None takes their place.
+
+    >>> finite({"cosine": float("nan"), "loss": [(0, 0.5), (1, float("inf"))]})
+    {'loss': [[0, 0.5], [1, None]]}
+    """
+    if isinstance(value, Mapping):
+        return {key: item for key, entry in value.items() if (item := finite(entry)) is not None or entry is None}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def rank_info(session: Session) -> dict[str, Any]:
+    """Identify this process in reports: `rank`, and `coordinate` as `{axis: index}`."""
+    return {"rank": session.rank, "coordinate": session.mesh.coordinate(session.rank)._asdict()}
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Give nested values columns, such as `coordinate.data_parallel`."""
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{key}.{name}": item for name, item in value.items()})
+        else:
+            flat[key] = value
+    return flat

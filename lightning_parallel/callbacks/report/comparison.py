@@ -1,0 +1,211 @@
+"""Comparison of two runs: what got faster, what slower, as figures and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from lightning_parallel.callbacks.memory import HELD
+from lightning_parallel.callbacks.report.charts import Bar, Curve, LineChart, line_chart
+from lightning_parallel.callbacks.report.page import (
+    CURVES,
+    PHASE_LABELS,
+    advice_parts,
+    headline,
+    phase_bar,
+    render_template,
+    run_line,
+)
+from lightning_parallel.tracing.text import bytes_text, count_text, gap_text, percent, seconds_text
+
+__all__ = ["Change", "changes", "render_comparison"]
+
+Report = Mapping[str, Any]
+Write = Callable[[float], str]
+
+
+class Change(NamedTuple):
+    """A figure of both runs, None where it was not measured; `better` is `less` or `more`."""
+
+    name: str
+    first: float | None
+    second: float | None
+    better: str
+    write: Write
+
+    @property
+    def verdict(self) -> str:
+        """The difference in words; empty where one figure is missing."""
+        if self.first is None or self.second is None:
+            return ""
+        difference = self.second - self.first
+        # Differences below half a percent are noise, or vanish when the figures are rounded for display.
+        unseen = self.write is percent and percent(abs(difference)) == percent(0.0)
+        if unseen or abs(difference) <= 0.005 * max(abs(self.first), abs(self.second)):
+            return "the same"
+        words = "more" if difference > 0 else "less"
+        # From 2 % to 1 % a share has changed by 1 %, which "50 % less" would exaggerate.
+        if self.write is percent:
+            return f"{percent(abs(difference))} {words}"
+        share = f" ({percent(abs(difference) / self.first)})" if self.first else ""
+        return f"{self.write(abs(difference))} {words}{share}"
+
+    @property
+    def kind(self) -> str:
+        """`faster`, `slower`, or empty."""
+        if self.first is None or self.second is None or self.verdict == "the same":
+            return ""
+        return "faster" if (self.second < self.first) == (self.better == "less") else "slower"
+
+    @property
+    def values(self) -> tuple[str, str]:
+        """Both figures as text."""
+        first, second = ("not measured" if value is None else self.write(value) for value in (self.first, self.second))
+        return first, second
+
+
+_COMPARED: tuple[tuple[str, str, str, Write], ...] = (
+    ("step", "step", "less", seconds_text),
+    ("samples_per_second", "samples per second", "more", count_text),
+    ("tokens_per_second", "tokens per second", "more", count_text),
+    ("model_flops_utilisation", "share of peak FLOP/s", "more", percent),
+    ("bubble", "pipeline bubble", "less", percent),
+    ("memory", "memory of the fullest rank", "less", bytes_text),
+    ("sent", "sent by a rank, per step", "less", bytes_text),
+    *((name, words, "less", seconds_text) for name, words in PHASE_LABELS.items()),
+)
+"""Key of a figure, name, whether less or more is better, format."""
+
+
+def changes(first: Report, second: Report) -> list[Change]:
+    """List the figures by which the runs can be compared, without those that neither has, or that are 0 in both."""
+    before = _figures(first)
+    after = _figures(second)
+    found = [Change(words, before.get(key), after.get(key), better, write) for key, words, better, write in _COMPARED]
+    return [change for change in found if change.first or change.second]
+
+
+def _figures(report: Report) -> dict[str, float]:
+    """Read the figures of a run that `_COMPARED` names, as far as they were measured."""
+    reports = report.get("reports", {})
+    found: dict[str, float] = {}
+    ranks = reports.get("StepBreakdown", {}).get("ranks", [])
+    if ranks:
+        found["step"] = max(rank["wall"] for rank in ranks)
+        found |= _mean_phases(ranks)
+    throughput = reports.get("Throughput", {})
+    for name in ("samples_per_second", "tokens_per_second", "model_flops_utilisation"):
+        if throughput.get(name) is not None:
+            found[name] = throughput[name]
+    bubble = reports.get("PipelineTimeline", {}).get("bubble", {}).get("measured")
+    if bubble is not None:
+        found["bubble"] = bubble
+    held = reports.get("MemoryProfiler", {}).get("ranks", [])
+    if held:
+        # The fullest rank decides whether a run fits.
+        found["memory"] = max(sum(rank.get(name) or 0 for name in HELD) for rank in held)
+    records = reports.get("CommunicationProfiler", {}).get("records", [])
+    if records:
+        found["sent"] = sum((record.get("wire_bytes") or 0) * record["count"] for record in records)
+    return found
+
+
+def _mean_phases(ranks: Sequence[Report]) -> dict[str, float]:
+    """Average each phase over the ranks that measured it; seconds."""
+    means = {}
+    for name in PHASE_LABELS:
+        times = [rank[name] for rank in ranks if name in rank]
+        if times:
+            means[name] = fmean(times)
+    return means
+
+
+# ---------------------------------------------------------------------------------------------------------------- page
+
+_HEADLINE_FIGURES = 4
+
+
+def render_comparison(first: Report, second: Report, names: tuple[str, str]) -> str:
+    """Make the page of two runs.
+
+    Args:
+        first: Contents of a run's `report.json`.
+        second: The same of the run to compare with it.
+        names: Names of the runs on the page.
+    """
+    reports = (first, second)
+    found = changes(first, second)
+    bars = _bars(reports, names)
+    drawn = {segment.kind for bar in bars for segment in bar.segments}
+    in_header = [change for change in found if change.name not in PHASE_LABELS.values() and change.verdict]
+    return render_template(
+        "comparison",
+        title=f"{names[0]} and {names[1]}",
+        names=names,
+        runs=[
+            {
+                "name": name,
+                "line": f"{headline(report['run'])} · {run_line(report['run'])}",
+                "advice": advice_parts(report),
+            }
+            for name, report in zip(names, reports)
+        ],
+        figures=[
+            (" → ".join(change.values), f"{change.name}: {change.verdict}") for change in in_header[:_HEADLINE_FIGURES]
+        ],
+        settings=_settings(first["run"], second["run"]),
+        bars=bars,
+        phases={name: words for name, words in PHASE_LABELS.items() if name in drawn},
+        changes=[[change.name, *change.values, change.verdict] for change in found],
+        kinds=[change.kind for change in found],
+        charts=_charts(reports, names),
+    )
+
+
+_NOT_SETTINGS = {"seconds", "started", "steps", "error", "error_rank", "mesh", "versions"}
+"""Facts of a run that are no settings, or that `_flat` writes out."""
+
+
+def _settings(first: Report, second: Report) -> list[list[str]]:
+    """List the settings that differ: name, and value in each run."""
+    before = _flat(first)
+    after = _flat(second)
+    rows = []
+    for key in dict.fromkeys((*before, *after)):
+        if before.get(key) != after.get(key):
+            rows.append([key.replace("_", " "), before.get(key, "not there"), after.get(key, "not there")])
+    return rows
+
+
+def _flat(run: Report) -> dict[str, str]:
+    flat = {key: str(value) for key, value in run.items() if key not in _NOT_SETTINGS}
+    flat |= {f"{axis} size": str(size) for axis, size in (run.get("mesh") or {}).items()}
+    return flat | {f"version of {name}": value for name, value in (run.get("versions") or {}).items()}
+
+
+def _bars(reports: Sequence[Report], names: Sequence[str]) -> list[Bar]:
+    """Make a bar of each run's phases, mean over its ranks."""
+    bars = []
+    for name, report in zip(names, reports):
+        ranks = report.get("reports", {}).get("StepBreakdown", {}).get("ranks")
+        if ranks:
+            means = _mean_phases(ranks)
+            # The mean phases add up to less than the step of the slowest rank, hence a total of their own.
+            bars.append(phase_bar({**means, "wall": sum(means.values())}, name))
+    return bars
+
+
+def _charts(reports: Sequence[Report], names: Sequence[str]) -> list[LineChart]:
+    """Draw both runs in each chart."""
+    charts = []
+    for key, _, title, unit in CURVES:
+        curves = []
+        for name, report in zip(names, reports):
+            points = report.get("series", {}).get(key, ())
+            if len(points) > 1:
+                curves.append(Curve(name, points, gap_text(points)))
+        chart = line_chart(curves, title, unit)
+        if chart is not None:
+            charts.append(chart)
+    return charts

@@ -1,0 +1,500 @@
+"""Diagnosis of a run from the reports of the other callbacks: what holds it back, and what to do about it.
+
+A table of rules (`RULES`), each of which reads some figures and gives advice where they pass a threshold. Every
+sentence rests on a figure of the report: a signal that was not measured gives no advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from typing import Any, Literal
+
+from lightning_parallel.callbacks.memory import HELD
+from lightning_parallel.tracing.text import bytes_text, gap_text, percent, seconds_text
+
+__all__ = ["Advice", "diagnose"]
+
+Report = Mapping[str, Any]
+
+WORTH_SAYING = 0.03
+"""Share of a step from which a loss of time is mentioned."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One finding of the diagnosis, and what to do about it.
+
+    Attributes:
+        kind: `wrong` (results cannot be trusted), `slow` (time is lost), `note`, or `good`.
+        title: The finding, with its figure.
+        text: What to do.
+        gain: Share of the step's time that can be saved at most; None where no time is lost.
+        figures: The numbers that the sentences rest on.
+    """
+
+    kind: Literal["wrong", "slow", "note", "good"]
+    title: str
+    text: str
+    gain: float | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give a form that JSON can hold."""
+        return asdict(self)
+
+
+class _Evidence:
+    """A gathered report as the rules read it."""
+
+    def __init__(self, report: Report) -> None:
+        self.reports: Report = report.get("reports", {})
+        self.run: Report = report.get("run", {})
+        self.loss: Sequence[Sequence[Any]] = report.get("series", {}).get("loss", [])
+        self.ranks: Sequence[Report] = self.of("StepBreakdown").get("ranks", [])
+        self.stragglers: Sequence[Report] = self.of("StragglerMonitor").get("stragglers", [])
+
+    def of(self, callback: str) -> Report:
+        """Give the report of a callback; empty if the run did not have it."""
+        found: Report = self.reports.get(callback) or {}
+        return found
+
+    @property
+    def wall(self) -> float:
+        """Seconds of a step, on the slowest rank."""
+        return max(rank["wall"] for rank in self.ranks)
+
+    @property
+    def has_all_ranks(self) -> bool:
+        """Whether several ranks were measured, and all of them."""
+        return len(self.ranks) == self.run.get("world_size", len(self.ranks)) > 1
+
+    def longest(self, phase: str) -> tuple[float, int]:
+        """Find the most seconds of a phase on any rank, and the rank; 0 s where it was not measured.
+
+        Ranks that are late because of this phase are left out: the rule on stragglers speaks of them.
+        """
+        late = {(one["rank"], one.get("cause")) for one in self.stragglers}
+        times = [(rank[phase], rank["rank"]) for rank in self.ranks if phase in rank]
+        return max((time for time in times if (time[1], phase) not in late), default=(0.0, 0))
+
+
+def diagnose(report: Report) -> list[Advice]:
+    """Read a gathered report and say what to do: wrong results first, then losses of time by their gain, then remarks.
+
+    Args:
+        report: `reports` by callback name, with the keys of each callback's `report()`; `run` with facts of the run.
+    """
+    evidence = _Evidence(report)
+    found = [advice for rule in RULES for advice in rule(evidence)]
+    found.sort(key=lambda advice: (advice.kind != "wrong", -(advice.gain or 0.0)))
+    notes = [advice for rule in REMARKS for advice in rule(evidence)]
+    return [*found, *_completeness(evidence, bool(found)), *notes]
+
+
+# --------------------------------------------------------------------------------------------------------------- wrong
+
+
+def _loss_not_finite(evidence: _Evidence) -> Iterator[Advice]:
+    gap = gap_text(evidence.loss)
+    # Single steps that overflow are usual with a gradient scaler, which skips them; a loss that stays so is not.
+    if gap:
+        yield Advice(
+            "wrong" if evidence.loss[-1][1] is None else "note",
+            f"The loss is {gap}",
+            "Such steps teach nothing. Lower the learning rate or warm it up, clip gradients (`gradient_clip_val`), use"
+            " `bf16-mixed` in place of `16-mixed`; `Trainer(detect_anomaly=True)` names the operation.",
+            figures={"points": len(evidence.loss), "not_finite": sum(value is None for _, value in evidence.loss)},
+        )
+
+
+_MONITORS = {
+    "ReplicaDriftMonitor": (
+        "Replicas hold different values",
+        "The gradients of such a run are those of no model. Look for updates outside the optimizer, operations that"
+        " differ between ranks, or a faulty device; `ReplicaDriftMonitor(action='heal')` makes them equal again.",
+    ),
+    "DataShardingMonitor": (
+        "The data is not divided as it should be",
+        "Let the Trainer set the sampler, or build it with `trainer.strategy.distributed_sampler_kwargs`, and call"
+        " `set_epoch` on your own samplers.",
+    ),
+}
+
+
+def _monitors_found(evidence: _Evidence) -> Iterator[Advice]:
+    for callback, (title, text) in _MONITORS.items():
+        findings = evidence.of(callback).get("findings", [])
+        if findings:
+            # The first is shown; later ones may only be its consequences.
+            first = findings[0]
+            where = f"optimizer step {first['step']}, rank {', '.join(map(str, first['ranks']))}: {first['detail']}"
+            more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
+            full_title = f"{title}: `{first['name']}`, {where}{more}"
+            yield Advice("wrong", full_title, text, figures={"findings": len(findings)})
+
+
+def _desynchronised(evidence: _Evidence) -> Iterator[Advice]:
+    for group in evidence.of("CommunicationProfiler").get("desynchronised", []):
+        yield Advice(
+            "wrong",
+            f"Ranks {group['group']} did not issue the same collectives along {group['axis'].replace('_', ' ')}:"
+            f" {group['detail']}",
+            "Such a run hangs or mixes up tensors. Look for collectives, logging with `sync_dist` or metrics inside of"
+            " conditions that differ between ranks.",
+            figures={"ranks": len(group["ranks"])},
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------- slow
+
+
+_PHASES = {
+    "data_wait": (
+        "Waiting for data",
+        WORTH_SAYING,
+        "Load batches ahead of need: raise `num_workers` of the DataLoader, with `persistent_workers=True` and a"
+        " higher `prefetch_factor`, or make a sample cheaper to read.",
+    ),
+    "checkpoint": (
+        "Checkpoint",
+        0.1,
+        "Save less often (`every_n_train_steps` of ModelCheckpoint), or write in the background.",
+    ),
+    "validation": (
+        "Validation",
+        0.1,
+        "Validate less often (`val_check_interval`), or on fewer batches (`limit_val_batches`).",
+    ),
+    "optimizer": ("Optimizer", 0.1, "Use the fused form of the optimizer (`fused=True`) where torch has one."),
+    "other": (
+        "Other",
+        0.1,
+        "This is host work outside the phases: callbacks, logging, hooks. Log less often (`log_every_n_steps`), and"
+        " look at the gaps in the trace.",
+    ),
+}
+"""Phases that may take too long: words, share of a step from which they do, remedy."""
+
+
+def _long_phases(evidence: _Evidence) -> Iterator[Advice]:
+    # The slowest rank counts, not the mean: the others wait for it.
+    for phase, (words, threshold, remedy) in _PHASES.items():
+        seconds, rank = evidence.longest(phase)
+        share = seconds / evidence.wall if seconds else 0.0
+        if share >= threshold:
+            yield Advice(
+                "slow",
+                f"{words} takes {seconds_text(seconds)} of a {seconds_text(evidence.wall)} step ({percent(share)}, rank"
+                f" {rank})",
+                remedy,
+                share,
+                {phase: seconds, "wall": evidence.wall},
+            )
+
+
+def _stragglers(evidence: _Evidence) -> Iterator[Advice]:
+    for straggler in evidence.stragglers if evidence.ranks else ():
+        excess = straggler["excess"]
+        cause = straggler.get("cause") or "unattributed"
+        remedy = _CAUSES.get(cause, "Compare its row in the trace with that of a peer.")
+        share = excess / evidence.wall
+        if share >= WORTH_SAYING:
+            yield Advice(
+                "slow",
+                f"Rank {straggler['rank']} is {seconds_text(excess)} later than its peers in every step"
+                f" ({percent(share)}; cause: {cause.replace('_', ' ')})",
+                f"The other ranks wait for it. {remedy}",
+                share,
+                {"excess": excess, "wall": evidence.wall},
+            )
+
+
+_SLOW_DEVICE = "Look for longer inputs, another load or a lower clock on its device."
+_CAUSES = {
+    "data_wait": "Look at what its DataLoader reads, and from where.",
+    "forward": _SLOW_DEVICE,
+    "backward": _SLOW_DEVICE,
+    "optimizer": _SLOW_DEVICE,
+    "other": "Look for other work of its process: callbacks and hooks that run on this rank only.",
+}
+
+
+def _compressing(evidence: _Evidence) -> Iterator[Advice]:
+    monitor = evidence.of("CompressionMonitor")
+    if not evidence.ranks or not all(key in monitor for key in ("encode", "decode", "wire")):
+        return
+    # Where coding takes longer than sending, compression is the bottleneck rather than the link.
+    coding = monitor["encode"] + monitor["decode"]
+    share = coding / evidence.wall
+    if coding > monitor["wire"] and share >= WORTH_SAYING:
+        yield Advice(
+            "slow",
+            f"Compressing takes {seconds_text(coding)} of a step, sending the compressed gradients"
+            f" {seconds_text(monitor['wire'])}",
+            "Take a cheaper method (`Cast('bf16')`, a lower rank, a larger block), or none on a link as fast as this.",
+            share,
+            {"coding": coding, "wire": monitor["wire"]},
+        )
+
+
+def _communication(evidence: _Evidence) -> Iterator[Advice]:
+    """Advise on the waits that all ranks share; waits of some ranks beyond that are the lateness of others."""
+    least = evidence.of("StepBreakdown").get("communication_least")
+    if not least or not evidence.has_all_ranks or min(least) / evidence.wall < WORTH_SAYING:
+        return
+    # One value per stage; their least is held up by nothing but communication, on every rank.
+    wait = min(least)
+    share = wait / evidence.wall
+    by_axis: dict[str, float] = {}
+    for record in evidence.of("CommunicationProfiler").get("records", []):
+        axis = record["axis"]
+        # Along the pipeline a rank waits for a stage rather than for the link: the rules on the bubble speak of it.
+        if "exposed" in record and axis != "pipeline_parallel":
+            by_axis[axis] = by_axis.get(axis, 0.0) + record["exposed"] * record["count"]
+    axis = max(by_axis, key=lambda name: by_axis[name], default="")
+    of_axis = f", most of it along {axis.replace('_', ' ')}" if axis else ""
+    yield Advice(
+        "slow",
+        f"Every rank is held up by communication for at least {seconds_text(wait)} of a {seconds_text(evidence.wall)}"
+        f" step ({percent(share)}{of_axis})",
+        _less_communication(axis, evidence),
+        share,
+        {"communication_exposed": wait, "wall": evidence.wall},
+    )
+
+
+def _less_communication(axis: str, evidence: _Evidence) -> str:
+    if axis == "tensor_parallel":
+        return (
+            "Each layer waits for its peers: use a smaller `tensor_parallel_size` with more pipeline stages or"
+            " replicas, keep the ranks of one group on one node, set `sequence_parallel=True`, or give each step a"
+            " larger batch."
+        )
+    steps = [
+        "a larger batch per rank or `accumulate_grad_batches` (4 instead of 1 exchanges gradients a quarter as often)"
+    ]
+    if "CompressionMonitor" not in evidence.reports and not evidence.run.get("compression"):
+        name = _COMPRESSED.get(evidence.run.get("strategy", ""))
+        where = f"`{name}(Cast('bf16'))`" if name else "`compression=Cast('bf16')`"
+        steps.append(f"compressed gradients ({where} sends half the bytes, `PowerSGD(rank=4)` a small part)")
+    return f"Exchange gradients less often, or fewer bytes: {'; '.join(steps)}."
+
+
+_COMPRESSED = {f"{name}Strategy": f"Compressed{name}Strategy" for name in ("DDP", "FSDP", "DeepSpeed", "ModelParallel")}
+"""Replacements of Lightning's own strategies, which take no `compression`."""
+
+
+def _uneven_ranks(evidence: _Evidence) -> Iterator[Advice]:
+    """Advise on waits between ranks of one stage beyond those that they share, if no rank is late in most steps."""
+    least = evidence.of("StepBreakdown").get("communication_least")
+    if not least or not evidence.has_all_ranks or evidence.stragglers:
+        return
+    stages: dict[int, list[tuple[float, int]]] = {}
+    for rank in evidence.ranks:
+        stage = rank.get("coordinate", {}).get("pipeline_parallel", 0)
+        if "communication_exposed" in rank:
+            stages.setdefault(stage, []).append((rank["communication_exposed"], rank["rank"]))
+    # If all ranks came in time each would wait for as little as all of them do at once: the mean beyond that is lost.
+    lost = {stage: fmean(wait for wait, _ in waits) - least[stage] for stage, waits in stages.items()}
+    if not lost:
+        return
+    worst = max(lost, key=lambda stage: lost[stage])
+    share = lost[worst] / evidence.wall
+    if share < WORTH_SAYING:
+        return
+    fewest, waited_for = min(stages[worst])
+    most, waiter = max(stages[worst])
+    if "StragglerMonitor" not in evidence.reports:
+        text = "Add `StragglerMonitor()`, which names ranks that are late in most steps."
+    else:
+        missing = evidence.of("StragglerMonitor").get("missing", ["No rank is late in most steps."])
+        text = f"{' '.join(missing)} Look for inputs of unequal length, and for other load on the machines."
+    yield Advice(
+        "slow",
+        f"Ranks wait for each other for {seconds_text(lost[worst])} of a {seconds_text(evidence.wall)} step: rank"
+        f" {waiter} is held up for {seconds_text(most)}, rank {waited_for} for {seconds_text(fewest)}, all of them at"
+        f" once for {seconds_text(least[worst])}",
+        text,
+        share,
+        {"lost": lost[worst], "most": most, "fewest": fewest, "least": least[worst], "wall": evidence.wall},
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ pipeline
+
+
+def _unexplained_waits(evidence: _Evidence) -> Iterator[Advice]:
+    waits = [rank["pipeline_wait"] / rank["wall"] for rank in evidence.ranks if "pipeline_wait" in rank]
+    if evidence.of("PipelineTimeline").get("bubble") or not waits or fmean(waits) < WORTH_SAYING:
+        return
+    yield Advice(
+        "slow",
+        f"Ranks wait for other pipeline stages for {percent(fmean(waits))} of a step",
+        "Add `PipelineTimeline()`, which tells how much of it is the schedule, the stages, and the messages.",
+        fmean(waits),
+        {"pipeline_wait": fmean(waits)},
+    )
+
+
+def _schedule_bubble(evidence: _Evidence) -> Iterator[Advice]:
+    bubble = evidence.of("PipelineTimeline").get("bubble", {})
+    measured = bubble.get("measured")
+    ideal = bubble.get("ideal")
+    if measured is None or ideal is None or ideal < WORTH_SAYING:
+        return
+    # (p-1)/(m+p-1) with twice as many microbatches; the same holds for the other schedules.
+    halved = ideal / (2 - ideal)
+    # With the work given, a step takes work / (1 - bubble): the gain below is the ratio of two such steps.
+    yield Advice(
+        "slow",
+        f"Pipeline ranks idle for {percent(measured)} of the time in the pipeline; {percent(ideal)} is the schedule's"
+        " own bubble",
+        _smaller_bubble(halved, evidence.run),
+        _pipeline_share(evidence) * (1 - (1 - ideal) / (1 - halved)),
+        {"measured": measured, "ideal": ideal},
+    )
+
+
+def _smaller_bubble(halved: float, run: Report) -> str:
+    """Say how to make a schedule's bubble smaller: `halved` with twice the microbatches."""
+    count = run.get("num_microbatches")
+    samples = run.get("replica_batch")
+    if count and samples and count * 2 > samples:
+        text = (
+            f"The batch of {samples} samples is in {count} microbatches already: a larger batch, with twice as many,"
+            f" brings the schedule's bubble to {percent(halved)}."
+        )
+    else:
+        now = f" (now {count})" if count else ""
+        text = (
+            f"Split the batch into more microbatches{now}: twice as many bring the schedule's bubble to"
+            f" {percent(halved)}."
+        )
+    if run.get("schedule") in ("gpipe", "1f1b"):
+        text += (
+            " Schedules with `virtual_stages` (`interleaved_1f1b`) or a divided backward (`zb_h1`, `zbv`) have a"
+            " smaller one; `schedule='auto'` takes the best."
+        )
+    return text
+
+
+_BUBBLE_GROWTH = (
+    (
+        "ideal",
+        "simulated",
+        "Unequal stages add",
+        "Even out the stages: `balance='auto'` cuts by measured time, or give the layers of each stage.",
+    ),
+    (
+        "simulated",
+        "measured",
+        "Messages between stages and uneven run times add",
+        "Larger microbatches make messages fewer; keep neighbouring stages on one node, and look at the waits before"
+        " each action in the picture of the pipeline.",
+    ),
+)
+"""Bubble without a cause, bubble with it, the cause, and a remedy."""
+
+
+def _bubble_growth(evidence: _Evidence) -> Iterator[Advice]:
+    bubble = evidence.of("PipelineTimeline").get("bubble", {})
+    for before_key, after_key, cause, remedy in _BUBBLE_GROWTH:
+        before = bubble.get(before_key)
+        after = bubble.get(after_key)
+        if before is None or after is None or after - before < WORTH_SAYING:
+            continue
+        yield Advice(
+            "slow",
+            f"{cause} {percent(after - before)} to the pipeline's bubble ({percent(before)} to {percent(after)})",
+            remedy,
+            _pipeline_share(evidence) * (1 - (1 - after) / (1 - before)),
+            {before_key: before, after_key: after},
+        )
+
+
+def _pipeline_share(evidence: _Evidence) -> float:
+    """Estimate the share of the step in which the pipeline runs; all of it where that was not measured."""
+    inside = ("forward", "backward", "communication_exposed", "pipeline_wait")
+    shares = [sum(rank.get(phase, 0.0) for phase in inside) / rank["wall"] for rank in evidence.ranks]
+    return max(shares, default=1.0)
+
+
+# ------------------------------------------------------------------------------------------------------------- remarks
+
+
+def _completeness(evidence: _Evidence, found_any: bool) -> Iterator[Advice]:
+    """Say that ranks are missing, or that nothing holds the run back."""
+    ranks = evidence.ranks
+    if not ranks:
+        return
+    expected = evidence.run.get("world_size", len(ranks))
+    # Waits of some ranks are explained by other ranks: without all of them, a clean bill would be a guess.
+    if len(ranks) < expected:
+        known = ", ".join(str(rank["rank"]) for rank in ranks)
+        yield Advice(
+            "note",
+            f"Only {len(ranks)} of {expected} ranks reported ({known}); nothing is known about the others",
+            "The ranks could not exchange their figures; the reason is at the end of the page.",
+            figures={"ranks": len(ranks), "expected": expected},
+        )
+    elif not found_any:
+        useful = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks)
+        share = useful / sum(rank["wall"] for rank in ranks)
+        yield Advice(
+            "good",
+            f"Nothing that was measured holds this run back: {percent(share)} of the time is forward and backward",
+            "To go faster, make the computation itself faster: lower precision, a compiled model, a larger batch.",
+            figures={"useful": share},
+        )
+
+
+def _learning_rate(evidence: _Evidence) -> Iterator[Advice]:
+    replicas, batch, rate = (evidence.run.get(key) for key in ("replicas", "global_batch", "learning_rate"))
+    # Always said, as no figure can show whether the rate was found with this batch.
+    if not replicas or not batch or rate is None or replicas < 2:
+        return
+    yield Advice(
+        "note",
+        f"The learning rate {rate:g} is not scaled with the batch of {batch:g} samples ({replicas} replicas)",
+        f"If it was found with the batch of one replica, {batch / replicas:g} samples, the linear rule gives"
+        f" {rate * replicas:g} and the square-root rule, for adaptive optimizers, {rate * replicas**0.5:.3g}; with a"
+        " warm-up.",
+        figures={"learning_rate": rate, "global_batch": batch, "replicas": replicas},
+    )
+
+
+def _uneven_memory(evidence: _Evidence) -> Iterator[Advice]:
+    ranks = evidence.of("MemoryProfiler").get("ranks", [])
+    held = [(sum(rank.get(key, 0) for key in HELD), rank["rank"]) for rank in ranks]
+    mean = fmean(total for total, _ in held) if held else 0.0
+    most, rank = max(held, default=(0, 0))
+    if most > 1.25 * mean > 0:
+        yield Advice(
+            "note",
+            f"Rank {rank} holds {bytes_text(most)}, {most / mean:.2f} times the mean of the ranks",
+            "It decides the largest batch that fits. Cut with `memory_limit_bytes`, or move layers to other stages.",
+            figures={"most": most, "mean": mean},
+        )
+
+
+Rule = Callable[[_Evidence], Iterator[Advice]]
+
+RULES: tuple[Rule, ...] = (
+    _loss_not_finite,
+    _monitors_found,
+    _desynchronised,
+    _long_phases,
+    _stragglers,
+    _compressing,
+    _communication,
+    _uneven_ranks,
+    _unexplained_waits,
+    _schedule_bubble,
+    _bubble_growth,
+)
+"""Rules whose advice is sorted: wrong results first, then losses of time by their gain."""
+
+REMARKS: tuple[Rule, ...] = (_learning_rate, _uneven_memory)
+"""Rules whose advice comes last."""

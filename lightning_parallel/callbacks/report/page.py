@@ -1,0 +1,400 @@
+"""The page `report.html`: the report of a run as plain data, which the template `page.html.j2` turns into one file.
+
+Python decides on rows and lengths, the template has the markup. A section without data is None, and left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from lightning_parallel.callbacks.memory import HELD
+from lightning_parallel.callbacks.report.charts import Bar, Curve, Segment, line_chart
+from lightning_parallel.pipeline.plot import draw_svg
+from lightning_parallel.pipeline.simulate import Timeline
+from lightning_parallel.tracing.text import bytes_text, count_text, gap_text, percent, rank_label, seconds_text
+
+__all__ = [
+    "CURVES",
+    "PHASE_LABELS",
+    "advice_parts",
+    "headline",
+    "key_figures",
+    "phase_bar",
+    "render",
+    "render_template",
+    "run_line",
+]
+
+Report = Mapping[str, Any]
+
+PHASE_LABELS = {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "data_wait": "waiting for data",
+    "communication_exposed": "waiting for communication",
+    "pipeline_wait": "waiting for other stages",
+    "checkpoint": "checkpoint",
+    "validation": "validation",
+    "other": "other",
+}
+"""Phases of a step in the order in which they are drawn: work, waits (hatched), the rest."""
+
+
+def render(report: Report) -> str:
+    """Make the page of one run.
+
+    Args:
+        report: Contents of `report.json`; every part but `run` may be missing.
+    """
+    run = report["run"]
+    return render_template(
+        "run",
+        title=headline(run),
+        run=run,
+        line=run_line(run),
+        figures=key_figures(report),
+        advice=advice_parts(report),
+        steps=_steps(report),
+        pipeline=_pipeline(report),
+        communication=_communication(report),
+        memory=_memory(report),
+        charts=_charts(report),
+        findings=_findings(report),
+        compression=_compression(report),
+        missing=_missing(report),
+        trace=report.get("trace"),
+        versions=", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items()),
+    )
+
+
+def render_template(kind: str, **context: Any) -> str:
+    """Fill the template: `kind` is `run` or `comparison`."""
+    return _environment().get_template("page.html.j2").render(kind=kind, **context)
+
+
+@cache
+def _environment() -> Environment:
+    # Names, errors and findings come from the user's run: the template escapes whatever it prints.
+    environment = Environment(
+        loader=PackageLoader("lightning_parallel.callbacks.report", package_path=""),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,  # a misspelt name is an error, not an empty place on the page
+    )
+    environment.filters |= {"code_spans": _code_spans, "percent": percent, "seconds": seconds_text}
+    return environment
+
+
+def _code_spans(text: str) -> list[tuple[bool, str]]:
+    """Divide text at words in back-ticks: (whether it is code, text)."""
+    # Splitting by a pattern with a group gives text and code alternately; a single back-tick remains text.
+    parts: list[str] = re.split(r"`([^`]+)`", text)
+    return [(index % 2 == 1, part) for index, part in enumerate(parts)]
+
+
+def _of_callback(report: Report, callback: str) -> Report:
+    """Give the report of a callback; empty if the run did not have it."""
+    found: Report = report.get("reports", {}).get(callback) or {}
+    return found
+
+
+def _mesh(report: Report) -> Report:
+    mesh: Report = report["run"].get("mesh") or {}
+    return mesh
+
+
+def _cell(value: float | None, write: Callable[[float], str]) -> str:
+    return "not measured" if value is None else write(value)
+
+
+# -------------------------------------------------------------------------------------------------------------- header
+
+
+def headline(run: Report) -> str:
+    """Give the run in a few words: model and size."""
+    return f"{run.get('model', 'Training')} on {run['world_size']} rank{'s' if run['world_size'] > 1 else ''}"
+
+
+def run_line(run: Report) -> str:
+    """Give the settings of a run in one line."""
+    mesh = run.get("mesh") or {}
+    sizes = " × ".join(f"{size} {axis.replace('_', ' ')}" for axis, size in mesh.items() if size > 1)
+    schedule = run.get("schedule")
+    microbatches = f", {run['num_microbatches']} microbatches" if run.get("num_microbatches") else ""
+    facts = [
+        run.get("strategy"),
+        sizes,
+        f"schedule {schedule}{microbatches}" if schedule else None,
+        f"batch of {run['global_batch']:g}" if run.get("global_batch") else None,
+        run.get("precision"),
+        run.get("device"),
+        f"{run['steps']} steps in {seconds_text(run['seconds'])}" if "seconds" in run else f"{run['steps']} steps",
+        run.get("started", "")[:16],
+    ]
+    return " · ".join(fact for fact in facts if fact)
+
+
+def key_figures(report: Report) -> list[tuple[str, str]]:
+    """Choose the numbers at the top: (value, words)."""
+    ranks = _of_callback(report, "StepBreakdown").get("ranks", [])
+    throughput = _of_callback(report, "Throughput")
+    bubble = _of_callback(report, "PipelineTimeline").get("bubble", {}).get("measured")
+    figures = []
+    if ranks:
+        # A step takes as long as its slowest rank; the share of useful time is that of all ranks together.
+        wall = sum(rank["wall"] for rank in ranks)
+        computing = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks)
+        figures.append((seconds_text(max(rank["wall"] for rank in ranks)), "per step"))
+        figures.append((percent(computing / wall), "of the time in forward and backward"))
+    for key, words in (("samples_per_second", "samples per second"), ("tokens_per_second", "tokens per second")):
+        if throughput.get(key) is not None:
+            figures.append((count_text(throughput[key]), words))
+    utilisation = throughput.get("model_flops_utilisation")
+    for share, words in ((utilisation, "of peak FLOP/s"), (bubble, "pipeline bubble")):
+        if share is not None:
+            figures.append((percent(share), words))
+    return figures
+
+
+_SHOWN = 3
+"""Advice with a gain that is shown at once; the rest opens on demand."""
+
+
+def advice_parts(report: Report) -> tuple[list[Report], list[Report]]:
+    """Divide the diagnosis: advice that is shown at once, and the smaller gains."""
+    found: Sequence[Report] = report.get("diagnosis", [])
+    small = [advice for advice in found if advice["kind"] == "slow"][_SHOWN:]
+    return [advice for advice in found if advice not in small], small
+
+
+# --------------------------------------------------------------------------------------------------- steps and pipeline
+
+
+def _steps(report: Report) -> dict[str, Any] | None:
+    """Gather where the time of a step went: bars and table, one row per rank."""
+    ranks = _of_callback(report, "StepBreakdown").get("ranks")
+    if not ranks:
+        return None
+    mesh = _mesh(report)
+    present = {name: words for name, words in PHASE_LABELS.items() if any(rank.get(name) for rank in ranks)}
+    names = (*present, "communication_hidden", "wall")
+    located = any(rank.get("coordinate") for rank in ranks)
+    return {
+        "phases": present,
+        "hidden": any(rank.get("communication_hidden") for rank in ranks),
+        "axes": [f"{axis[0]} {axis.replace('_', ' ')}" for axis, size in mesh.items() if size > 1 and located],
+        "bars": [phase_bar(rank, rank_label(rank, mesh)) for rank in ranks],
+        "rows": [[rank_label(rank, mesh), *(_cell(rank.get(name), seconds_text) for name in names)] for rank in ranks],
+    }
+
+
+def phase_bar(rank: Report, label: str) -> Bar:
+    """Make the bar of one rank: its phases in sequence, hidden communication below."""
+    wall = rank["wall"]
+    segments = [
+        Segment(name, rank[name], seconds_text(rank[name]), f", {percent(rank[name] / wall)} of the step")
+        for name in PHASE_LABELS
+        if rank.get(name)
+    ]
+    hidden = rank.get("communication_hidden")
+    below = [Segment("communication_hidden", hidden, seconds_text(hidden))] if hidden else []
+    return Bar(label, segments, seconds_text(wall), below)
+
+
+_DRAWING_WIDTH = 1120
+"""Pixels that the page has for a drawing on a wide screen; on a narrow one the drawing scrolls."""
+
+
+def _pipeline(report: Report) -> dict[str, Any] | None:
+    """Draw the pipeline as planned above the measured one, on one time axis, and its bubble."""
+    found = _of_callback(report, "PipelineTimeline")
+    step = found.get("timeline") or {}
+    titles = {"planned": "As planned", "measured": f"As it happened in step {step.get('step', 0)}"}
+    timelines = [(title, Timeline.from_dict(step[name])) for name, title in titles.items() if step.get(name)]
+    labels = {"ideal": "schedule alone", "simulated": "with these stages", "measured": "measured"}
+    bars = []
+    for key, label in labels.items():
+        share = found.get("bubble", {}).get(key)
+        if share is not None:
+            segments = [Segment("forward", 1 - share, ""), Segment("pipeline_wait", share, percent(share))]
+            bars.append(Bar(label, segments, percent(share)))
+    if not timelines and not bars:
+        return None
+    return {"svg": draw_svg(timelines, _DRAWING_WIDTH, margin=0, row_name="p") if timelines else None, "bubble": bars}
+
+
+# --------------------------------------------------------------------------------------------- communication and memory
+
+
+def _bandwidth_text(rate: float) -> str:
+    return f"{bytes_text(rate)}/s"
+
+
+_CALL_COLUMNS: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("payload_bytes", bytes_text),
+    ("wire_bytes", bytes_text),
+    ("latency", seconds_text),
+    ("skew", seconds_text),
+    ("algorithm_bandwidth", _bandwidth_text),
+    ("bus_bandwidth", _bandwidth_text),
+)
+
+
+def _communication(report: Report) -> dict[str, Any] | None:
+    """Gather time and bytes of communication by mesh axis, and every kind of call."""
+    found = _of_callback(report, "CommunicationProfiler")
+    by_axis: dict[str, list[Report]] = {}
+    for record in found.get("records") or ():
+        by_axis.setdefault(record["axis"], []).append(record)
+    if not by_axis:
+        return None
+    return {
+        "bars": [_axis_bar(axis, records) for axis, records in by_axis.items()],
+        "rows": [_call_row(record) for records in by_axis.values() for record in records],
+        "desynchronised": found.get("desynchronised", []),
+    }
+
+
+def _call_row(record: Report) -> list[str]:
+    call = [record["axis"].replace("_", " "), record["op"], str(record["group_size"]), record.get("dtype") or ""]
+    measured = [_cell(record.get(key), write) for key, write in _CALL_COLUMNS]
+    return [*call, count_text(record["count"]), *measured]
+
+
+def _axis_bar(axis: str, records: Sequence[Report]) -> Bar:
+    # Records are of one call; bars are of a step.
+    exposed = sum((record.get("exposed") or 0.0) * record["count"] for record in records)
+    sent = sum((record.get("wire_bytes") or 0) * record["count"] for record in records)
+    segment = Segment("communication_exposed", exposed, seconds_text(exposed))
+    return Bar(axis.replace("_", " "), [segment], f"{seconds_text(exposed)}, {bytes_text(sent)}")
+
+
+_HELD_LABELS = {"compression": "compression state", "activations_peak": "activations (peak)"}
+
+
+def _memory(report: Report) -> dict[str, Any] | None:
+    """Gather what each rank's memory holds: bars and table."""
+    ranks = _of_callback(report, "MemoryProfiler").get("ranks")
+    if not ranks:
+        return None
+    mesh = _mesh(report)
+    # A run without compression has nothing to measure there; any other missing key was not measured.
+    keys = [key for key in HELD if key != "compression" or any(key in rank for rank in ranks)]
+    bars = []
+    for rank in ranks:
+        segments = [Segment(key, rank[key], bytes_text(rank[key])) for key in keys if rank.get(key)]
+        bars.append(Bar(rank_label(rank, mesh), segments, bytes_text(sum(rank.get(key) or 0 for key in keys))))
+    columns = (*keys, "resident_peak")
+    labels = {key: _HELD_LABELS.get(key, key) for key in keys}
+    return {
+        "labels": labels,
+        "present": {key: label for key, label in labels.items() if any(rank.get(key) for rank in ranks)},
+        "bars": bars,
+        "rows": [[rank_label(rank, mesh), *(_cell(rank.get(key), bytes_text) for key in columns)] for rank in ranks],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ the rest
+
+CURVES = (
+    ("loss", "loss", "Loss", ""),
+    ("samples_per_second", "samples", "Throughput", "samples per second"),
+    ("step_seconds", "step", "Step time", "seconds"),
+)
+"""Quantities that are drawn over the steps: key in `series`, name, title, unit."""
+
+
+def _charts(report: Report) -> list[Any]:
+    """Draw loss, throughput and step time over the steps."""
+    series = report.get("series") or {}
+    found = [(series[key], name, title, unit) for key, name, title, unit in CURVES if series.get(key)]
+    charts = [line_chart([Curve(name, points, gap_text(points))], title, unit) for points, name, title, unit in found]
+    return [chart for chart in charts if chart is not None]
+
+
+_MOST_FINDINGS = 50
+"""Rows of a table of findings."""
+
+
+def _findings(report: Report) -> dict[str, Any]:
+    """Gather the findings of the monitors; a monitor that the run did not have is left out."""
+    monitor = _of_callback(report, "StragglerMonitor")
+    stragglers = monitor.get("stragglers")
+    slow = [
+        [f"rank {one['rank']}", (one.get("cause") or "unattributed").replace("_", " "), seconds_text(one["excess"])]
+        for one in stragglers or ()
+    ]
+    # Ranks that could not be compared must not look as if none of them were slow.
+    compared = stragglers is not None and not monitor.get("missing")
+    tables: dict[str, Any] = {}
+    for callback in ("ReplicaDriftMonitor", "DataShardingMonitor"):
+        found = _of_callback(report, callback).get("findings")
+        if found is not None:
+            rows = [[str(f["step"]), f["name"], ", ".join(map(str, f["ranks"])), f["detail"]] for f in found]
+            tables[callback] = {"rows": rows[:_MOST_FINDINGS], "count": len(rows)}
+    return {"slow": slow, "none_slow": compared and not slow, "tables": tables}
+
+
+_COMPRESSION: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("dense_bytes", "dense", bytes_text),
+    ("sent_bytes", "sent", bytes_text),
+    ("ratio", "ratio", lambda value: f"{count_text(value)} : 1"),
+    ("relative_error", "relative error", percent),
+    ("cosine", "cosine to the dense mean", count_text),
+    ("residual_norm", "norm of the residual", count_text),
+    ("encode", "encode", seconds_text),
+    ("wire", "wire", seconds_text),
+    ("decode", "decode", seconds_text),
+)
+"""Key of `CompressionMonitor`, words, format."""
+
+
+def _compression(report: Report) -> list[list[str]]:
+    monitor = _of_callback(report, "CompressionMonitor")
+    return [[words, write(monitor[key])] for key, words, write in _COMPRESSION if monitor.get(key) is not None]
+
+
+_SIGNALS = {
+    "StepBreakdown": "where the step went",
+    "CommunicationProfiler": "communication by axis",
+    "PipelineTimeline": "the pipeline's bubble",
+    "Throughput": "throughput",
+    "MemoryProfiler": "memory",
+    "StragglerMonitor": "slow ranks",
+    "ReplicaDriftMonitor": "whether replicas stay equal",
+    "DataShardingMonitor": "whether replicas read different data",
+    "CompressionMonitor": "what compression costs and saves",
+}
+"""Callback, and what only it can tell."""
+
+
+def _missing(report: Report) -> list[tuple[str, str]]:
+    """List what the page cannot tell, and which callback could."""
+    reports = report.get("reports", {})
+    items = [(_SIGNALS[name], f"add `{name}()`") for name in _applicable(report["run"]) if name not in reports]
+    for name, found in reports.items():
+        items += [(sentence, name) for sentence in found.get("missing", ())]
+        if "incomplete" in found:
+            items.append((f"What other ranks measured: {found['incomplete']}", name))
+    return items
+
+
+def _applicable(run: Report) -> Iterator[str]:
+    """Name the callbacks that have something to measure in such a run."""
+    # A section that a run cannot have is no gap in what was measured.
+    needs_peers = ("CommunicationProfiler", "StragglerMonitor", "ReplicaDriftMonitor", "DataShardingMonitor")
+    for name in _SIGNALS:
+        if name == "PipelineTimeline" and (run.get("mesh") or {}).get("pipeline_parallel", 1) == 1:
+            continue
+        if name == "CompressionMonitor" and not run.get("compression"):
+            continue
+        if name in needs_peers and run["world_size"] == 1:
+            continue
+        yield name

@@ -1,0 +1,411 @@
+"""At the end of training: one page with pictures, the same as data, and a trace of all ranks.
+
+The ranks write their parts of the trace to files of their own; the first gathers them, and does without those that do
+not come. `rebuild` makes the page again from the files of a run that was killed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from rich.console import Console
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_parallel import comm
+from lightning_parallel.callbacks.measuring import (
+    VERSION,
+    MeasuringCallback,
+    create_folder,
+    errors_as_warnings,
+    finite,
+    rank_info,
+)
+from lightning_parallel.callbacks.report.diagnosis import diagnose
+from lightning_parallel.callbacks.report.page import render
+from lightning_parallel.callbacks.report.trace import (
+    TraceAccumulator,
+    add_kineto,
+    chrome_trace,
+    read_json,
+    read_trace,
+    write_trace,
+)
+from lightning_parallel.callbacks.session import ClockOffset, Session, clock_id, compare_clocks
+from lightning_parallel.mesh import AXES, Mesh
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.tracing import StepSampler
+
+__all__ = [
+    "PAGE",
+    "ProfileReport",
+    "REPORT",
+    "TRACE",
+    "build_report",
+    "first_error",
+    "part_path",
+    "read_parts",
+    "read_report",
+    "rebuild",
+    "write_files",
+    "write_part",
+]
+
+
+PAGE, REPORT, TRACE = "report.html", "report.json", "trace.json.gz"
+
+
+def build_report(
+    run: Mapping[str, Any],
+    reports: Mapping[str, Mapping[str, Any]],
+    loss: Sequence[Sequence[float]],
+    trace: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Put together the contents of `report.json`, with the diagnosis.
+
+    Args:
+        run: Facts of the run.
+        reports: Reports of the other callbacks, by name.
+        loss: (step, loss).
+        trace: Trace of `chrome_trace`, if there is one.
+    """
+    series = dict(reports.get("Throughput", {}).get("series", {}))
+    report: dict[str, Any] = {"version": VERSION, "run": run, "reports": reports, "series": series}
+    if loss:
+        series["loss"] = loss
+    if trace is not None:
+        # The trace may be large, and the page must not have to read it: its facts are kept in the report.
+        clocks = trace["otherData"]["clocks"]
+        report["trace"] = {
+            "file": TRACE,
+            "ranks": [clock["rank"] for clock in clocks],
+            "left_out": trace["otherData"]["left_out"],
+            "steps": len({event["name"] for event in trace["traceEvents"] if event.get("cat") == "step"}),
+            "uncertainty": max((clock["uncertainty_ns"] for clock in clocks), default=0) / 1e9,
+        }
+    # Before the diagnosis, which sees the same figures as that of a report that was written and read again.
+    report = finite(report)
+    report["diagnosis"] = [advice.to_dict() for advice in diagnose(report)]
+    return report
+
+
+def write_files(folder: Path, report: Mapping[str, Any], trace: Mapping[str, Any] | None) -> None:
+    """Write page, data and trace."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / REPORT).write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
+    (folder / PAGE).write_text(render(report), encoding="utf-8")
+    if trace is not None:
+        write_trace(trace, folder / TRACE)
+
+
+def read_report(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Read the report of a run; returns the folder in which it lies, and the report.
+
+    Args:
+        path: That folder, or one that contains it as `profile`, such as the trainer's log folder.
+
+    Raises:
+        ValueError: If there is none, or one that this version cannot read.
+    """
+    for folder in (path, path / "profile"):
+        file = folder / REPORT
+        if file.is_file():
+            report = read_json(file)
+            if not isinstance(report, dict) or report.get("version") != VERSION or "run" not in report:
+                raise ValueError(f"expected a report of version {VERSION} in {file}, as `ProfileReport` writes it")
+            return folder, report
+    raise ValueError(f"expected the folder of a profiled run, with `{REPORT}` or `profile/{REPORT}`, got {path}")
+
+
+def rebuild(path: Path, kineto: Sequence[Path] = ()) -> Path:
+    """Make the page of a run again with the rules of this version; returns its path.
+
+    After an error, parts of the trace that came too late for rank 0 are added.
+
+    Args:
+        path: See `read_report`.
+        kineto: Traces of `torch.profiler` to add to the run's own.
+
+    Raises:
+        ValueError: If there is no report, or a trace cannot be added.
+    """
+    folder, report = read_report(path)
+    run = report["run"]
+    trace = None
+    parts = read_parts(folder, run["world_size"], run["started"], patience_s=0)
+    if parts:
+        trace = chrome_trace(parts, run["mesh"])
+        run = {**run, **first_error(parts)}
+    if kineto:
+        trace = read_trace(folder / TRACE) if trace is None else trace
+        for file in kineto:
+            add_kineto(trace, read_trace(file))
+    rebuilt = build_report(run, report["reports"], report["series"].get("loss", []), trace)
+    # Without a trace to write, the one that is there stays, and so does what the report says about it.
+    write_files(folder, rebuilt if trace is not None else {**report, **rebuilt}, trace)
+    return folder / PAGE
+
+
+def first_error(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Find the earliest error among the ranks, of which those of the others are the consequence; empty without any."""
+    # On one clock: a rank that fails makes the others fail a little later.
+    failed = [(part["failed_ns"] + part["clock"]["offset_ns"], part) for part in parts if "error" in part]
+    if not failed:
+        return {}
+    _, first = min(failed, key=lambda one: one[0])
+    return {"error": first["error"], "error_rank": first["rank"]}
+
+
+def part_path(folder: Path, rank: int) -> Path:
+    """Give the file in which a rank leaves its part of the trace."""
+    return folder / f"part{rank}.json.gz"
+
+
+def write_part(path: Path, part: Mapping[str, Any]) -> None:
+    """Write one rank's part of a trace, so that others see it whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Rank 0 looks for the file while it is written: only a rename makes it appear at once.
+    partial = path.with_name(f".{path.name}")
+    with gzip.open(partial, "wt", encoding="utf-8") as file:
+        json.dump(part, file)
+    partial.replace(path)
+
+
+def read_parts(folder: Path, world_size: int, run: str, patience_s: float) -> list[dict[str, Any]]:
+    """Read the parts that ranks of this run leave within `patience_s`; files that are not whole are passed over."""
+    until = time.monotonic() + patience_s
+    found: dict[int, dict[str, Any]] = {}
+    while len(found) < world_size:
+        for rank in set(range(world_size)) - found.keys():
+            with suppress(ValueError, FileNotFoundError):
+                part = read_json(part_path(folder, rank))
+                if isinstance(part, dict) and part.pop("run", None) == run:
+                    found[rank] = part
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    return [found[rank] for rank in sorted(found)]
+
+
+LOSSES = 1000
+"""Steps whose losses are drawn at most; they are read from the device when training has ended."""
+NOT_WRITTEN = "the profile could not be written"
+PATIENCE_S = 5.0
+"""Seconds that rank 0 waits for the others' part of the trace after an error."""
+
+
+class ProfileReport(MeasuringCallback):
+    """Gathers the reports of the other measuring callbacks and writes them down when training ends, also with an error.
+
+        report.html     one page with pictures and the diagnosis on top; needs no network
+        report.json     the same as data: `run`, `reports` by callback, `series`, `diagnosis`, `trace`
+        trace.json.gz   the last steps of all ranks for https://ui.perfetto.dev
+
+    The page shows only signals that were measured: add `StepBreakdown`, `CommunicationProfiler`, `PipelineTimeline` and
+    others to the Trainer's callbacks, in any order. `lightning-parallel report DIR` makes the page again, and compares
+    two runs.
+
+    After an error, or if the ranks could not exchange something before, figures are those of the last exchange, and the
+    ranks leave their part of the trace in files, which rank 0 reads as far as they are there after 5 s. Where there is
+    nothing to train, as after the resume of a run that is over, nothing is written.
+
+    Args:
+        dirpath: Where to write; by default `profile` in the trainer's log folder.
+        trace_steps: Last steps that the trace holds; 0 for no trace.
+        every_n_steps, warmup_steps: See `MeasuringCallback`.
+        show_diagnosis: Print the diagnosis and the paths at the end of training.
+
+    `report()` gives the contents of `report.json`, on rank 0.
+
+    Raises:
+        ValueError: If `trace_steps` is negative.
+    """
+
+    def __init__(
+        self,
+        dirpath: Optional[str] = None,
+        trace_steps: int = 20,
+        every_n_steps: int = 50,
+        warmup_steps: int = 1,
+        show_diagnosis: bool = True,
+    ) -> None:
+        if trace_steps < 0:
+            raise ValueError(f"expected trace_steps >= 0, got {trace_steps}")
+        super().__init__(every_n_steps, warmup_steps, dirpath, show_table=False)
+        self.trace_steps = trace_steps
+        self.show_diagnosis = show_diagnosis
+        self.folder = Path()
+        self._run: dict[str, Any] = {}
+        self._loss = StepSampler[Tensor](LOSSES)
+        self._parts: Sequence[Mapping[str, Any]] = ()
+        self._clock: ClockOffset | None = None
+        self._began_s = 0.0
+        self._step = 0
+
+    @override
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> TraceAccumulator:
+        session = self.open_session
+        folder = Path(self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "profile")
+        self.folder = create_folder(folder, session.group)
+        # Rank 0's time names the run on all ranks: it tells apart parts of a trace that another run left in the folder.
+        started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+        self._run = {"started": comm.all_gather_object(started, session.group)[0]}
+        self._loss = StepSampler(LOSSES)
+        self._parts = ()
+        self._clock = compare_clocks(session.group, clock_id())
+        return TraceAccumulator(rank_info(session), self.trace_steps)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._began_s = time.perf_counter()
+        self._run |= _run_facts(trainer, pl_module, self.open_session.mesh)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        recorder = self.open_session.recorder
+        # Not at the end of the batch: another callback may have begun the next step by then.
+        self._step = recorder.step if recorder is not None else 0
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        loss = _loss(outputs)
+        # A copy, which stays on the device: the loss may be written to, or be a view of something large.
+        if loss is not None:
+            self._loss.add(self._step, loss.detach().clone())
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        session = self.open_session
+        if session.failure is None:
+            # Clocks of several hosts drift: compared again near the last steps, which the trace holds.
+            try:
+                self._clock = compare_clocks(session.group, clock_id())
+            except RuntimeError as error:
+                session.failure = str(error)  # a rank does not answer; training has ended well nevertheless
+            self._parts = session.gather(self.accumulator.part(self._clock)) or ()
+        if not self._parts:
+            with errors_as_warnings(NOT_WRITTEN):
+                self._leave_part(self.accumulator.part(self._clock))
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.open_session.recorder is None:
+            rank_zero_info(f"nothing was trained: {self.folder / PAGE} is left as it is")
+            return
+        with errors_as_warnings(NOT_WRITTEN):
+            self._finish(trainer, self.open_session)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        session = self.session
+        super().on_exception(trainer, pl_module, exception)
+        if session is None or session.recorder is None:
+            return  # before training began, or not in `fit`
+        part = self.accumulator.part(self._clock, session.recorder.last_steps(1))
+        self._run["error"] = f"{type(exception).__name__}: {exception}"
+        part |= {"error": self._run["error"], "failed_ns": time.perf_counter_ns()}
+        with errors_as_warnings(NOT_WRITTEN):  # a failure must not take the place of `exception`
+            self._leave_part(part)
+            self._finish(trainer, session)
+
+    def _leave_part(self, part: Mapping[str, Any]) -> None:
+        """Leave this rank's part of the trace to rank 0 in a file, where the ranks cannot exchange it."""
+        write_part(part_path(self.folder, part["rank"]), {**part, "run": self._run["started"]})
+
+    @rank_zero_only
+    def _finish(self, trainer: Trainer, session: Session) -> None:
+        if not self._parts:
+            self._parts = read_parts(self.folder, trainer.world_size, self._run["started"], PATIENCE_S)
+            self._run |= first_error(self._parts)
+        self._run |= {"seconds": time.perf_counter() - self._began_s, "steps": session.steps}
+        reports = _reports(trainer, self)
+        trace = chrome_trace(self._parts, self._run["mesh"]) if any(part["steps"] for part in self._parts) else None
+        if trace is None:
+            (self.folder / TRACE).unlink(missing_ok=True)  # of another run
+        loss = [(step, value.item()) for step, value in self._loss.values.items()]
+        self._report = report = build_report(self._run, reports, loss, trace)
+        write_files(self.folder, report, trace)
+        if self.show_diagnosis:
+            self._show(report)
+
+    def _show(self, report: Mapping[str, Any]) -> None:
+        console = Console(highlight=False, markup=False, soft_wrap=True)
+        for advice in report["diagnosis"][:3]:
+            console.print(f"- {advice['title']}. {advice['text']}")
+        console.print(f"profile: {self.folder / PAGE}")
+        if "trace" in report:
+            console.print(f"trace:   {self.folder / TRACE} (open it at https://ui.perfetto.dev)")
+
+    @override
+    def report(self) -> dict[str, Any]:
+        if self._report is None:
+            raise RuntimeError("`ProfileReport.report()` tells of a finished `fit`; there was none yet")
+        return self._report
+
+
+def _run_facts(trainer: Trainer, pl_module: LightningModule, mesh: Mesh) -> dict[str, Any]:
+    """Describe a run whose training begins; facts that are not known are left out."""
+    strategy = trainer.strategy
+    engine = getattr(strategy, "engine", None)
+    schedule = engine.schedule if isinstance(engine, PipelineEngine) else None
+    compression = getattr(strategy, "compression", None)
+    samples = getattr(trainer.train_dataloader, "batch_size", None)
+    device = strategy.root_device
+    facts = {
+        "model": type(pl_module).__name__,
+        "strategy": type(strategy).__name__,
+        "world_size": trainer.world_size,
+        "mesh": {axis: mesh.size(axis) for axis in AXES},
+        "replicas": mesh.data_parallel,
+        "precision": str(trainer.precision),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "schedule": schedule and schedule.name,
+        "num_microbatches": schedule and schedule.num_microbatches,
+        "compression": None if compression is None else repr(compression),
+        "replica_batch": samples,
+        "global_batch": samples and samples * mesh.data_parallel * trainer.accumulate_grad_batches,
+        "learning_rate": _learning_rate(trainer),
+        "versions": {name: version(name) for name in ("lightning-parallel", "lightning", "torch")},
+    }
+    return {name: fact for name, fact in facts.items() if fact is not None}
+
+
+def _learning_rate(trainer: Trainer) -> float | None:
+    """Read the learning rate of the first parameter group, before a schedule changes it."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return float(groups[0].get("initial_lr", groups[0]["lr"])) if groups else None
+
+
+def _loss(outputs: Any) -> Tensor | None:
+    """Find the loss in the outputs of a step; None unless it is one number that this rank knows by itself."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if isinstance(loss, DTensor):
+        # Only a replicated value is known without communication, in which all ranks would have to take part.
+        loss = loss.to_local() if all(place.is_replicate() for place in loss.placements) else None
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _reports(trainer: Trainer, this: ProfileReport) -> dict[str, dict[str, Any]]:
+    """Gather the reports of the trainer's other callbacks, by their names."""
+    reports = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, MeasuringCallback) and callback is not this and callback.has_report:
+            reports[callback.name] = callback.report()
+    return reports

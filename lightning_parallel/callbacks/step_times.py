@@ -1,0 +1,393 @@
+"""The time of each step: how it divides into phases, and which rank is later than its peers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any, Optional
+
+from lightning.pytorch import LightningModule, Trainer
+from rich import box
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_parallel.callbacks.collective_tracer import hides_waits
+from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, rank_info
+from lightning_parallel.callbacks.session import PHASES
+from lightning_parallel.mesh import PIPELINE
+from lightning_parallel.tracing import OTHER, Span, StepSampler, Window
+from lightning_parallel.tracing.text import percent, seconds_text
+
+__all__ = [
+    "BreakdownAccumulator",
+    "RankLateness",
+    "StepBreakdown",
+    "StragglerAccumulator",
+    "StragglerMonitor",
+    "compare_peers",
+    "hidden_ns",
+    "union_ns",
+]
+
+EXPOSED = "communication_exposed"
+HIDDEN = "communication_hidden"
+
+KEPT = 256
+"""Steps that the ranks compare at most, evenly spread over the run."""
+
+
+# ---------------------------------------------------------------------------------------------------------- breakdown
+
+
+class BreakdownAccumulator(Accumulator):
+    """Adds up nanoseconds by phase.
+
+    Args:
+        rank_info: `rank` and `coordinate` of this process.
+        missing: Communication that is not recorded, in sentences; may grow until `summarize`.
+    """
+
+    def __init__(self, rank_info: Mapping[str, Any], missing: Sequence[str] = ()) -> None:
+        self._rank_info = dict(rank_info)
+        self._missing = missing
+        self._total: Counter[str] = Counter()
+        self._steps = 0
+        self._logged: Counter[str] = Counter()
+        self._steps_logged = 0
+        self._waits = StepSampler[int](KEPT)
+
+    @override
+    def add(self, window: Window) -> None:
+        self._steps += 1
+        # By step, as only the waits of the same step can be compared between ranks.
+        self._waits.add(window.step, window.phases.get(EXPOSED, 0))
+        self.end(window)
+
+    @override
+    def end(self, window: Window) -> None:
+        # A user's span may have a phase that is not among ours; the sum must still be the wall time.
+        for phase, duration_ns in window.phases.items():
+            self._total[phase if phase in PHASES else OTHER] += duration_ns
+        self._total[HIDDEN] += hidden_ns(window.spans)
+
+    @override
+    def share(self) -> dict[str, Any]:
+        means = self._means(self._total, self._steps) if self._steps else {}
+        return {"row": {**self._rank_info, **means}, "waits": dict(self._waits.values)}
+
+    def _means(self, total_ns: Mapping[str, int], steps: int) -> dict[str, float]:
+        """Return seconds per step; `wall` is the sum of the phases."""
+        wall = sum(total_ns[phase] for phase in PHASES)
+        # In tables and files the hidden communication stands next to the exposed one.
+        phases = {phase: total_ns[phase] for phase in (*PHASES[:4], HIDDEN, *PHASES[4:])}
+        return {key: value / steps / 1e9 for key, value in {"wall": wall, **phases}.items()}
+
+    @override
+    def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        report: dict[str, Any] = {"ranks": [rank["row"] for rank in shared if rank["waits"]]}
+        # With a rank missing, the shortest wait of the others would be no bound.
+        if len(report["ranks"]) == len(shared) > 1:
+            report["communication_least"] = _least_waits(shared)
+        return {**report, "missing": list(self._missing)} if self._missing else report
+
+    @override
+    def scalars(self) -> dict[str, float]:
+        steps = self._steps - self._steps_logged
+        if steps == 0:
+            return {}
+        recent = Counter({phase: self._total[phase] - self._logged[phase] for phase in self._total})
+        self._logged = self._total.copy()
+        self._steps_logged = self._steps
+        return {f"step_breakdown/{key}": value for key, value in self._means(recent, steps).items()}
+
+
+class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
+    """Divides the time of every step into phases that exclude each other and add up to it.
+
+    | phase | what the main thread did |
+    |---|---|
+    | `data_wait` | waited for the next batch, or moved it to the device |
+    | `forward`, `backward` | ran the step; computed gradients |
+    | `communication_exposed` | waited for a collective; between pipeline stages, see `pipeline_wait` |
+    | `pipeline_wait` | waited for another pipeline stage |
+    | `optimizer` | updated the parameters, clipped, set gradients to zero |
+    | `checkpoint`, `validation` | saved; validated: with all that runs in it |
+    | `other` | anything else: hooks, logging, callbacks |
+
+    The innermost phase counts: a collective in the forward is communication. On CUDA these are times of the device, so
+    what the host does while the device is busy costs nothing.
+
+    `report()` has, besides the common keys, one row for each rank, in seconds per step:
+
+        ranks: [{rank, coordinate: {axis: index}, wall, data_wait, forward, backward, communication_exposed,
+                 communication_hidden, pipeline_wait, optimizer, checkpoint, validation, other}]
+        communication_least: [seconds]
+        missing: [sentence]
+
+    `wall` is the sum of the phases. `communication_hidden` is not part of it: collectives in flight while the main
+    thread did other things. Validation and checkpoints after the last step are distributed over the steps.
+    `communication_least`, where there are several ranks, gives for each pipeline stage the time per step for which
+    communication blocked every one of its ranks: what a rank was blocked beyond that, it waited for late ranks.
+    `missing`, only where something is, names the communication of the strategy that is not recorded and so counts as
+    forward or backward.
+
+    Logged: `step_breakdown/<phase>`, seconds per step of rank 0, mean over the steps since the last logging.
+    """
+
+    @override
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> BreakdownAccumulator:
+        return BreakdownAccumulator(rank_info(self.open_session), self.open_session.missing)
+
+    @override
+    def table(self, report: Mapping[str, Any]) -> Table | None:
+        ranks = report["ranks"]
+        if not ranks:
+            return None
+        title = f"Where a step goes: milliseconds, mean of {report['steps']} steps"
+        table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        keys = [key for key in ranks[0] if key not in ("coordinate", "rank")]
+        # A terminal has room for about ten columns: phases that no rank spent time in are left out.
+        shown = [key for key in keys if any(rank.get(key, 0.0) > 0 for rank in ranks)]
+        for header in ("rank", *shown):
+            table.add_column(header.replace("_", " "), justify="right")
+        for rank in ranks:
+            table.add_row(str(rank["rank"]), *(f"{rank[key] * 1e3:.2f}" if key in rank else "-" for key in shown))
+        return table
+
+
+def _least_waits(shared: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Find the shortest wait among the ranks of each pipeline stage in a step: seconds, mean over the steps."""
+    by_stage: dict[int, list[dict[int, int]]] = {}
+    for rank in shared:
+        by_stage.setdefault(rank["row"]["coordinate"][PIPELINE], []).append(rank["waits"])
+    least = []
+    for _, waits in sorted(by_stage.items()):
+        steps = set.intersection(*map(set, waits))
+        least.append(fmean(min(wait[step] for wait in waits) for step in steps) / 1e9)
+    return least
+
+
+def hidden_ns(spans: Iterable[Span]) -> int:
+    """Return time for which collectives were in flight, without that for which they blocked the main thread.
+
+    A collective that was complete before it was waited for counts only if something reported when. Messages between
+    pipeline stages are left out: the schedule hides them, see `PipelineTimeline`.
+    """
+    # Collectives may overlap: the union counts each moment once, while blocked times never overlap on one thread.
+    flights = [
+        span for span in spans if span.in_flight is not None and span.peer is None and span.axis != "pipeline_parallel"
+    ]
+    in_flight = union_ns((span.start_ns, span.complete_ns) for span in flights)
+    return max(0, in_flight - sum(span.blocked_ns for span in flights))
+
+
+def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
+    """Return length of the union of intervals."""
+    total = 0
+    reached = 0
+    for start, end in sorted(intervals):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+# --------------------------------------------------------------------------------------------------------- stragglers
+
+WORK = ("data_wait", "forward", "backward", "optimizer", OTHER)
+"""Phases in which a rank works. In the others it waits for ranks, or does what its peers need not do."""
+
+MIN_STEPS = 20
+"""Steps below which nothing is concluded."""
+
+LATE_SHARE = 0.75
+"""Share of the steps in which a straggler is late."""
+
+CAUSE_SHARE = 0.8
+"""Share of the lateness that a cause has to explain."""
+
+WorkTimes = dict[str, float]
+"""Seconds by phase of work, and `wall`."""
+
+
+@dataclass(frozen=True)
+class RankLateness:
+    """Comparison of a rank with its peers.
+
+    Attributes:
+        rank: Global rank.
+        own: Seconds of work per step; the median, as all figures.
+        excess: Seconds by which that is longer than the median of its peers.
+        late: Share of the steps in which the excess is above the threshold.
+        cause: The phase that covers most of the excess, if one covers enough of it.
+    """
+
+    rank: int
+    own: float
+    excess: float
+    late: float
+    cause: str | None
+
+
+def compare_peers(
+    ranks: Sequence[int], steps: Sequence[Mapping[int, WorkTimes]], threshold: float
+) -> list[RankLateness]:
+    """Compare peers, step by step.
+
+    Args:
+        ranks: The peers, at least two.
+        steps: Each rank's times in the steps that all of them have.
+        threshold: Share of the step's time by which a late rank exceeds the median of the others.
+    """
+    found = []
+    # Of the whole step, with its waits: that is about as long on all peers.
+    limits = [threshold * median(step[peer]["wall"] for peer in ranks) for step in steps]
+    for rank in ranks:
+        excesses = [_excess(step, rank, WORK) for step in steps]
+        late = sum(excess > limit for excess, limit in zip(excesses, limits)) / len(steps)
+        # Medians: a few steps that are far slower, such as those of a checkpoint, must not make a straggler.
+        typical = median(excesses)
+        by_phase = {phase: median(_excess(step, rank, [phase]) for step in steps) for phase in WORK}
+        cause = max(by_phase, key=lambda phase: by_phase[phase])
+        # Phases have noise of their own, so that some phase is always the largest; it need not explain anything.
+        is_explained = typical > 0 and by_phase[cause] >= CAUSE_SHARE * typical
+        own = median(_work(step[rank], WORK) for step in steps)
+        found.append(RankLateness(rank, own, typical, late, cause if is_explained else None))
+    return found
+
+
+def _excess(step: Mapping[int, WorkTimes], rank: int, phases: Sequence[str]) -> float:
+    """Return seconds by which `rank` exceeds the median of the others."""
+    # Without the rank itself: among two peers it would be half of its own reference.
+    others = [_work(times, phases) for other, times in step.items() if other != rank]
+    return _work(step[rank], phases) - median(others)
+
+
+def _work(times: WorkTimes, phases: Sequence[str]) -> float:
+    return sum(times.get(phase, 0.0) for phase in phases)
+
+
+class StragglerAccumulator(Accumulator):
+    """Keeps this rank's times of work in steps that all ranks keep.
+
+    Args:
+        rank_info: `rank` and `coordinate` of this process.
+        threshold: See `compare_peers`.
+        blind: Phases in which waiting cannot be told from work, so that they are not compared.
+    """
+
+    def __init__(self, rank_info: Mapping[str, Any], threshold: float = 0.1, blind: Sequence[str] = ()) -> None:
+        self._rank_info = dict(rank_info)
+        self._threshold = threshold
+        self._blind = frozenset(blind)
+        self._steps = StepSampler[WorkTimes](KEPT)
+        self._last: WorkTimes = {}
+
+    @override
+    def add(self, window: Window) -> None:
+        phases = {phase: window.phases.get(phase, 0) / 1e9 for phase in WORK if phase not in self._blind}
+        self._last = {**phases, "wall": window.wall_ns / 1e9}
+        self._steps.add(window.step, self._last)
+
+    @override
+    def share(self) -> dict[str, Any]:
+        return {**self._rank_info, "steps": dict(self._steps.values)}
+
+    @override
+    def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        found = sorted(self._compare(shared), key=lambda one: one.rank)
+        if not found:
+            return {"missing": [f"No two ranks do the same for {MIN_STEPS} steps, so none can be called slow."]}
+        stragglers = [
+            {"rank": one.rank, "cause": one.cause, "excess": one.excess}
+            for one in sorted(found, key=lambda one: -one.excess)
+            if one.late >= LATE_SHARE
+        ]
+        rows = [{"rank": one.rank, "own": one.own, "excess": one.excess, "late": one.late} for one in found]
+        report: dict[str, Any] = {"stragglers": stragglers, "ranks": rows}
+        if not self._blind:
+            return report
+        phases = " and ".join(phase for phase in WORK if phase in self._blind)
+        return {**report, "missing": [f"In {phases} ranks wait for each other unseen: who is late there is not known."]}
+
+    def _compare(self, shared: Sequence[dict[str, Any]]) -> list[RankLateness]:
+        """Compare the ranks at each pipeline and tensor coordinate, which do the same work on other data."""
+        peers: dict[tuple[int, int], list[int]] = {}
+        for rank in shared:
+            coordinate = rank["coordinate"]
+            peers.setdefault((coordinate["pipeline_parallel"], coordinate["tensor_parallel"]), []).append(rank["rank"])
+        steps = {rank["rank"]: rank["steps"] for rank in shared}
+        found: list[RankLateness] = []
+        for ranks in peers.values():
+            # Ranks sample the same steps, but one that did not answer lately has fewer.
+            common = sorted(set.intersection(*(set(steps[rank]) for rank in ranks)))
+            if len(ranks) > 1 and len(common) >= MIN_STEPS:
+                together = [{rank: steps[rank][number] for rank in ranks} for number in common]
+                found += compare_peers(ranks, together, self._threshold)
+        return found
+
+    @override
+    def scalars(self) -> dict[str, float]:
+        return {"straggler/own": _work(self._last, WORK)} if self._last else {}
+
+
+class StragglerMonitor(MeasuringCallback[StragglerAccumulator]):
+    """Names ranks that keep their peers waiting, and the phase that makes them late.
+
+    Peers are ranks with the same pipeline and tensor coordinates, which do the same work on other data; so neither a
+    heavy stage is a straggler, nor a rank that waits for one. A rank is a straggler if its own work (data, forward,
+    backward, optimizer and the rest; no waiting) exceeds that of the median of its peers by more than `threshold` of
+    the step, in three steps of four. The cause is the phase that covers 80 % of the excess, if one does. Where all
+    ranks are equally slow none is late.
+
+    `report()` has, besides the common keys, in seconds per step, the median over the steps:
+
+        stragglers: [{rank, cause, excess}]       `cause` is None if no single phase explains it
+        ranks: [{rank, own, excess, late}]        `late`: share of the steps in which it was late
+
+    While there are fewer than 20 steps, and where no rank has a peer, `missing` says so instead. Under FSDP on CUDA,
+    DeepSpeed and Lightning's `ModelParallelStrategy` ranks wait for each other inside forward and backward, unseen, so
+    that only the other phases are compared, as `missing` says.
+
+    Logged: `straggler/own`, seconds of work of rank 0 in the last step.
+
+    Args:
+        threshold: Share of the step's time, between 0 and 1.
+        every_n_steps, warmup_steps, dirpath, show_table: See `MeasuringCallback`.
+
+    Raises:
+        ValueError: If `threshold` is not between 0 and 1.
+
+    Source: naming a cause only where it covers 80 % of the lateness is TraceML's policy.
+    """
+
+    def __init__(
+        self,
+        threshold: float = 0.1,
+        every_n_steps: int = 50,
+        warmup_steps: int = 2,
+        dirpath: Optional[str] = None,
+        show_table: bool = True,
+    ) -> None:
+        super().__init__(every_n_steps, warmup_steps, dirpath, show_table)
+        if not 0 < threshold < 1:
+            raise ValueError(f"expected a threshold between 0 and 1, got {threshold}")
+        self.threshold = threshold
+
+    @override
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> StragglerAccumulator:
+        blind = ("forward", "backward") if hides_waits(trainer.strategy) else ()
+        return StragglerAccumulator(rank_info(self.open_session), self.threshold, blind)
+
+    @override
+    def table(self, report: Mapping[str, Any]) -> Table | None:
+        stragglers = report.get("stragglers")
+        if not stragglers:
+            return None
+        table = Table("rank", "later by", "in steps", "cause", title="Ranks that are late", box=box.SIMPLE_HEAD)
+        late = {row["rank"]: row["late"] for row in report["ranks"]}
+        for one in stragglers:
+            cause = (one["cause"] or "unattributed").replace("_", " ")
+            table.add_row(str(one["rank"]), seconds_text(one["excess"]), percent(late[one["rank"]]), cause)
+        return table

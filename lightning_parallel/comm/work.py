@@ -1,0 +1,211 @@
+"""Communication in flight: one call from its start to its result.
+
+A call is recorded as a span where a recorder is active, and a failed one is explained by the ranks that are gone.
+Inside `dry_run` calls on tensors communicate nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd.grad_mode import set_multithreading_enabled
+
+from lightning_parallel import tracing
+from lightning_parallel.comm import heartbeat
+from lightning_parallel.comm.groups import Group
+from lightning_parallel.tracing import InFlight
+
+__all__ = ["PROFILING", "Done", "Pending", "blocking_call", "dry_run", "raise_explained"]
+
+PROFILING = "profiling"
+"""Axis of the group in which ranks exchange their measurements; communication along it is not recorded."""
+
+ARRIVAL_NS = 300_000
+"""A wait that blocks longer than this ends when the communication does. After a shorter wait, the communication may
+have completed long before, while the thread was computing."""
+
+
+class _ThreadState(threading.local):
+    in_dry_run = False
+
+
+_thread = _ThreadState()
+
+
+@contextmanager
+def dry_run() -> Iterator[None]:
+    """Skip the communication of this thread inside the block.
+
+    Collectives on tensors return tensors of the right shape with arbitrary values. A computation that would fail on
+    some ranks only then fails here, where no other rank waits for it. Python objects are still exchanged.
+    """
+    # The flag belongs to the thread: a compressor's background thread must go on communicating meanwhile. Backward on
+    # CUDA runs on threads of autograd's own, which would not see the flag, unless it is told to stay on this thread.
+    before = _thread.in_dry_run
+    _thread.in_dry_run = True
+    try:
+        with set_multithreading_enabled(False):
+            yield
+    finally:
+        _thread.in_dry_run = before
+
+
+class Pending:
+    """A call in flight, as `launch` starts it.
+
+    Args:
+        op: Name of the operation in torch's terms (`all_reduce`, `send`, ...).
+        group: The group.
+        num_bytes: Payload: the full tensor for all_reduce and broadcast, the gathered total for all_gather and
+            reduce_scatter, what this rank sends for all_to_all, the message for send and recv.
+        dtype: Element type of the payload.
+        result: What `wait` returns, or a function that makes it.
+        peer: Global rank at the other end of a message; None for a collective.
+        tag: Tag of a message.
+    """
+
+    # One is made for every collective of a step; slots keep that cheap.
+    __slots__ = ("_bytes", "_dtype", "_flight", "_group", "_op", "_peer", "_result", "_tag", "_work")
+
+    def __init__(
+        self,
+        op: str,
+        group: Group,
+        num_bytes: int,
+        dtype: torch.dtype,
+        result: Any,
+        peer: int | None = None,
+        tag: int | None = None,
+    ) -> None:
+        self._op = op
+        self._group = group
+        self._bytes = num_bytes
+        self._dtype = dtype
+        self._result = result
+        self._peer = peer
+        self._tag = tag
+        self._work: Any = None
+
+    def launch(self, call: Callable[[], Any]) -> Pending:
+        """Start the communication; `call` returns torch's handle of it.
+
+        Raises:
+            RuntimeError: If it fails; names the ranks that are gone.
+        """
+        if _thread.in_dry_run:
+            return self
+        flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer, self._tag)
+        try:
+            with flight:
+                self._work = call()
+        except RuntimeError as error:
+            raise_explained(error, self._op, self._group)
+        if flight is not _UNRECORDED:
+            self._watch_completion(flight)
+        return self
+
+    def _watch_completion(self, flight: InFlight | _Unrecorded) -> None:
+        """Let the backend note when the communication is over, which may be long before `wait` is called."""
+        if flight.clock is not None:
+            flight.complete = flight.clock.completion(self._work)
+        # The handles of this package, such as the all-reduce between two ranks, have no future: `wait` completes them.
+        elif self._peer is None and self._group.backend == "gloo" and hasattr(self._work, "get_future"):
+            with suppress(RuntimeError):  # some operations have no future
+                self._work.get_future().add_done_callback(self._note_completion)
+
+    def _note_completion(self, _: Any) -> None:
+        # Runs on a thread of gloo. It must do nothing that takes long: that thread also completes other collectives.
+        self._flight.complete = time.perf_counter_ns()
+
+    def wait(self) -> Any:
+        """Wait for the communication and return its result; calling it again returns the same.
+
+        Raises:
+            RuntimeError: If it fails; names the ranks that are gone.
+        """
+        # Cleared first, so that a second call does not wait again for a handle that is used up.
+        work, self._work = self._work, None
+        if work is not None:
+            flight = self._flight
+            start_ns = time.perf_counter_ns()
+            try:
+                with flight:
+                    work.wait()
+            except RuntimeError as error:
+                raise_explained(error, self._op, self._group)
+            if flight is not _UNRECORDED and flight.complete is None and flight.clock is None:
+                end_ns = time.perf_counter_ns()
+                if end_ns - start_ns > ARRIVAL_NS:
+                    flight.complete = end_ns
+            flight.finish()
+        return self._result() if callable(self._result) else self._result
+
+
+class Done(Pending):
+    """The result of a collective in a group of one rank."""
+
+    __slots__ = ()
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+        self._work = None
+
+
+class _Unrecorded:
+    """Stands in for a `InFlight` where nothing is recorded, so that callers need not ask."""
+
+    complete: Any = None
+    clock = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+_UNRECORDED = _Unrecorded()
+
+
+def _begin(
+    op: str,
+    group: Group,
+    num_bytes: int | None,
+    dtype: torch.dtype | None,
+    peer: int | None = None,
+    tag: int | None = None,
+) -> InFlight | _Unrecorded:
+    active = tracing.active()
+    if active is None or group.axis == PROFILING:
+        return _UNRECORDED
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    return InFlight(active, op, group.axis, group.ranks, num_bytes, name, peer, tag, group.name)
+
+
+@contextmanager
+def blocking_call(op: str, group: Group) -> Iterator[None]:
+    """Record the block as one call in `group` that blocks the thread, of an unknown number of bytes.
+
+    Raises:
+        RuntimeError: If the block does; names the ranks that are gone.
+    """
+    flight = _begin(op, group, None, None)
+    try:
+        with flight:
+            yield
+    except RuntimeError as error:
+        raise_explained(error, op, group)
+    flight.finish()
+
+
+def raise_explained(error: RuntimeError, op: str, group: Group) -> NoReturn:
+    """Raise the failure of a call again, with the ranks that are gone."""
+    raise RuntimeError(heartbeat.describe_failure(f"{op} along {group.axis}", group.ranks, error)) from error

@@ -1,0 +1,142 @@
+"""Initial values for models that were built on the meta device, without ever holding the full model.
+
+    for each module that has tensors on the meta device, in the order of `named_modules()`:
+        allocate its full tensors -> run its initialiser -> keep what this rank holds -> free the rest
+
+Every rank runs every initialiser on full tensors. So each parameter gets the values that it has in one process with the
+same seed, and the random generators end where those of one process would. At most the tensors that the rank keeps and
+the full tensors of one module are allocated at any time.
+
+An initialiser is the `reset_parameters` of the module, or the function by which the Hugging Face model around it
+initialises modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.compat.torch import buffers_of, parameters_of
+from lightning_parallel.compat.transformers import weight_initializer_of
+
+__all__ = ["initializer_of", "materialize", "set_data"]
+
+
+def initializer_of(root: nn.Module, path: str) -> Callable[[], object] | None:
+    """Return the function that gives the module at `path` its initial values, in place; None if there is none.
+
+    It fills the parameters and buffers of that module only, not of modules inside it, and expects full tensors.
+    """
+    module = root.get_submodule(path)
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        return reset
+    parts = path.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        initialize = weight_initializer_of(root.get_submodule(".".join(parts[:depth])))
+        if initialize is not None:
+            return partial(initialize, module)
+    return None
+
+
+def materialize(
+    root: nn.Module,
+    device: torch.device,
+    *,
+    full_shape: Callable[[Tensor], torch.Size] = lambda tensor: tensor.shape,
+    keep: Callable[[Tensor, Tensor], Tensor | None] = lambda tensor, full: full,
+) -> None:
+    """Give the parameters and buffers on the meta device their initial values, module by module.
+
+    Parameters stay the same objects, so tied parameters stay tied: they get the values of the first module that has
+    them. Tensors that are not on the meta device keep their values. Without meta tensors nothing happens.
+
+    Args:
+        root: The model.
+        device: Where the tensors are allocated.
+        full_shape: Gives the full shape of a parameter on the meta device that was already divided.
+        keep: Called with each tensor on the meta device and its full initial value. Returns the part that this rank
+            holds, without memory of the rest, or None for a tensor that stays on the meta device.
+
+    Raises:
+        ValueError: If a module with such tensors has no initialiser; no tensor has been changed then.
+    """
+    # The order of `named_modules` is also that of one process: the random numbers that a module draws depend on it.
+    todo = _modules_to_initialize(root)
+    missing = [f"`{path}` ({type(root.get_submodule(path)).__name__})" for path, call in todo if call is None]
+    if missing:
+        raise ValueError(
+            f"modules on the meta device without `reset_parameters`: {', '.join(missing)}. Define that method, or build"
+            " them on a real device"
+        )
+    for path, initialize in todo:
+        if initialize is not None:
+            _initialize(root.get_submodule(path), initialize, device, full_shape, keep)
+
+
+def _modules_to_initialize(root: nn.Module) -> list[tuple[str, Callable[[], object] | None]]:
+    """Return the modules that are the first to have some tensor on the meta device, with their initialisers."""
+    seen: set[int] = set()
+    found = []
+    for path, owner in root.named_modules():
+        tensors = {id(tensor) for tensor in _tensors(owner) if tensor.is_meta}
+        if tensors - seen:
+            found.append((path, initializer_of(root, path)))
+        seen |= tensors
+    return found
+
+
+def _tensors(owner: nn.Module) -> list[Tensor]:
+    return [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
+
+
+def _initialize(
+    owner: nn.Module,
+    initialize: Callable[[], object],
+    device: torch.device,
+    full_shape: Callable[[Tensor], torch.Size],
+    keep: Callable[[Tensor, Tensor], Tensor | None],
+) -> None:
+    parameters = {name: value for name, value in parameters_of(owner).items() if value is not None}
+    buffers = {name: value for name, value in buffers_of(owner).items() if value is not None and value.is_meta}
+    # Parameters that have their values already get a temporary too: the initialiser draws numbers for all of them.
+    for name, parameter in parameters.items():
+        empty = _empty(parameter, full_shape(parameter), device)
+        parameters_of(owner)[name] = nn.Parameter(empty, parameter.requires_grad)
+    for name, buffer in buffers.items():
+        buffers_of(owner)[name] = _empty(buffer, buffer.shape, device)
+    try:
+        with torch.no_grad():
+            initialize()
+    finally:
+        # The initialiser may have assigned new tensors, so they are looked up again.
+        full_parameters = {name: parameters_of(owner)[name] for name in parameters}
+        full_buffers = {name: buffers_of(owner)[name] for name in buffers}
+        parameters_of(owner).update(parameters)
+        buffers_of(owner).update(buffers)
+    for name, parameter in parameters.items():
+        full = full_parameters.pop(name)
+        local = keep(parameter, full.detach()) if full is not None and parameter.is_meta else None
+        if local is not None:
+            set_data(parameter, local)
+    for name, buffer in buffers.items():
+        full_buffer = full_buffers.pop(name)
+        local = keep(buffer, full_buffer) if full_buffer is not None else None
+        if local is not None:
+            buffers_of(owner)[name] = local
+
+
+def _empty(tensor: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
+    if tensor.shape == shape:
+        return torch.empty_like(tensor, device=device, requires_grad=False)  # keeps the memory format
+    return torch.empty(shape, dtype=tensor.dtype, device=device)
+
+
+def set_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """Move a parameter from the meta device: `parameter.data = data` is refused between kinds of devices."""
+    moved = nn.Parameter(data, parameter.requires_grad)
+    vars(moved).update(vars(parameter))  # `swap_tensors` exchanges the attributes too, such as a shard rule
+    torch.utils.swap_tensors(parameter, moved)

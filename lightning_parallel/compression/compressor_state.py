@@ -1,0 +1,273 @@
+"""The state of a reducer: tensors by slot and parameter name, as a transaction, and on its way to a checkpoint.
+
+What a step writes replaces the old values at `commit` only. Parameters of one shape are kept in one stacked tensor, so
+that methods work on a batch. Each stack has two buffers: a step reads the current one and writes the other, and
+committing exchanges them. Nothing is copied, and dropping a step restores every bit, at the price of a second buffer.
+
+In a checkpoint a state is `{"version", "layout", "step", "world_size", slot: {parameter: tensor}, ...}`:
+
+    layout      made by           what a slot holds per parameter
+    local       state_dict()      this rank's tensor
+    stacked     gather_state()    (ranks, *shape); replicated slots as they are
+    mean        gather_state()    the mean over the ranks; replicated slots as they are
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+
+__all__ = ["Memory", "gather_state", "local_state", "state_on_cpu", "values_for"]
+
+
+class _StackKey(NamedTuple):
+    slot: str
+    names: tuple[str, ...]
+
+
+class Memory:
+    """Named tensors in slots (`residual`, `left`, ...), changed by staging and committing."""
+
+    def __init__(self) -> None:
+        self._current: dict[str, dict[str, Tensor]] = {}
+        self._buffers: dict[_StackKey, list[Tensor]] = {}  # [spare] or [spare, current]; current last
+        self._staged: dict[_StackKey, Tensor] = {}
+        self._discarded: list[_StackKey] = []
+
+    def holds(self, slot: str, name: str) -> bool:
+        """Return whether there is a committed tensor."""
+        return name in self._current.get(slot, {})
+
+    def read(self, slot: str, name: str, device: torch.device, shape: Sequence[int | None]) -> Tensor | None:
+        """Return the committed tensor, on `device`; None if there is none yet.
+
+        Args:
+            shape: The expected one; None stands for any extent.
+
+        Raises:
+            ValueError: If it has another shape.
+        """
+        tensor = self._current.get(slot, {}).get(name)
+        if tensor is not None and not _fits(tensor.shape, shape):
+            wanted, found = ("x".join("?" if n is None else str(n) for n in some) for some in (shape, tensor.shape))
+            raise ValueError(
+                f"expected `{slot}` of `{name}` in the compressor's memory to be of shape {wanted}, found {found}: "
+                "it is that of another model, or of one cut otherwise; use a compressor for each"
+            )
+        return tensor if tensor is None or tensor.device == device else tensor.to(device)
+
+    def stage(
+        self, slot: str, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return an uninitialised tensor (names, *shape) whose rows become the new values of `names` at `commit`.
+
+        Within one step the same names give the same tensor.
+        """
+        key = _StackKey(slot, tuple(names))
+        if key in self._staged:
+            return self._staged[key]
+        buffers = self._buffers.setdefault(key, [])
+        size = torch.Size((len(names), *shape))
+        spare = buffers[0] if len(buffers) == 2 else None
+        if spare is None or spare.shape != size or spare.dtype != dtype or spare.device != device:
+            spare = torch.empty(size, dtype=dtype, device=device)
+        self._staged[key] = spare
+        return spare
+
+    def discard(self, slot: str, names: Sequence[str]) -> None:
+        """Remove the values of `names` in `slot` at `commit`."""
+        self._discarded.append(_StackKey(slot, tuple(names)))
+
+    def commit(self) -> None:
+        """Replace the old values by the staged ones."""
+        for slot_name, names in self._discarded:
+            for name in names:
+                self._current.get(slot_name, {}).pop(name, None)
+        for key, buffer in self._staged.items():
+            # The tensor staged becomes the current one, and the current one the spare for the next step.
+            self._buffers[key] = [*self._buffers[key][-1:], buffer]
+            slot = self._current.setdefault(key.slot, {})
+            slot.update(zip(key.names, buffer.unbind()))
+        if self._staged:
+            self._forget_regrouped()
+        self._staged, self._discarded = {}, []
+
+    def rollback(self) -> None:
+        """Keep the old values, and the staged tensors as spare buffers."""
+        for key, buffer in self._staged.items():
+            current = self._buffers[key][-1:]
+            self._buffers[key] = [buffer, *current] if current else []
+        self._staged, self._discarded = {}, []
+
+    def _forget_regrouped(self) -> None:
+        """Drop stacks whose names are now stacked with others, as after buckets were rebuilt."""
+        # Their rows are no longer read; kept, they would be as large as the memory itself.
+        owner = {(key.slot, name): key for key in self._staged for name in key.names}
+        stale = [
+            key
+            for key in self._buffers
+            if key not in self._staged and any((key.slot, name) in owner for name in key.names)
+        ]
+        for key in stale:
+            del self._buffers[key]
+
+    def items(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield slot, name and committed tensor, in sorted order."""
+        for slot in sorted(self._current):
+            for name in sorted(self._current[slot]):
+                yield slot, name, self._current[slot][name]
+
+    def load(self, values: dict[str, dict[str, Tensor]]) -> None:
+        """Replace everything by copies of `values`."""
+        self._buffers, self._staged, self._discarded = {}, {}, []
+        self._current = {
+            slot: {name: tensor.detach().clone() for name, tensor in named.items()} for slot, named in values.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held, with the second buffers."""
+        stacked = {id(buffer): buffer for buffers in self._buffers.values() for buffer in buffers}
+        named = {(key.slot, name) for key in self._buffers for name in key.names}
+        loose = [tensor for slot, name, tensor in self.items() if (slot, name) not in named]
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*stacked.values(), *loose))
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    return len(shape) == len(wanted) and all(want in (None, found) for found, want in zip(shape, wanted))
+
+
+VERSION = 1
+LAYOUTS = ("local", "stacked", "mean")
+COMBINED = ("mesh", "pieces")  # of several states, by the strategies that cut models
+REPLICATED = {"left", "right", "mean_estimate"}  # equal on all ranks by construction
+CHUNKED = {"server_residual"}  # rank r holds part r of the flattened parameter: an addition to the mean of `residual`
+
+Slots = dict[str, dict[str, Tensor]]
+
+
+def local_state(memory: Memory, step: int, world_size: int) -> dict[str, Any]:
+    """Return a copy of this rank's state."""
+    state = _header("local", step, world_size)
+    for slot, name, tensor in memory.items():
+        state.setdefault(slot, {})[name] = tensor.detach().clone()
+    return state
+
+
+def gather_state(memory: Memory, step: int, group: Group, exact: bool) -> dict[str, Any]:
+    """Return the state of all ranks, on the first one."""
+    first = group.rank == 0
+    state = _header("stacked" if exact else "mean", step, group.size)
+    # Otherwise the collectives below would pair up different parameters, or wait forever.
+    comm.agree("the compression state's parameters", [(slot, name) for slot, name, _ in memory.items()], group)
+    folded: Slots = {}
+    for slot, name, tensor in memory.items():
+        if slot in REPLICATED:
+            value = tensor.detach().clone()
+        elif exact or slot in CHUNKED:
+            value = comm.all_gather(tensor.detach().reshape(1, *tensor.shape).clone(), group)
+        else:
+            value = comm.all_reduce_(tensor.detach().clone(), group).div_(group.size)
+        target = folded if slot in CHUNKED and not exact else state
+        if first:
+            target.setdefault(slot, {})[name] = value
+    _fold_chunks(state, folded)
+    return state if first else {}
+
+
+def values_for(state: Mapping[str, Any], group: Group, wanted: Optional[frozenset[str]] = None) -> Slots:
+    """Return the slots that this rank of `group` continues with.
+
+    Args:
+        wanted: The slots that the reducer uses, which may be another one than the one that saved them; None for all.
+
+    Raises:
+        ValueError: If `state` was not made by this module, or is damaged.
+    """
+    _check(state)
+    if state["layout"] in COMBINED:
+        _warn(f"The compression state is that of a model in parts (`{state['layout']}`)", group)
+        return {}
+    slots: Slots = {slot: dict(named) for slot, named in state.items() if isinstance(named, Mapping)}
+    same = state["world_size"] == group.size
+    if state["layout"] == "local" and not same:
+        raise ValueError(
+            f"this compression state belongs to one of {state['world_size']} ranks, but there are {group.size} now; "
+            "save with `gather_state()`, which loads at any number of ranks"
+        )
+    stacked = state["layout"] == "stacked"
+    unused = set() if wanted is None else slots.keys() - wanted
+    # A part belongs to the rank that owns it: among other ranks, or in a compressor without parts, it has no owner and
+    # is added to the residuals instead.
+    folds = wanted is not None and "residual" in wanted
+    chunks: Slots = {}
+    for slot in slots.keys() & CHUNKED:
+        if stacked and (not same or (slot in unused and folds)):
+            chunks[slot] = slots[slot]
+    for slot in slots.keys() - REPLICATED - chunks.keys() if stacked else ():
+        slots[slot] = {name: rows[group.rank] if same else rows.mean(0) for name, rows in slots[slot].items()}
+    for slot in chunks.keys() | unused:
+        del slots[slot]
+    _fold_chunks(slots, chunks if "residual" in slots else {})
+    lost = unused - REPLICATED - chunks.keys()
+    if lost:
+        listed = ", ".join(f"`{slot}`" for slot in sorted(lost))
+        _warn(f"The compression state holds {listed}, which this compressor does not use", group)
+    return slots
+
+
+def state_on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of one reducer with its tensors on the CPU."""
+    return {
+        key: {name: tensor.cpu() for name, tensor in value.items()} if isinstance(value, Mapping) else value
+        for key, value in state.items()
+    }
+
+
+def _warn(what: str, group: Group) -> None:
+    if group.rank == 0:
+        warnings.warn(f"{what}: what was not sent yet is forgotten.", stacklevel=2)
+
+
+def _check(state: Mapping[str, Any]) -> None:
+    if isinstance(state, Mapping) and state.get("layout") in COMBINED:
+        return
+    if not isinstance(state, Mapping) or state.get("version") != VERSION:
+        found = state.get("version") if isinstance(state, Mapping) else state
+        raise ValueError(f"expected a compression state of version {VERSION}, found {found!r}")
+    missing = {"layout", "step", "world_size"} - state.keys()
+    if missing or state["layout"] not in LAYOUTS:
+        raise ValueError(
+            f"expected a compression state with `step`, `world_size` and a `layout` of {', '.join(LAYOUTS)}, found "
+            f"{state.get('layout')!r} as layout and {sorted(map(str, state))}"
+        )
+    for slot, named in state.items():
+        for name, tensor in named.items() if isinstance(named, Mapping) else ():
+            # Error feedback would add it to every later gradient: no step would ever be applied again.
+            if not tensor.isfinite().all():
+                raise ValueError(f"`{slot}` of `{name}` in the compression state holds values that are not finite")
+            ranks = len(tensor) if tensor.dim() else 0
+            if state["layout"] == "stacked" and slot not in REPLICATED and ranks != state["world_size"]:
+                raise ValueError(
+                    f"`{slot}` of `{name}` in the compression state must hold a row for each of the "
+                    f"{state['world_size']} ranks, found {ranks}"
+                )
+
+
+def _fold_chunks(slots: dict[str, Any], chunks: Slots) -> None:
+    """Add each parameter's `chunks`, (ranks, chunk), to its residual."""
+    for named in chunks.values():
+        for name, parts in named.items():
+            residual = slots["residual"][name]
+            slots["residual"][name] = residual + parts.flatten()[: residual.numel()].view_as(residual)
+
+
+def _header(layout: str, step: int, world_size: int) -> dict[str, Any]:
+    return {"version": VERSION, "layout": layout, "step": step, "world_size": world_size}

@@ -1,0 +1,341 @@
+"""Compression inside the backward pass of `DistributedDataParallel`.
+
+In a training loop:
+
+    model = DistributedDataParallel(module)
+    state = HookState(PowerSGD(rank=4), model)
+    model.register_comm_hook(state, compression_hook)
+
+In Lightning: `DDPStrategy(ddp_comm_state=HookState(PowerSGD(4), module), ddp_comm_hook=compression_hook)`. Lightning
+registers communication hooks on CUDA only; on CPU use `CompressedDDPStrategy`.
+
+DDP fills its buckets anew after the first step and after a resume. The gradients that are compressed together are
+therefore chosen here, by the order of the module's parameters alone, so that equal runs give equal bits:
+
+    DDP's buckets     [ f e d ][ c b ][ a ]        in the order of the first backward pass
+    our buckets       [ f e ][ d c ][ b a ]        in reverse order of the parameters
+
+A bucket of ours is compressed as soon as all its gradients have come, and a bucket of DDP is given back as soon as all
+of ours that hold a gradient of it are done.
+"""
+
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with its own classes.
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from lightning_parallel import comm
+from lightning_parallel.comm import GradientSession, Group, fill_buckets, overlapping_executor
+from lightning_parallel.compat.torch import ddp_ignored_names
+from lightning_parallel.compression.reducer import Reducer, check_reducer, scale_reader
+
+__all__ = ["HookState", "compression_hook"]
+
+
+class _DdpBucket:
+    """A bucket of DDP: done when all of our buckets that hold a gradient of it are.
+
+    Attributes:
+        waits_for: Those of our buckets, by index.
+        future: Holds `buffer` when the bucket is done, or raises the error. DDP can only read an error from what `then`
+            returns: with `set_exception` it fails on the exception object itself.
+    """
+
+    def __init__(self, buffer: Tensor, names: list[str], first: bool, last: bool) -> None:
+        self.buffer = buffer
+        self.names = names
+        self.first = first
+        self.last = last
+        self.waits_for: set[int] = set()
+        self._error: BaseException | None = None
+        self._end: Future[Tensor] = Future(devices=[] if buffer.device.type == "cpu" else [buffer.device])
+        self.future: Future[Tensor] = self._end.then(self._result)
+
+    def end(self, error: Optional[BaseException] = None) -> None:
+        """Give the buffer back to DDP."""
+        self._error = error
+        self._end.set_result(self.buffer)
+
+    def _result(self, end: Future[Tensor]) -> Tensor:
+        if self._error is not None:
+            raise self._error
+        return end.value()
+
+
+class HookState:
+    """The state of `compression_hook`: the compressor and the steps it takes.
+
+    One backward pass with synchronization is one step of the compressor; inside `no_sync()` DDP calls no hook.
+
+    Args:
+        compressor: Reduces the gradients; its state is keyed by the module's parameter names.
+        module: The module whose gradients come, wrapped in DDP or not. Only its names are used.
+        process_group: The group of the DDP module; all ranks when omitted.
+        scaler: A `torch.amp.GradScaler` in use: residuals are kept without its scale.
+        unused_parameters: Ask the other ranks which parameters have a gradient at all, and keep the residuals of the
+            others as they are. None: as DDP's `find_unused_parameters` or `static_graph` says, if `module` is DDP.
+        bucket_bytes: Approximate size of the gradients compressed together.
+        timeout: Deadline of each collective on CPU; torch's default when omitted.
+
+    Attributes:
+        reduced: Parameters that got a gradient in the last backward pass.
+    """
+
+    def __init__(
+        self,
+        compressor: Reducer,
+        module: nn.Module,
+        process_group: Optional[dist.ProcessGroup] = None,
+        scaler: Optional[Any] = None,
+        unused_parameters: Optional[bool] = None,
+        bucket_bytes: int = 25 << 20,
+        timeout: Optional[timedelta] = None,
+    ) -> None:
+        check_reducer(compressor)
+        self._trainable: dict[str, int] = {}
+        if isinstance(module, DistributedDataParallel):
+            if unused_parameters is None:
+                unused_parameters = bool(module.find_unused_parameters or module.static_graph)
+            module = module.module
+            # As DDP saw it: parameters that are frozen later still come, as zeros.
+            self._trainable = _trainable(module)
+        self.compressor = compressor
+        self._module = module
+        self._scaler = scaler
+        self._process_group = process_group
+        self._timeout = timeout
+        self._unused_parameters = bool(unused_parameters)
+        self._bucket_bytes = bucket_bytes
+        self._session: GradientSession | None = None
+        self._owned_group: dist.ProcessGroup | None = None
+        self._names: dict[int, str] = {}
+        self._buckets: list[list[str]] = []
+        self._bucket_of: dict[str, int] = {}
+        # While backward runs, in its thread:
+        self._is_plain = False
+        self._seen: set[str] = set()
+        self._touched: set[str] = set()
+        # On the executor:
+        self._arrived: dict[int, dict[str, Tensor]] = {}
+        self._waiting: list[_DdpBucket] = []
+        self._failure: BaseException | None = None
+        self._used: set[str] = set()
+        self.reduced: set[str] = set()
+        self._touch_hooks: list[RemovableHandle] = []
+        if self._unused_parameters:
+            self._follow_touches(module)
+
+    def __deepcopy__(self, memo: object) -> "HookState":
+        return self  # it belongs to one DDP module, whose copies share its process group as well
+
+    # ------------------------------------------------------------------------------------------------------- backward
+
+    def reduce(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Take a bucket of DDP; the future holds it with the means in place."""
+        if not isinstance(bucket, dist.GradBucket):
+            raise TypeError(
+                f"expected a bucket of DDP's reducer, found {type(bucket).__name__}: gradients cannot be compressed "
+                "under torch._dynamo.config.optimize_ddp='python_reducer'; choose another mode"
+            )
+        buffer = bucket.buffer()
+        session = self._open_session(buffer.device)
+        names = [self._name(parameter) for parameter in bucket.parameters()]
+        first = not self._seen.isdisjoint(names) or not self._seen
+        self._seen = set(names) if first else self._seen.union(names)
+        # DDP does not count its buckets where it reduces all at once, as in the first step of a static graph.
+        last = bucket.is_last() or (bucket.index() == 0 and self._seen >= self._bucket_of.keys())
+        if first:
+            # Read here and not on the executor: it changes at the end of a step only, and on all ranks at once.
+            self._is_plain = self.compressor.is_plain
+        if last:
+            self._seen = set()
+        taken = _DdpBucket(buffer, names, first, last)
+        gradients: dict[str, Tensor] = {}
+        for name, gradient, parameter in zip(names, bucket.gradients(), bucket.parameters()):
+            gradients[name] = _with_layout_of(parameter, gradient)
+        touched = self._touched & gradients.keys()
+        self._touched -= touched
+        session.executor.submit(partial(self._process, session, taken, gradients, touched))
+        return taken.future
+
+    @torch.no_grad()
+    def _process(
+        self, session: GradientSession, bucket: _DdpBucket, gradients: Mapping[str, Tensor], touched: set[str]
+    ) -> None:
+        if bucket.first:
+            self._arrived = {}
+            self._waiting = []
+            self._failure = None
+            self.reduced = set()
+        self._waiting.append(bucket)
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if bucket.first:
+                session.end_step()
+            if self._is_plain:
+                self._average(session.group, bucket)
+            else:
+                self._compress(session, gradients, touched, bucket)
+        except BaseException as error:
+            # All futures must end, or DDP would wait forever; the error reaches the user through each of them.
+            self._failure = error
+            session.discard()
+            for waiting in self._waiting:
+                waiting.end(error)
+            self._waiting = []
+            raise
+
+    def _average(self, group: Group, bucket: _DdpBucket) -> None:
+        """Do what DDP does without a hook."""
+        comm.all_reduce_(bucket.buffer.div_(group.size), group)
+        if bucket.last:
+            self.compressor.count_plain_step()
+        self._waiting.remove(bucket)
+        bucket.end()
+
+    def _compress(
+        self, session: GradientSession, gradients: Mapping[str, Tensor], touched: set[str], bucket: _DdpBucket
+    ) -> None:
+        if bucket.buffer.layout != torch.strided:  # no compressor takes it, and DDP shows none of its gradients
+            comm.all_reduce_(bucket.buffer.div_(session.group.size), session.group)
+            session.step.watch(bucket.buffer)
+            self.reduced |= set(bucket.names)
+        for name, gradient in gradients.items():
+            index = self._bucket_of[name]
+            self._arrived.setdefault(index, {})[name] = gradient
+            bucket.waits_for.add(index)
+        self._used |= touched
+        for index in sorted(self._arrived):
+            # The last bucket also completes those of which DDP was told to ignore a parameter.
+            if not bucket.last and len(self._arrived[index]) < len(self._buckets[index]):
+                continue
+            arrived = self._arrived.pop(index)
+            used = self._used_anywhere(arrived, session.group) if self._unused_parameters else arrived
+            session.reduce(used)
+            self.reduced |= used.keys()
+            for waiting in self._waiting:
+                waiting.waits_for.discard(index)
+        if bucket.last and session.executor.overlaps_host:
+            session.end_step()  # on a stream the verdict would block the host until the kernels are done
+        for done in [waiting for waiting in self._waiting if not waiting.waits_for]:
+            self._waiting.remove(done)
+            done.end()
+
+    def _used_anywhere(self, gradients: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+        """Return the gradients that came on some rank since the last step.
+
+        For the others DDP brings zeros, or an old mean, on which error feedback would spend its residuals.
+        """
+        device = next(iter(gradients.values())).device
+        flags = torch.tensor([name in self._used for name in gradients], dtype=torch.uint8, device=device)
+        self._used -= gradients.keys()
+        shared = comm.all_reduce_(flags, group, "max").tolist()
+        return {name: gradient for (name, gradient), flag in zip(gradients.items(), shared) if flag}
+
+    def _follow_touches(self, module: nn.Module) -> None:
+        """Register which parameters get a gradient in a backward pass: DDP does not tell."""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                # It runs before the hook of DDP, and not for `torch.autograd.grad`.
+                self._touch_hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._touch, name)))
+
+    def _touch(self, name: str, parameter: Tensor) -> None:
+        self._touched.add(name)
+
+    # ----------------------------------------------------------------------------------------- names, group, executor
+
+    def _name(self, parameter: Tensor) -> str:
+        if not self._names:
+            sizes = self._trainable or _trainable(self._module)
+            self._names = {id(p): name for name, p in self._module.named_parameters()}
+            self._buckets = fill_buckets(dict(reversed(sizes.items())), self._bucket_bytes)
+            self._bucket_of = {name: index for index, names in enumerate(self._buckets) for name in names}
+        if id(parameter) not in self._names:
+            raise RuntimeError(
+                f"DDP brought the gradient of a parameter of shape {tuple(parameter.shape)} that "
+                f"{type(self._module).__name__} does not have; give `HookState` the module that DDP wraps"
+            )
+        name = self._names[id(parameter)]
+        if name not in self._bucket_of:  # frozen since DDP wrapped it; DDP brings it on all ranks at this point
+            self._bucket_of[name] = len(self._buckets)
+            self._buckets.append([name])
+        return name
+
+    def _open_session(self, device: torch.device) -> GradientSession:
+        if self._session is None:
+            group = Group.of(self._process_group, axis="data_parallel")
+            executor = overlapping_executor(device)
+            if executor.overlaps_host and group.size > 1:
+                group = self._extra_group(group)
+            self._session = GradientSession(self.compressor, group, executor, loss_scale=scale_reader(self._scaler))
+        return self._session
+
+    def _extra_group(self, group: Group) -> Group:
+        """Create a second group of the same ranks: messages of the main thread must not come between ours."""
+        settings: dict[str, Any] = {"timeout": self._timeout, "backend": dist.get_backend(group.process_group)}
+        if group.size == dist.get_world_size():
+            made = dist.new_group(list(group.ranks), **settings)
+            self._owned_group = made
+        else:
+            # A group made by its members alone must not be destroyed: the next one would find its old addresses.
+            made = dist.new_group(list(group.ranks), use_local_synchronization=True, **settings)
+        return Group.of(made, axis=group.axis)
+
+    # -------------------------------------------------------------------------------------------- between the steps
+
+    def finish(self) -> bool:
+        """Wait for the last step; False if it was dropped, because a gradient was not finite on some rank.
+
+        Raises:
+            Exception: The error of the compressor, if there was one.
+        """
+        return True if self._session is None else self._session.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, after the last step."""
+        self.finish()
+        return self.compressor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()` of the same rank, or from the compressor's `gather_state()`."""
+        self.finish()
+        self.compressor.load_state_dict(state, self._process_group)
+
+    def close(self) -> None:
+        """End the thread and destroy the group that compression used."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        for hook in self._touch_hooks:
+            hook.remove()
+        if self._owned_group is not None:
+            dist.destroy_process_group(self._owned_group)
+            self._owned_group = None
+
+
+def _with_layout_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Restore the strides: DDP lays dense gradients out as their parameters, but shows them as if contiguous."""
+    if parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+        return gradient
+    return gradient.as_strided(parameter.size(), parameter.stride())
+
+
+def _trainable(module: nn.Module) -> dict[str, int]:
+    """Return the bytes of the parameters whose gradients DDP would reduce if it wrapped `module` now, by name."""
+    ignored = ddp_ignored_names(module)
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
+    return {name: p.numel() * p.element_size() for name, p in named.items()}
+
+
+def compression_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Reduce a bucket with a compressor: a communication hook of `DistributedDataParallel`; see `HookState`."""
+    return state.reduce(bucket)

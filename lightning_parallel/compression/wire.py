@@ -1,0 +1,377 @@
+"""Requests for communication, answered for many compression methods at once, and the encoding of numbers.
+
+A compression method is a generator: it yields a request and is sent the answer. `run` advances the methods of a bucket
+in lockstep and joins their requests of one kind and dtype, so a bucket needs as many collectives as its longest method
+has phases, whatever the number of tensors:
+
+    method A     AllToAll .............. AllGather
+    method B     AllReduce ... AllReduce
+    method C     AllReduce
+                 2 collectives           2 collectives
+
+The same generators, run on meta tensors, tell how many bytes they send without sending any: `estimate_bytes`.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Optional, Protocol, Union
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compression.compressor_state import Memory
+from lightning_parallel.tracing import span
+
+__all__ = [
+    "SEPARATE_BYTES",
+    "AllGatherRequest",
+    "AllReduceRequest",
+    "AllToAllRequest",
+    "Codec",
+    "Exact",
+    "MeanRequests",
+    "ReduceScatterRequest",
+    "Request",
+    "Requests",
+    "Seconds",
+    "StepContext",
+    "as_bytes",
+    "bytes_sent",
+    "estimate_bytes",
+    "from_bytes",
+    "pack_nibbles",
+    "pack_signs",
+    "pad",
+    "run",
+    "split_by_rank",
+    "unpack_nibbles",
+    "unpack_signs",
+]
+
+# Joining tensors costs two copies, a separate collective one round trip. From this size on the copies cost more.
+SEPARATE_BYTES = 1 << 20
+
+
+class StepContext(Protocol):
+    """The part of an optimizer step that methods and codecs use."""
+
+    @property
+    def group(self) -> Group:
+        """The ranks to take the mean over."""
+
+    @property
+    def number(self) -> int:
+        """Number of steps committed before this one."""
+
+    @property
+    def scale(self) -> float:
+        """The loss scale, by which gradients are multiplied; memory is kept without it."""
+
+    @property
+    def memory(self) -> Memory:
+        """State kept from step to step."""
+
+    def watch(self, received: Tensor) -> None:
+        """Check at the end of the step that `received`, which is equal on all ranks, is finite."""
+
+    def average_(self, total: Tensor) -> Tensor:
+        """Watch a contiguous sum over the ranks and divide it by their number, in place."""
+
+
+# ------------------------------------------------------------------------------------------------------------ requests
+
+
+class AllReduceRequest(NamedTuple):
+    """Sum `tensor` over the ranks; the answer has its shape. The tensor may be overwritten."""
+
+    tensor: Tensor
+
+
+class ReduceScatterRequest(NamedTuple):
+    """Sum `tensor`, (ranks, n), over the ranks and keep this rank's row; the answer is (n,)."""
+
+    tensor: Tensor
+
+
+class AllGatherRequest(NamedTuple):
+    """Send this rank's `tensor`, bytes (n,), to every rank; the answer is (ranks, n)."""
+
+    tensor: Tensor
+
+
+class AllToAllRequest(NamedTuple):
+    """Send row j of `tensor`, bytes (ranks, n), to rank j; row j of the answer, (ranks, n), came from rank j."""
+
+    tensor: Tensor
+
+
+Request = Union[AllReduceRequest, ReduceScatterRequest, AllGatherRequest, AllToAllRequest]
+Requests = Generator[Request, Tensor, None]
+MeanRequests = Generator[Request, Tensor, tuple[Tensor, Optional[Tensor]]]
+
+
+def bytes_sent(kind: type[Request], payload_bytes: float, world_size: int) -> float:
+    """Return the bytes that one rank sends for a request, by the bandwidth-optimal (ring) algorithms.
+
+    Args:
+        kind: Class of the request.
+        payload_bytes: Bytes of its `tensor`.
+    """
+    share = {
+        AllReduceRequest: 2 * (world_size - 1) / world_size,
+        ReduceScatterRequest: (world_size - 1) / world_size,
+        AllGatherRequest: world_size - 1,
+        AllToAllRequest: (world_size - 1) / world_size,
+    }
+    return share[kind] * payload_bytes
+
+
+@dataclass
+class Seconds:
+    """Time of the host: before the first collective, in collectives, after each."""
+
+    encode: float = 0.0
+    wire: float = 0.0
+    decode: float = 0.0
+
+
+def run(methods: Sequence[Requests], group: Group, seconds: Seconds) -> list[float]:
+    """Run all `methods` to their end; every rank must bring the same ones, in the same order.
+
+    Args:
+        seconds: Increased by the time spent.
+
+    Returns:
+        The bytes that this rank has sent for each method.
+    """
+    sent = [0.0] * len(methods)
+    requests: dict[int, Request] = {}
+    start = time.perf_counter()
+    with span("encode", category="compression"):
+        for index in range(len(methods)):
+            _advance(methods, index, None, requests)
+    seconds.encode += time.perf_counter() - start
+    while requests:
+        # Counted here, where every payload is seen, rather than by a formula for each method.
+        for index, request in requests.items():
+            sent[index] += bytes_sent(type(request), _num_bytes(request.tensor), group.size)
+        start = time.perf_counter()
+        answers = _answer(requests, group)
+        answered = time.perf_counter()
+        requests = {}
+        with span("decode", category="compression"):
+            for index, answer in answers.items():
+                _advance(methods, index, answer, requests)
+        seconds.wire += answered - start
+        seconds.decode += time.perf_counter() - answered
+    return sent
+
+
+def estimate_bytes(method: Requests, world_size: int) -> float:
+    """Return the bytes that one rank would send for a method that works on meta tensors; nothing is communicated."""
+    total = 0.0
+    requests: dict[int, Request] = {}
+    _advance([method], 0, None, requests)
+    while requests:
+        request = requests.pop(0)
+        total += bytes_sent(type(request), _num_bytes(request.tensor), world_size)
+        answer = request.tensor
+        if isinstance(request, AllGatherRequest):
+            answer = answer.new_empty(world_size, len(answer))
+        elif isinstance(request, ReduceScatterRequest):
+            answer = answer[0]
+        _advance([method], 0, answer, requests)
+    return total
+
+
+def _advance(methods: Sequence[Requests], index: int, answer: Tensor | None, requests: dict[int, Request]) -> None:
+    """Let one method go on with `answer`, and note its next request unless it has ended."""
+    method = methods[index]
+    try:
+        requests[index] = next(method) if answer is None else method.send(answer)
+    except StopIteration:
+        return
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _answer(requests: dict[int, Request], group: Group) -> dict[int, Tensor]:
+    """Answer each request by its index, with one collective for all small ones of a kind and dtype."""
+    joint: dict[tuple[type[Request], torch.dtype, int], list[int]] = {}
+    # A large sum goes alone, without the copies that joining takes.
+    for index, request in requests.items():
+        summed = isinstance(request, (AllReduceRequest, ReduceScatterRequest))
+        separate = summed and _num_bytes(request.tensor) >= SEPARATE_BYTES
+        joint.setdefault((type(request), request.tensor.dtype, index if separate else -1), []).append(index)
+    answers: dict[int, Tensor] = {}
+    for (kind, _, _), indices in joint.items():
+        tensors = [requests[index].tensor for index in indices]
+        answers.update(zip(indices, _COLLECTIVES[kind](tensors, group)))
+    return answers
+
+
+def _all_reduce(tensors: list[Tensor], group: Group) -> list[Tensor]:
+    flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
+    comm.all_reduce_(flat, group)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
+
+
+def _reduce_scatter(tensors: list[Tensor], group: Group) -> list[Tensor]:
+    rows = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+    mine = comm.reduce_scatter(rows, group).view(-1)
+    return list(mine.split([tensor.shape[1] for tensor in tensors]))
+
+
+def _all_gather(tensors: list[Tensor], group: Group) -> list[Tensor]:
+    flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    everyone = comm.all_gather(flat, group).view(group.size, -1)
+    return list(everyone.split([tensor.numel() for tensor in tensors], dim=1))
+
+
+def _all_to_all(tensors: list[Tensor], group: Group) -> list[Tensor]:
+    rows = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
+    return list(comm.all_to_all(rows, group).split([tensor.shape[1] for tensor in tensors], dim=1))
+
+
+_COLLECTIVES: dict[type[Request], Callable[[list[Tensor], Group], list[Tensor]]] = {
+    AllReduceRequest: _all_reduce,
+    ReduceScatterRequest: _reduce_scatter,
+    AllGatherRequest: _all_gather,
+    AllToAllRequest: _all_to_all,
+}
+
+
+# -------------------------------------------------------------------------------------------------------------- codecs
+
+
+class Codec(abc.ABC):
+    """Encodes rows of numbers for the wire, and takes their mean over the ranks in that encoding.
+
+    A codec is what may follow `|`.
+
+    Attributes:
+        stochastic: True if it draws random numbers.
+    """
+
+    stochastic: bool = False
+
+    @property
+    @abc.abstractmethod
+    def linear(self) -> bool:
+        """True if `mean` is a linear function of the ranks' numbers."""
+
+    @property
+    @abc.abstractmethod
+    def unbiased(self) -> bool:
+        """True if the expected value of `mean` is the mean."""
+
+    @property
+    @abc.abstractmethod
+    def collective(self) -> str:
+        """The collective that `mean` is made of."""
+
+    @abc.abstractmethod
+    def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
+        """Return bytes (rows, packed) of `rows` (rows, n)."""
+
+    @abc.abstractmethod
+    def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        """Return numbers (..., n) from bytes (..., packed)."""
+
+    @abc.abstractmethod
+    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
+        """Take the mean of `rows` (rows, n) over the ranks, and watch it.
+
+        Args:
+            purpose: Names the numbers; random draws depend on it.
+            keep: Return this rank's contribution as well.
+
+        Returns:
+            The mean, and what this rank contributed to it. The mean of all ranks' contributions is the returned mean,
+            up to rounding in the working dtype and, for casts, in the sum.
+        """
+
+
+class Exact(Codec):
+    """Sends numbers as they are."""
+
+    linear = True
+    unbiased = True
+    collective = "all_reduce"
+
+    def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
+        return as_bytes(rows)
+
+    def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+        return from_bytes(packed, dtype)
+
+    def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
+        total = yield AllReduceRequest(rows.clone() if keep else rows)
+        step.watch(total)
+        return total.div_(step.group.size), rows if keep else None
+
+    def __repr__(self) -> str:
+        return "Exact()"
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """Return the bytes of each row of a matrix."""
+    return rows.contiguous().view(torch.uint8)
+
+
+def from_bytes(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return numbers of `dtype` from bytes, along the last dimension."""
+    # The clone aligns them: a slice of a message begins at any byte, a view of another dtype must not.
+    return packed.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def pad(rows: Tensor, extent: int) -> Tensor:
+    """Return rows (rows, n) filled up with zeros to (rows, extent); the same tensor if nothing is missing."""
+    missing = extent - rows.shape[1]
+    return rows if missing == 0 else torch.nn.functional.pad(rows, (0, missing))
+
+
+def split_by_rank(rows: Tensor, size: int, shard: int) -> Tensor:
+    """Return the part of `shard` elements that each of `size` ranks needs of rows (rows, n): (size, rows, shard)."""
+    return pad(rows, size * shard).view(len(rows), size, shard).transpose(0, 1)
+
+
+def pack_nibbles(levels: Tensor) -> Tensor:
+    """Return bytes (..., n / 2) of integers in [-8, 7], (..., n) with n even."""
+    pairs = levels.view(*levels.shape[:-1], -1, 2)
+    return ((pairs[..., 0] & 15) | (pairs[..., 1] << 4)).view(torch.uint8)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Return integers (..., 2 n), int8, from bytes (..., n)."""
+    signed = packed.view(torch.int8)
+    # Shifting left and back right copies the sign bit of the lower nibble.
+    return torch.stack([(signed << 4) >> 4, signed >> 4], dim=-1).flatten(-2)
+
+
+def pack_signs(numbers: Tensor) -> Tensor:
+    """Return bytes (..., n / 8), one bit per number of (..., n), n a multiple of 8: 1 where it is not negative."""
+    positive = numbers >= 0
+    if numbers.device.type == "cpu":
+        return torch.from_numpy(np.packbits(positive.numpy(), axis=-1, bitorder="little"))
+    bits = positive.view(*numbers.shape[:-1], -1, 8).to(torch.uint8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=numbers.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return +1 and -1, (..., 8 n), from bytes (..., n)."""
+    if packed.device.type == "cpu":
+        bits = torch.from_numpy(np.unpackbits(packed.contiguous().numpy(), axis=-1, bitorder="little"))
+    else:
+        bits = ((packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).flatten(-2)
+    return bits.to(dtype).mul_(2).sub_(1)

@@ -1,0 +1,380 @@
+"""The mean of gradients over the data-parallel axis: in buckets, while backward still runs.
+
+    backward:   ... layer 3 ........ layer 2 ........ layer 1 ...   reduce()
+    in flight:            [ bucket 0 ]       [ bucket 1 ]  [ 2 ]    waits, writes the means into `.grad`
+
+A bucket starts when its last gradient is ready, always in the order of the buckets, so that every rank issues the
+same collectives whatever order its gradients come in. Which parameters have a gradient is exchanged with every step:
+one that some replica did not use counts as zero there, one that no replica used keeps no gradient.
+
+The messages of a compressor depend on each other, so its buckets go through a `GradientSession` on a thread, as
+copies: if a gradient accumulates again after its bucket was sent, the step is dropped and done again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import GradientSession, Group, MeanReducer, Pending, ThreadExecutor, fill_buckets
+
+__all__ = ["GradientReducer"]
+
+
+class _GradientBucket:
+    """Parameters of one dtype and device whose gradients travel together.
+
+    Attributes:
+        ready: Parameters whose gradient of this backward pass has come.
+        launched: True once the gradients were sent.
+        stale: True if a gradient has changed since then.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.ready: set[str] = set()
+        self.launched = False
+        self.stale = False
+        self.flat: Tensor | None = None
+        self.pending: Pending | None = None
+
+    def launch(self, flat: Tensor, group: Group) -> None:
+        """Begin to sum `flat`, the gradients of the bucket in one vector, over `group`."""
+        self.flat = flat
+        self.pending = comm.all_reduce_(flat, group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return the sum."""
+        if self.pending is None or self.flat is None:
+            raise RuntimeError("this bucket has not been launched")
+        self.pending.wait()
+        return self.flat
+
+    def reset(self) -> None:
+        """Prepare for the next step."""
+        self.ready.clear()
+        self.launched = False
+        self.stale = False
+        self.flat = None
+        self.pending = None
+
+
+class GradientReducer:
+    """Replaces the gradients of parameters by their mean over `group`.
+
+    `reduce()` ends a backward pass: afterwards every `.grad` is final. Inside `no_sync()` nothing is communicated and
+    gradients accumulate; the next `reduce()` takes what has accumulated.
+
+    Args:
+        parameters: The parameters by name; a shared one under one of its names. Frozen ones are left out for as long
+            as they are frozen.
+        group: The data-parallel group.
+        bucket_bytes: Size at which a bucket is full.
+        compression: Computes the mean instead.
+        side_group: An extra group of the same ranks, which nobody else uses: there compression runs while backward
+            does. Without it, it runs after backward, with all gradients at once.
+        replica_group: Ranks that hold the rest of the model. A gradient that is not finite on any of them makes the
+            compressors of all of them drop the step.
+        prepare: Called with the gradients of `prepare_names` before they are reduced, to complete partial ones in
+            place (sums over the tensor-parallel group).
+        prepare_names: Parameters whose gradients `prepare` completes.
+
+    Attributes:
+        applied: False if a compressor has found a gradient that is not finite and dropped the last step; the same on
+            all ranks.
+        reduced: The parameters whose gradients the compressor was given in the last step.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: Group,
+        bucket_bytes: int = 25 << 20,
+        compression: MeanReducer | None = None,
+        side_group: Group | None = None,
+        replica_group: Group | None = None,
+        prepare: Callable[[dict[str, Tensor]], None] | None = None,
+        prepare_names: frozenset[str] = frozenset(),
+    ) -> None:
+        self.group = group
+        self._parameters = dict(parameters)
+        self._bucket_bytes = bucket_bytes
+        self._compression = compression
+        self._side_group = side_group if compression is not None and group.size > 1 else None
+        self._replica_group = replica_group
+        self._overlapped: GradientSession | None = None  # on a thread, while backward runs
+        self._means: list[Callable[[], Mapping[str, Tensor]]] = []  # of the buckets given to it
+        self._prepare = prepare
+        self._prepare_names = prepare_names if prepare is not None else frozenset()
+        self.applied = True
+        self.reduced: set[str] = set()
+        self._synchronizing = True
+        self._hooks: list[Any] = []
+        self._completed: set[str] = set()
+        self._accumulated: set[str] = set()  # gradients that came since the last reduction; others may be old
+        self._touched = False
+        self._trainable: list[bool] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Adapt to parameters that were frozen or unfrozen; call it between steps."""
+        trainable = [parameter.requires_grad for parameter in self._parameters.values()]
+        if trainable == self._trainable:
+            return
+        self.remove()
+        self._trainable = trainable
+        self._active = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+        # A bucket with a frozen parameter would never be full, and those after it would never start.
+        self._buckets = self._create_buckets()
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        self._next = 0
+        self._launched_anywhere = False
+        watched = self._active if self.group.size > 1 or self._compression is not None else self._prepare_names
+        for name in self._active.keys() & watched:
+            self._hooks.append(self._active[name].register_post_accumulate_grad_hook(self._hook(name)))
+
+    @property
+    def _overlaps(self) -> bool:
+        return self.group.size > 1 and (self._compression is None or self._side_group is not None)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._active.values())).device
+
+    def _create_buckets(self) -> list[_GradientBucket]:
+        """Fill buckets in reverse order of registration, about the order of backward; partial gradients come last."""
+
+        def kind(name: str) -> Hashable:
+            parameter = self._active[name]
+            return parameter.dtype, parameter.device, name in self._prepare_names
+
+        # The sort is stable. Partial gradients are complete only after backward: they must not hold up other buckets.
+        order = list(reversed(self._active))
+        order.sort(key=lambda name: name in self._prepare_names)
+        sizes = {name: self._active[name].numel() * self._active[name].element_size() for name in order}
+        return [_GradientBucket(names) for names in fill_buckets(sizes, self._bucket_bytes, kind)]
+
+    # ---------------------------------------------------------------------------------------------- during backward
+
+    @property
+    def synchronizing(self) -> bool:
+        """False inside `no_sync()`."""
+        return self._synchronizing
+
+    def mark(self, parameters: Iterable[Tensor]) -> None:
+        """Register gradients that were put in place, rather than accumulated by autograd."""
+        # By identity: comparing tensors would compare their elements.
+        marked = set(map(id, parameters))
+        self._accumulated |= {name for name, parameter in self._active.items() if id(parameter) in marked}
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Surround a backward pass: after the block its gradients are final.
+
+        Gradients that an earlier pass has completed are set aside during the block: `prepare` would sum them over the
+        ranks a second time.
+        """
+        held: dict[str, Tensor] = {}
+        for name in self._completed if self._synchronizing else ():
+            gradient = self._active[name].grad
+            if gradient is not None:
+                held[name] = gradient
+        if not self._synchronizing:
+            self._completed = set()  # what accumulates now is partial
+        for name in held:
+            self._active[name].grad = None
+        yield
+        self.reduce()
+        for name, gradient in held.items():
+            new = self._active[name].grad
+            self._active[name].grad = gradient if new is None else gradient.add_(new)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients accumulate without communication."""
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        early = self._overlaps and name not in self._prepare_names
+
+        def ready(parameter: Tensor) -> None:
+            self._accumulated.add(name)
+            self._touched |= self._synchronizing
+            if not self._synchronizing or not early:
+                return
+            bucket = self._bucket_of[name]
+            bucket.ready.add(name)
+            bucket.stale |= bucket.launched  # accumulated again: what was sent is not the whole
+            # In the order of the buckets, and not of their gradients: other ranks may use the layers in another order,
+            # and collectives are paired by the order of their issue.
+            while self._next < len(self._buckets):
+                bucket = self._buckets[self._next]
+                if len(bucket.ready) < len(bucket.names):
+                    return
+                self._launch(bucket)
+                self._next += 1
+
+        return ready
+
+    def _launch(self, bucket: _GradientBucket) -> None:
+        bucket.launched = True
+        if self._compression is None:
+            bucket.launch(self._flatten(bucket), self.group)
+        else:
+            self._compress_early({name: self._gradient(name) for name in bucket.names})
+
+    def _compress_early(self, gradients: dict[str, Tensor]) -> None:
+        """Compress copies of a bucket while backward goes on."""
+        # Copies, as this gradient may accumulate once more before the step is over.
+        self._means.append(self._overlapped_session().add(gradients, copy=True))
+
+    def _overlapped_session(self) -> GradientSession:
+        if self._overlapped is None:
+            assert self._compression is not None
+            assert self._side_group is not None
+            executor = ThreadExecutor(self._device)
+            self._overlapped = GradientSession(
+                self._compression, self._side_group, executor, verdict_group=self._replica_group, device=self._device
+            )
+        return self._overlapped
+
+    @torch.no_grad()
+    def _flatten(self, bucket: _GradientBucket) -> Tensor:
+        gradients = [self._gradient(name) for name in bucket.names]
+        with torch.inference_mode(False):
+            return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+    def _gradient(self, name: str) -> Tensor:
+        """Return the gradient of a parameter; zeros if it has none."""
+        parameter = self._active[name]
+        if parameter.grad is None:
+            return torch.zeros_like(parameter)
+        if parameter.grad.is_sparse:
+            raise TypeError(f"the gradient of `{name}` is sparse, which is not supported; use `sparse=False`")
+        return parameter.grad
+
+    # ---------------------------------------------------------------------------------------------- after backward
+
+    @property
+    def in_flight(self) -> bool:
+        """True if a backward pass has brought gradients and `reduce()` has not been called."""
+        return self._touched
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Finish the reduction: afterwards every `.grad` is the mean over the group. Nothing inside `no_sync()`."""
+        if not self._synchronizing:
+            return
+        self.applied = True
+        if self._prepare is not None:
+            self._completed = {name for name in self._active if name in self._prepare_names}
+            self._prepare({name: self._gradient_of(name) for name in self._active if name in self._prepare_names})
+        try:
+            if self._compression is not None:
+                self.applied = self._compress(self._compression, self._exchange_use())
+            elif self.group.size > 1:
+                self._launch_rest()
+                self._finish_buckets(self._exchange_use())
+        finally:
+            self._reset()
+
+    def _reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
+        self._next = 0
+        self._means = []
+        self._accumulated = set()
+        self._touched = False
+
+    def _gradient_of(self, name: str) -> Tensor:
+        """Return the gradient of a parameter, after putting zeros there if it has none."""
+        gradient = self._gradient(name)
+        self._active[name].grad = gradient
+        return gradient
+
+    def _exchange_use(self) -> set[str]:
+        """Return the names with a gradient on any replica, and adopt which buckets any replica found stale or sent.
+
+        A plain mean leaves a gradient of an earlier step as it is, but a compressor would take it for a new one: with
+        compression only gradients that came since the last reduction count.
+        """
+        only = self._active if self._compression is None else self._accumulated
+        flags = [parameter.grad is not None and name in only for name, parameter in self._active.items()]
+        # One collective for all questions: every further one costs a round trip in each step.
+        flags += [bucket.stale for bucket in self._buckets]
+        if not flags:
+            return set()
+        flags.append(self._next > 0)
+        flags_tensor = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        shared = comm.all_reduce_(flags_tensor, self.group, "max").tolist()
+        for bucket, stale in zip(self._buckets, shared[len(self._active) :]):
+            bucket.stale = bool(stale)
+        # A rank that has launched nothing must still take part in the collectives of those that have.
+        self._launched_anywhere = bool(shared[-1])
+        return {name for name, flag in zip(self._active, shared) if flag}
+
+    def _compress(self, compression: MeanReducer, used: set[str]) -> bool:
+        self.reduced = used
+        if self._launched_anywhere and self._finish_early(used):
+            return self._overlapped_session().finish()
+        # In place and in the calling thread: nothing is left to overlap with.
+        session = GradientSession(compression, self.group, verdict_group=self._replica_group, device=self._device)
+        session.add({name: self._gradient_of(name) for name in self._active if name in used})
+        return session.finish()
+
+    def _finish_early(self, used: set[str]) -> bool:
+        """Compress what is left and put the means in place; False if a gradient has changed since it was sent."""
+        for bucket in self._buckets[self._next :]:  # where a rank has launched one, its parameters are all in use
+            self._compress_early({name: self._gradient_of(name) for name in bucket.names if name in used})
+        session = self._overlapped_session()
+        session.wait()
+        # The same on all ranks, as `_exchange_use` has shared the flags: all of them do the step again, or none.
+        if any(bucket.stale for bucket in self._buckets):
+            session.discard()
+            return False
+        for means in self._means:
+            for name, mean in means().items():
+                self._active[name].grad = mean
+        return True
+
+    def _launch_rest(self) -> None:
+        for bucket in self._buckets:
+            if bucket.pending is None:
+                self._launch(bucket)
+
+    def _finish_buckets(self, used: set[str]) -> None:
+        for bucket in self._buckets:
+            total = bucket.wait()
+            if bucket.stale:
+                self._launch(bucket)
+                total = bucket.wait()
+            self._write_back(bucket, total.div_(self.group.size), used)
+
+    def _write_back(self, bucket: _GradientBucket, flat: Tensor, used: set[str]) -> None:
+        parameters = [self._active[name] for name in bucket.names]
+        means = flat.split([parameter.numel() for parameter in parameters])
+        for name, parameter, mean in zip(bucket.names, parameters, means):
+            if name not in used:
+                continue
+            if parameter.grad is None or parameter.grad.is_contiguous():
+                parameter.grad = mean.view_as(parameter)  # a part of the bucket, which saves a copy
+            else:
+                parameter.grad.copy_(mean.view_as(parameter))
+
+    def remove(self) -> None:
+        """Remove the hooks from the parameters, and end the thread."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._overlapped is not None:
+            self._overlapped.close()
+            self._overlapped = None

@@ -1,0 +1,477 @@
+"""Analyze a model for a pipeline: where each part is used, what it costs, and how it is best divided.
+
+    analyze(module, num_ranks, example=(step, microbatch)) -> PipelinePlan
+
+The user's step runs on placeholders, so nothing is computed and the model may be on the meta device. What is computed
+with before the first layer belongs to the first stage, after the last layer to the last stage, between two layers to
+the stage of the former. Then every stage is run alone, also without data, so that a model that cannot be cut is refused
+before anything is communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.pipeline.actions import Schedule, activations_held
+from lightning_parallel.pipeline.interception import Call
+from lightning_parallel.pipeline.layer_stack import (
+    LayerStack,
+    cut_units,
+    find_layer_stack,
+    find_layer_stacks,
+    outer_modules,
+)
+from lightning_parallel.pipeline.measure import count_parameters, measure
+from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, TensorLayout, device_of
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor, dry_run, missing, watch_parameters
+from lightning_parallel.pipeline.runtime import MissingLossError
+from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.search import Balance, cut_layers
+from lightning_parallel.pipeline.simulate import Cost, Link
+from lightning_parallel.pipeline.stage import REENTRANT, CutError, InterceptedModel, StageExit, StageForward
+from lightning_parallel.pipeline.stubs import StubOutputs, named_placeholders
+from lightning_parallel.pipeline.validate import validate
+
+__all__ = ["ModuleUse", "Step", "analyze", "dry_run_stages", "trace_use", "use_by_registration"]
+
+Step = Callable[[Any], Any]
+"""Runs the user's step on one microbatch."""
+
+
+@dataclass
+class ModuleUse:
+    """At which layers' stages the parameters, and the modules outside of the layers, are used.
+
+    Attributes:
+        parameters: Parameter name -> the layers at whose stages it is computed with.
+        modules: Module name -> the layers at whose stages it is called.
+    """
+
+    parameters: dict[str, set[int]] = field(default_factory=dict)
+    modules: dict[str, set[int]] = field(default_factory=dict)
+
+
+def analyze(
+    module: nn.Module,
+    num_ranks: int,
+    schedule: str | Schedule | Callable[[Costs], Schedule] = "1f1b",
+    *,
+    num_microbatches: int | None = None,
+    virtual_stages: int | None = None,
+    example: tuple[Step, Any] | None = None,
+    layers: str = "auto",
+    balance: Balance = "auto",
+    memory_limit_bytes: float | None = None,
+    device: torch.device | None = None,
+    link: Link | None = None,
+    sync_group: Group | None = None,
+) -> PipelinePlan:
+    """Decide how `module` is divided over `num_ranks` ranks; every rank with the same arguments decides the same.
+
+    Args:
+        module: The model, whole; its parameters may be on the meta device. It stays as it is.
+        num_ranks: Ranks of the pipeline.
+        schedule: For as many ranks, by name or as it is, or a function that makes one, given the costs of the layers.
+        num_microbatches: For a schedule by name; by default four per rank.
+        virtual_stages: For a schedule by name.
+        example: A step and a microbatch for it, from which is learned where each module belongs. Without it, modules
+            registered before the layers are taken for used before them.
+        layers: Dotted name of the repeated layers, or `auto`; several that follow each other are joined by commas.
+        balance: How to divide the layers, see `cut_layers`. `auto` measures where there is an `example`, and counts
+            parameters otherwise.
+        memory_limit_bytes: Most bytes that a stage may hold, for a measured cut.
+        device: Where the stages will compute; by default where the parameters are.
+        link: Between neighbouring ranks, for predictions.
+        sync_group: The ranks that must decide the same although each measures for itself; the measurements of its
+            first rank count.
+
+    Raises:
+        ValueError: If the layers cannot be found or cut, or the schedule is not valid or for another number of ranks.
+    """
+    if isinstance(schedule, str):
+        schedule = build_schedule(schedule, num_ranks, num_microbatches or 4 * num_ranks, virtual_stages)
+    if device is None:
+        device = device_of(module)
+    num_stages = num_ranks if callable(schedule) else schedule.num_stages
+    if example is None:
+        stacks = [find_layer_stack(module, num_stages, layers)]
+    else:
+        stacks = find_layer_stacks(module, num_stages, layers)
+    analysis = _Analysis(module, num_ranks, schedule, example, balance, memory_limit_bytes, device, sync_group)
+    failure: ValueError | None = None
+    for stack in stacks:
+        try:
+            return analysis.plan_for(stack, link or Link())
+        except ValueError as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+@dataclass
+class _Analysis:
+    module: nn.Module
+    num_ranks: int
+    schedule: Schedule | Callable[[Costs], Schedule]
+    example: tuple[Step, Any] | None
+    balance: Balance
+    memory_limit_bytes: float | None
+    device: torch.device
+    sync_group: Group | None
+
+    def plan_for(self, stack: LayerStack, link: Link) -> PipelinePlan:
+        """Return the plan if it is `stack` that is cut."""
+        module = self.module
+        if self.example is None:
+            use = use_by_registration(module, stack)
+        else:
+            use = trace_use(module, stack, *self.example, self.device)
+        costs = self._costs(stack, use)
+        schedule = self._schedule_for(stack, costs)
+        layers_per_stage = self._layers_per_stage(stack, costs, schedule)
+        stage_of = tuple(stage for stage, count in enumerate(layers_per_stage) for _ in range(count))
+        boundaries: list[tuple[TensorLayout, ...]] = []
+        if self.example is not None:
+            boundaries = dry_run_stages(module, stack, use, stage_of, *self.example, self.device)
+
+        def stages(places: set[int]) -> tuple[int, ...]:
+            return tuple(sorted({stage_of[place] for place in places}))
+
+        parameters = {
+            name: PlannedParameter(
+                stages(use.parameters[name]),
+                parameter.numel(),
+                parameter.numel() * parameter.element_size(),
+                parameter.requires_grad,
+            )
+            for name, parameter in module.named_parameters()
+        }
+        module_stages = {name: stages(places) for name, places in use.modules.items()}
+        return PipelinePlan(
+            model=type(module).__name__,
+            container=stack.path,
+            layers=stack.names,
+            layers_per_stage=layers_per_stage,
+            schedule=schedule,
+            parameters=parameters,
+            buffer_stages=_buffer_stages(module, stack, stage_of, module_stages),
+            module_stages=module_stages,
+            costs=costs,
+            boundaries=tuple(boundaries),
+            link=link,
+        )
+
+    def _costs(self, stack: LayerStack, use: ModuleUse) -> Costs:
+        if self.balance not in ("auto", "measured") and not callable(self.schedule):
+            return count_parameters(self.module, stack, use.parameters)
+        if self.example is not None:
+            measured = measure(self.module, stack, use.parameters, *self.example, self.device)
+            return measured if self.sync_group is None else comm.broadcast_object(measured, self.sync_group)
+        if self.balance == "measured" or callable(self.schedule):
+            raise ValueError(
+                "a measured balance or schedule needs an example batch; use balance='parameters' and name a schedule"
+            )
+        self.balance = "parameters"
+        return count_parameters(self.module, stack, use.parameters)
+
+    def _schedule_for(self, stack: LayerStack, costs: Costs) -> Schedule:
+        schedule = self.schedule
+        if callable(schedule):
+            in_units = _summed(costs, cut_units(stack))
+            has_enough = len(in_units.layers) >= self.num_ranks
+            schedule = schedule(in_units if has_enough else _summed(costs, stack.blocks))
+        if schedule.num_ranks != self.num_ranks:
+            raise ValueError(
+                f"expected a schedule for the {self.num_ranks} ranks of the pipeline group, got one for "
+                f"{schedule.num_ranks}"
+            )
+        validate(schedule)
+        return schedule
+
+    def _layers_per_stage(self, stack: LayerStack, costs: Costs, schedule: Schedule) -> tuple[int, ...]:
+        """Cut by cost; every stage gets parameters, where there are enough layers with some."""
+        runs = cut_units(stack)
+        if len(runs) < schedule.num_stages or self.balance not in ("auto", "measured", "parameters"):
+            runs = stack.blocks
+        in_runs = _summed(costs, runs)
+        counts = cut_layers(
+            in_runs.layers,
+            schedule.num_stages,
+            self.balance,
+            prologue=in_runs.prologue,
+            epilogue=in_runs.epilogue,
+            memory_cap_bytes=self.memory_limit_bytes,
+            in_flight=_in_flight(schedule) if self.memory_limit_bytes is not None else None,
+        )
+        ends = [0, *accumulate(counts)]
+        return tuple(sum(runs[start:stop]) for start, stop in pairwise(ends))
+
+
+def _summed(costs: Costs, runs: Sequence[int]) -> Costs:
+    """Add up the costs of the layers of each run."""
+    ends = [0, *accumulate(runs)]
+    layers = tuple(Cost.in_sequence(costs.layers[start:stop]) for start, stop in pairwise(ends))
+    return Costs(layers, costs.prologue, costs.epilogue)
+
+
+def _in_flight(schedule: Schedule) -> list[int]:
+    """Return the most microbatches that each stage holds at once."""
+    peaks = []
+    for stage, rank in enumerate(schedule.stage_ranks):
+        row = [action for action in schedule.rows[rank] if action.stage == stage]
+        peaks.append(max(activations_held(row), default=0))
+    return peaks
+
+
+def _buffer_stages(
+    module: nn.Module, stack: LayerStack, stage_of: tuple[int, ...], module_stages: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the stages that hold each buffer; those of modules around the layers are everywhere."""
+    owners = {name: (stage_of[index],) for index, name in enumerate(stack.names)} | module_stages
+    everywhere = tuple(range(stage_of[-1] + 1))
+    found = {}
+    for name, _ in module.named_buffers():
+        owner = next((owner for owner in owners if name.startswith(f"{owner}.")), None)
+        found[name] = everywhere if owner is None else owners[owner]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- dry runs
+
+
+def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any, device: torch.device) -> ModuleUse:
+    """Run `step` once on placeholders and see where each parameter and module is used.
+
+    What follows the layers runs as far as it goes without data; parameters that are not reached belong with the last
+    layer.
+
+    Raises:
+        ValueError: If the step cannot be run up to the last layer, or calls a layer twice; says why.
+    """
+    tracer = _UseTracer(stack, device)
+    sites = InterceptedModel(module, stack)
+    tracer.use.modules = {site.name: set() for site in sites.outer}
+    with named_placeholders(module, device), watch_parameters(tracer.note), sites.handled_by(tracer):
+        try:
+            step(microbatch)
+        except MissingLossError:
+            raise
+        except Exception as error:
+            if isinstance(error, CutError) or tracer.position + 1 != len(stack.layers):
+                raise ValueError(
+                    f"cannot cut at `{stack.path}`: running the step on tensors without data stopped "
+                    f"{tracer.where()}: {error}"
+                ) from error
+    if not tracer.called:
+        raise ValueError(
+            f"the step never calls the layers of `{stack.path}`; name the layers that it calls: layers=..."
+        )
+    return _completed(module, stack, tracer.use)
+
+
+def dry_run_stages(
+    module: nn.Module,
+    stack: LayerStack,
+    use: ModuleUse,
+    stage_of: tuple[int, ...],
+    step: Step,
+    microbatch: Any,
+    device: torch.device,
+) -> list[tuple[TensorLayout, ...]]:
+    """Run each stage alone on placeholders, and see that it gets all that it needs.
+
+    Args:
+        stage_of: The stage of each layer.
+
+    Returns:
+        What passes from each stage to the next.
+
+    Raises:
+        ValueError: If a connection skips over a cut, or a stage cannot get to its layers; says which and why.
+    """
+    stubs = StubOutputs(device, repeats=True)
+    sites = InterceptedModel(module, stack)
+    runs = []
+    with dry_run(), named_placeholders(module, device) as placeholders:
+        for stage in range(stage_of[-1] + 1):
+            here = {name for name, places in use.parameters.items() if stage in {stage_of[place] for place in places}}
+            for site in sites.outer:
+                site.present = stage in {stage_of[place] for place in use.modules[site.name]}
+            held = [placeholder for placeholder in placeholders if placeholder.parameter in here]
+            run = _StageDryRun(stage, stage_of, stubs, held)
+            run.run(step, microbatch, sites)
+            runs.append(run)
+    for before, after in pairwise(runs):
+        lost = next((before.lost[position] for position in after.entry if position in before.lost), None)
+        if lost is not None:
+            raise ValueError(
+                f"stage {after.stage} needs {lost}, which is on an earlier stage and does not pass through "
+                f"stage {before.stage}: a connection that skips over the cut. Pass it through the layers as an "
+                "argument, or cut elsewhere (`balance`, fewer stages)"
+            )
+    return [run.received for run in runs[1:]]
+
+
+def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
+    """Guess from the order of registration: what is registered before the layers is used before them."""
+    use = ModuleUse(modules={name: set() for name, _ in outer_modules(module, stack)})
+    order = {name: place for place, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    starts = [order[name] for name in stack.names]
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def place(owner: str) -> int:
+        return max(0, sum(start < order[owner] for start in starts) - 1)
+
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        is_inside = any(owner == layer or owner.startswith(f"{layer}.") for layer in stack.names)
+        if not is_inside:
+            use.parameters.setdefault(names[id(parameter)], set()).add(place(owner))
+    for name, places in use.modules.items():
+        places.add(place(name))
+    return _completed(module, stack, use)
+
+
+class _StageDryRun(StageForward):
+    """A stage's forward on placeholders. From its entry on, what it would have is available.
+
+    Attributes:
+        entry: Which of its first layer's arguments it has to receive.
+        received: What they look like.
+        lost: Those arguments of the next stage's first layer that it does not have, with what they are.
+    """
+
+    def __init__(
+        self, stage: int, stage_of: tuple[int, ...], stubs: StubOutputs, held: list[PlaceholderTensor]
+    ) -> None:
+        super().__init__(stage, stage_of, stubs, self._pretend_to_receive)
+        self.held = held
+        self.entry: list[int] = []
+        self.received: tuple[TensorLayout, ...] = ()
+        self.lost: dict[int, str] = {}
+
+    def run(self, step: Step, microbatch: Any, sites: InterceptedModel) -> None:
+        """Run the stage.
+
+        Raises:
+            ValueError: If it cannot be run on its own.
+        """
+        if self.entered:
+            self._mark_held()
+        try:
+            with sites.handled_by(self):
+                result = step(microbatch)
+        except StageExit as exit_:
+            self.lost = {place: leaf.provenance for place, leaf in enumerate(exit_.leaves) if missing(leaf)}
+        except MissingLossError:
+            raise
+        except Exception as error:
+            # Once it has data, a stage may look at them, which a dry run cannot follow.
+            if not self.entered or isinstance(error, CutError) or getattr(error, "lost", False):
+                raise ValueError(f"cannot run stage {self.stage} of the pipeline on its own: {error}") from error
+        else:
+            lost = next(filter(missing, tree_leaves(result)), None)
+            if lost is not None:
+                raise ValueError(
+                    f"the step returns something made of {lost.provenance}, which is on an earlier pipeline stage; "
+                    "compute the loss from what the layers return"
+                )
+        finally:
+            for placeholder in self.held:
+                placeholder.available = False
+
+    def _pretend_to_receive(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
+        wanted = [leaves[position] for position in positions]
+        if not torch.is_grad_enabled() and any(placeholder.requires_grad for placeholder in wanted):
+            raise CutError(REENTRANT)
+        self.entry = positions
+        self.received = tuple(_layout_of(placeholder) for placeholder in wanted)
+        self._mark_held()
+        return [PlaceholderTensor(value.meta, value.device, value.provenance, available=True) for value in wanted]
+
+    def _mark_held(self) -> None:
+        for placeholder in self.held:
+            placeholder.available = True
+
+    def _infer(self, call: Call) -> Any:
+        output = super()._infer(call)
+        return tree_map_only(PlaceholderTensor, _differentiable, output) if torch.is_grad_enabled() else output
+
+    def _run(self, call: Call) -> Any:
+        return self.stubs.run_stub(call, available=True)
+
+
+def _layout_of(placeholder: PlaceholderTensor) -> TensorLayout:
+    shape, dtype = placeholder.signature
+    return TensorLayout(tuple(shape), str(dtype).removeprefix("torch."))
+
+
+def _differentiable(placeholder: PlaceholderTensor) -> Tensor:
+    """Return one that requires a gradient and is no leaf, as the output of a layer with parameters."""
+    return placeholder.requires_grad_() * 1 if placeholder.signature[1].is_floating_point else placeholder
+
+
+class _UseTracer:
+    """Notes what is used at which layer; every module is a stub."""
+
+    entered = False
+
+    def __init__(self, stack: LayerStack, device: torch.device) -> None:
+        self.stack = stack
+        self.stubs = StubOutputs(device)
+        self.position = 0
+        self.called = 0
+        self.use = ModuleUse()
+
+    def note(self, parameter: str) -> None:
+        """Note that a parameter is computed with outside of intercepted modules."""
+        self.use.parameters.setdefault(parameter, set()).add(self.position)
+
+    def where(self) -> str:
+        """Say how far the step has come."""
+        return f"after `{self.stack.names[self.position]}`" if self.called else "before the first layer"
+
+    def layer(self, call: Call) -> Any:
+        """Note which layer follows."""
+        index = call.site.layer_index
+        if self.called and index <= self.position:
+            raise CutError(
+                f"`{call.site.name}` is called twice or out of order; a pipeline runs each layer once per step, in "
+                "order. Join the inputs along the sample dimension and call the model once"
+            )
+        self.position = index
+        self.called += 1
+        return self.stubs.run_stub(call)
+
+    def outer_module(self, call: Call) -> Any:
+        """Note which module is called here."""
+        self.use.modules[call.site.name].add(self.position)
+        return self.stubs.run_stub(call)
+
+
+def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse) -> ModuleUse:
+    """Add the parameters of layers and outer modules, and what was not seen: it belongs with the last layer."""
+    last = len(stack.layers) - 1
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for index, layer in enumerate(stack.layers):
+        for parameter in layer.parameters():
+            use.parameters.setdefault(names[id(parameter)], set()).add(index)
+    for name, outer in outer_modules(module, stack):
+        for parameter in outer.parameters():
+            use.parameters.setdefault(names[id(parameter)], set()).update(use.modules[name])
+    for name in names.values():
+        use.parameters[name] = use.parameters.get(name) or {last}
+    for name, outer in outer_modules(module, stack):
+        if not use.modules[name]:
+            for parameter in outer.parameters():
+                use.modules[name] |= use.parameters[names[id(parameter)]]
+    return use

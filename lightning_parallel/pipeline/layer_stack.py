@@ -1,0 +1,286 @@
+"""Find the layer stack of a model: the containers of its repeated layers, which a pipeline cuts into runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torch import nn
+
+__all__ = ["LayerStack", "find_layer_stack", "find_layer_stacks", "cut_units", "layer_kinds", "outer_modules"]
+
+_RIVAL_SHARE = 0.5
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """The repeated layers of a model.
+
+    Attributes:
+        path: Name of their container in the model; several, joined by commas, where one follows the other.
+        names: Name of each layer in the model, in order.
+        layers: The layers.
+        blocks: How many layers each entry of the containers has: one, or those of a nested list.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    layers: tuple[nn.Module, ...]
+    blocks: tuple[int, ...]
+
+    @classmethod
+    def at(cls, module: nn.Module, path: str) -> LayerStack:
+        """Return the stack of the container at `path`, or of the containers.
+
+        Raises:
+            ValueError: If there is no such module, it is not a container of layers, or a layer is in it twice.
+        """
+        entries = [
+            entry for part in path.split(",") for entry in _entries(part.strip(), _container(module, part.strip()))
+        ]
+        layers = {name: layer for entry in entries for name, layer in entry}
+        seen: dict[nn.Module, str] = {}
+        for name, layer in layers.items():
+            if layer in seen:
+                raise ValueError(
+                    f"`{name}` is the same module as `{seen[layer]}`: a layer that is used several times is needed on "
+                    "several stages, so the pipeline cannot be cut there; name other layers: layers=..."
+                )
+            seen[layer] = name
+        return cls(path, tuple(layers), tuple(layers.values()), tuple(map(len, entries)))
+
+
+def find_layer_stack(module: nn.Module, num_stages: int, path: str = "auto") -> LayerStack:
+    """Find the container whose repeated layers hold most of the parameters.
+
+    Args:
+        module: The whole model.
+        num_stages: Stages to cut into; the container must have as many layers.
+        path: Dotted name of the container, or `auto`; names of several that follow each other, joined by commas.
+
+    Raises:
+        ValueError: If there is none, or several that could be it; says which, and how to name one.
+    """
+    stacks = find_layer_stacks(module, num_stages, path)
+    if len(stacks) > 1:
+        sizes = {name: _repeated_size(_container(module, name)) for name in stacks[0].path.split(", ")}
+        listed = ", ".join(f"`{name}` ({size:,} parameters)" for name, size in sizes.items())
+        raise ValueError(
+            f"several modules could be the layers to cut: {listed}; name one, or several that follow each other: "
+            f"layers='{stacks[-1].path}'"
+        )
+    return stacks[0]
+
+
+def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto") -> list[LayerStack]:
+    """Find all stacks to try: all containers that could be it in a row, and the largest alone.
+
+    Raises:
+        ValueError: If there is none; says how to name one.
+    """
+    if path != "auto":
+        return [_with_layers(LayerStack.at(module, path), num_stages)]
+    sizes = {name: _repeated_size(container) for name, container in _containers(module)}
+    candidates = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
+    if not candidates:
+        raise ValueError(
+            f"found no `ModuleList` or `Sequential` with repeated layers in {type(module).__name__} to cut into "
+            f"{num_stages} stages; put the layers into one and call them in turn, or name it: layers='model.blocks'"
+        )
+    paths = [candidates[0]]
+    row = _containers_in_a_row(module, candidates, sizes)
+    if len(row) > 1:
+        paths.insert(0, ", ".join(row))
+    stacks = [LayerStack.at(module, path) for path in paths]
+    enough = [stack for stack in stacks if len(stack.blocks) >= num_stages]
+    return enough or [_with_layers(stacks[0], num_stages)]
+
+
+def _containers_in_a_row(module: nn.Module, candidates: list[str], sizes: dict[str, int]) -> list[str]:
+    """Return the containers that may follow each other, in order of registration.
+
+    A rival holds nearly as many parameters as the largest, or layers of the same kind: the groups of a residual
+    network, or the encoder and the decoder of a transformer.
+    """
+    largest = candidates[0]
+    kind = _kinds(_container(module, largest)).most_common(1)[0][0]
+    row = [largest]
+    for name in candidates[1:]:
+        is_rival = sizes[name] > _RIVAL_SHARE * sizes[largest] or kind in _kinds(_container(module, name))
+        if is_rival and not any(_related(name, other) for other in row):
+            row.append(name)
+    return sorted(row, key=list(sizes).index)
+
+
+def layer_kinds(stack: LayerStack) -> list[int]:
+    """Give layers that cost the same and return outputs of the same shapes the same number.
+
+    Two layers are of one kind if they have the same structure, parameter shapes and plain attributes. An attribute
+    that counts the layers of a container (`layer_idx`) is left out.
+    """
+    described = [_attributes(layer) for layer in stack.layers]
+    owners = [name.rpartition(".")[0] for name in stack.names]
+    counting = {owner: _counting([d for d, other in zip(described, owners) if other == owner]) for owner in set(owners)}
+    numbers: dict[object, int] = {}
+    kinds = []
+    for layer, attributes, owner in zip(stack.layers, described, owners):
+        shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in layer.named_parameters())
+        plain = tuple((key, value) for key, value in attributes.items() if key not in counting[owner])
+        kinds.append(numbers.setdefault((repr(layer), shapes, plain), len(numbers)))
+    return kinds
+
+
+def _counting(described: list[dict[str, object]]) -> set[str]:
+    """Return the attributes that count the layers of a container: 0, 1, 2, ..."""
+    if len(described) < 2:
+        return set()
+    counting = set()
+    for key in described[0]:
+        values = [attributes.get(key) for attributes in described]
+        if all(type(value) is int for value in values) and values == list(range(len(values))):
+            counting.add(key)
+    return counting
+
+
+def cut_units(stack: LayerStack) -> tuple[int, ...]:
+    """Return the layers of each shortest run of blocks with parameters: an activation goes with the layer before it."""
+    bounds = [0, *accumulate(stack.blocks)]
+    starts = [
+        start
+        for start, stop in pairwise(bounds)
+        if any(next(layer.parameters(), None) is not None for layer in stack.layers[start:stop])
+    ]
+    return tuple(stop - start for start, stop in pairwise([0, *starts[1:], len(stack.layers)]))
+
+
+def outer_modules(
+    module: nn.Module, stack: LayerStack, with_parameters: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the largest modules that are called, have parameters, and neither contain the layers nor lie inside them.
+
+    Args:
+        module: The model.
+        stack: Its layers.
+        with_parameters: Yield those that have some now. Otherwise those that had some when they were intercepted.
+    """
+    layers = set(stack.layers)
+
+    def walk(name: str, child: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if child in layers:
+            return
+        holds_layers = any(other in layers for other in child.modules())
+        if holds_layers or not name or _is_list(child):
+            for key, grandchild in child.named_children():
+                yield from walk(f"{name}.{key}" if name else key, grandchild)
+        elif (
+            with_parameters
+            and next(child.parameters(), None) is not None
+            or not with_parameters
+            and "_pipeline_site" in child.__dict__
+        ):
+            yield name, child
+
+    yield from walk("", module)
+
+
+def _container(module: nn.Module, path: str) -> nn.Module:
+    try:
+        container = module.get_submodule(path)
+    except AttributeError as error:
+        known = ", ".join(f"`{name}`" for name, _ in _containers(module)) or "none"
+        raise ValueError(f"expected `layers` to name a module, got `{path}` ({error}); containers: {known}") from None
+    if not isinstance(container, _CONTAINERS):
+        raise ValueError(
+            f"expected `layers` to name a `ModuleList`, `Sequential` or `ModuleDict`, got `{path}`, a "
+            f"{type(container).__name__}"
+        )
+    return container
+
+
+def _entries(path: str, container: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """The layers of each entry of a container, with their names."""
+    entries = []
+    for key, child in container._modules.items():
+        name = f"{path}.{key}" if path else key
+        if child is not None:
+            nested = _entries(name, child) if _is_list(child) else [[(name, child)]]
+            entries.append([layer for entry in nested for layer in entry])
+    return entries
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether `module` is there to be looked into, and never called itself."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+
+
+def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_modules():
+        if isinstance(child, _CONTAINERS) and len(child) > 1 and not _is_namespace(child):
+            yield name, child
+
+
+def _is_namespace(container: nn.Module) -> bool:
+    entries = list(container.children())
+    is_run = len(_kinds(container)) == 1 and not any(isinstance(entry, _CONTAINERS) for entry in entries)
+    return isinstance(container, nn.ModuleDict) and not is_run
+
+
+def _kinds(container: nn.Module) -> Counter[object]:
+    """The parameters in the container's entries of each type."""
+    sizes: Counter[object] = Counter()
+    for child in container._modules.values():
+        size = 0 if child is None else sum(parameter.numel() for parameter in child.parameters())
+        if size:
+            sizes[_kind(child)] += size
+    return sizes
+
+
+def _kind(entry: nn.Module | None) -> object:
+    return tuple(map(type, entry.modules())) if isinstance(entry, _CONTAINERS) else type(entry)
+
+
+def _repeated_size(container: nn.Module) -> int:
+    """Most parameters in the container's entries of one type; 0 if no type that has any is repeated."""
+    counts: Counter[object] = Counter()
+    for child in container._modules.values():
+        if child is not None and next(child.parameters(), None) is not None:
+            counts[_kind(child)] += 1
+    return max((size for kind, size in _kinds(container).items() if counts[kind] > 1), default=0)
+
+
+def _related(one: str, other: str) -> bool:
+    """Whether one module lies inside the other."""
+    short, long = sorted((one, other), key=len)
+    return short == "" or long == short or long.startswith(f"{short}.")
+
+
+def _with_layers(stack: LayerStack, num_stages: int) -> LayerStack:
+    if len(stack.blocks) < num_stages:
+        raise ValueError(
+            f"expected at least one layer per stage, got {len(stack.blocks)} layers in `{stack.path}` for "
+            f"{num_stages} stages; use fewer pipeline ranks or virtual stages, or name other layers"
+        )
+    return stack
+
+
+_PLAIN = (int, float, str, bool, tuple, type(None))
+
+
+def _attributes(layer: nn.Module) -> dict[str, object]:
+    return {
+        f"{name}.{key}": value
+        for name, child in layer.named_modules()
+        for key, value in vars(child).items()
+        if isinstance(value, _PLAIN) and not key.startswith("_") and _hashable(value)
+    }
+
+
+def _hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,305 @@
+"""What a pipeline does with a model, as plain data: made by `analyze`, carried out by `engine`.
+
+plan = analyze(module, group.size, example=(step, microbatch))
+print(plan)                                  # a line per stage
+plan.save("pipeline_plan.json")              # the same plan after a restart, without measuring again
+PipelineEngine(module, PipelinePlan.load("pipeline_plan.json"), group)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_parallel.pipeline.actions import Schedule, activations_held
+from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
+from lightning_parallel.pipeline.search import stage_costs
+from lightning_parallel.pipeline.simulate import Cost, Link
+
+__all__ = ["Costs", "PipelinePlan", "PlannedParameter", "TensorLayout", "device_of"]
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Cost of one microbatch in each layer, and in what comes before and after them.
+
+    Attributes:
+        layers: One per layer.
+        prologue: What is computed before the first layer.
+        epilogue: What is computed after the last one, loss included.
+    """
+
+    layers: tuple[Cost, ...]
+    prologue: Cost = field(default_factory=Cost)
+    epilogue: Cost = field(default_factory=Cost)
+
+    @property
+    def are_measured(self) -> bool:
+        """Whether there are seconds, and not bytes only."""
+        return any(cost.total_s for cost in (*self.layers, self.prologue, self.epilogue))
+
+    def per_stage(self, layers_per_stage: Sequence[int]) -> list[Cost]:
+        """Add up the costs of the layers of each stage, prologue and epilogue included."""
+        return stage_costs(self.layers, layers_per_stage, prologue=self.prologue, epilogue=self.epilogue)
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """A tensor that passes from one stage to the next.
+
+    Attributes:
+        shape: Of one microbatch of the example.
+        dtype: As torch names it, such as `float32`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PlannedParameter:
+    """A parameter and where it goes.
+
+    Attributes:
+        stages: The stages that compute with it; several for a tied parameter.
+        count: Elements, of this rank's tensor-parallel shard.
+        num_bytes: Their size.
+        is_trained: Whether it has a gradient.
+    """
+
+    stages: tuple[int, ...]
+    count: int
+    num_bytes: int
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How a model is divided over the stages of a pipeline, and what that is expected to cost.
+
+    Attributes:
+        model: Class of the model.
+        container: Dotted name of the layer stack; several, joined by commas, that follow each other.
+        layers: Name of each repeated layer, in order.
+        layers_per_stage: How many of them each stage gets.
+        schedule: Actions of each rank.
+        parameters: Where each parameter goes, by name.
+        buffer_stages: The stages that hold each buffer, by name.
+        module_stages: The stages that call each module outside of the layer stack, by name.
+        costs: What each layer costs; seconds are 0 where nothing was measured.
+        boundaries: What passes from each stage to the next; empty where no example was given.
+        link: Between neighbouring ranks.
+        request: What the plan was made for; a plan is used again only for the same request.
+    """
+
+    model: str
+    container: str
+    layers: tuple[str, ...]
+    layers_per_stage: tuple[int, ...]
+    schedule: Schedule
+    parameters: Mapping[str, PlannedParameter]
+    buffer_stages: Mapping[str, tuple[int, ...]]
+    module_stages: Mapping[str, tuple[int, ...]]
+    costs: Costs
+    boundaries: tuple[tuple[TensorLayout, ...], ...] = ()
+    link: Link = field(default_factory=Link)
+    request: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, over all ranks."""
+        return self.schedule.num_stages
+
+    @property
+    def stage_of(self) -> tuple[int, ...]:
+        """The stage of each layer."""
+        return tuple(stage for stage, count in enumerate(self.layers_per_stage) for _ in range(count))
+
+    @property
+    def stage_costs(self) -> list[Cost]:
+        """The cost of each stage for a microbatch as large as the example; without seconds if none was measured."""
+        return self.costs.per_stage(self.layers_per_stage)
+
+    @property
+    def parameter_stages(self) -> dict[str, tuple[int, ...]]:
+        """The stages that compute with each parameter, by name."""
+        return {name: parameter.stages for name, parameter in self.parameters.items()}
+
+    def stage_parameters(self, stage: int) -> int:
+        """Return the elements of the parameters that a stage computes with."""
+        return sum(parameter.count for parameter in self.parameters.values() if stage in parameter.stages)
+
+    def stage_bytes(self, stage: int, copies: float) -> tuple[float, float]:
+        """Predict the memory of a stage: what it holds always, and the activations that it holds at most, in bytes.
+
+        Args:
+            stage: The stage.
+            copies: Bytes held for each byte of a trained parameter: itself, its gradient, the optimizer's state.
+        """
+        held = 0.0
+        for parameter in self.parameters.values():
+            if stage in parameter.stages:
+                held += parameter.num_bytes * (copies if parameter.is_trained else 1)
+        return held, self.in_flight(stage) * self.stage_costs[stage].activation_bytes
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of the rank at this position of the pipeline group."""
+        return tuple(stage for stage, owner in enumerate(self.schedule.stage_ranks) if owner == rank)
+
+    def in_flight(self, stage: int) -> int:
+        """Return the most microbatches whose activations `stage` holds at once."""
+        row = self.schedule.rows[self.schedule.stage_ranks[stage]]
+        return max(activations_held([action for action in row if action.stage == stage]), default=0)
+
+    def layer_range(self, stage: int) -> tuple[str, str]:
+        """Return the names of the first and the last layer of a stage."""
+        ends = [0, *accumulate(self.layers_per_stage)]
+        return self.layers[ends[stage]], self.layers[ends[stage + 1] - 1]
+
+    def outer_names(self, stage: int) -> list[str]:
+        """Return the modules of a stage that hold parameters outside of the layer stack."""
+        inside = tuple(f"{layer}." for layer in self.layers)
+        owners = []
+        for name, parameter in self.parameters.items():
+            if stage in parameter.stages and not name.startswith(inside):
+                owners.append(name.rpartition(".")[0] or name)
+        return list(dict.fromkeys(owners))
+
+    def check_fits(self, module: nn.Module, num_ranks: int) -> None:
+        """Require that the plan was made for a model of this structure, on as many ranks.
+
+        Raises:
+            ValueError: With what the plan expects and what was found.
+        """
+        if self.schedule.num_ranks != num_ranks:
+            raise ValueError(
+                f"expected a plan for the {num_ranks} ranks of the pipeline group, got one for "
+                f"{self.schedule.num_ranks}; make it anew (`analyze`)"
+            )
+        found = {name: parameter.numel() for name, parameter in module.named_parameters()}
+        planned = {name: parameter.count for name, parameter in self.parameters.items()}
+        if found != planned:
+            names = sorted(found.keys() ^ planned.keys())
+            names += [name for name in found if found[name] != planned.get(name, found[name])]
+            raise ValueError(
+                f"the plan was made for another model (`{self.model}`): `{names[0]}` and {len(names) - 1} other "
+                "parameters are missing, new, or of another size; make the plan anew (`analyze`)"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as what JSON can hold.
+
+        Raises:
+            ValueError: If its schedule is a table of actions that no builder makes.
+        """
+        schedule = self.schedule
+        if schedule.name not in SCHEDULES:
+            raise ValueError(
+                f"a plan with the schedule `{schedule.name}` cannot be saved; name one of {list(SCHEDULES)}"
+            )
+        return {
+            "version": _VERSION,
+            "model": self.model,
+            "container": self.container,
+            "layers": list(self.layers),
+            "layers_per_stage": list(self.layers_per_stage),
+            "schedule": {
+                "name": schedule.name,
+                "num_ranks": schedule.num_ranks,
+                "num_microbatches": schedule.num_microbatches,
+                "virtual_stages": schedule.virtual_stages,
+                "warmup": schedule.warmup,
+            },
+            "parameters": {name: asdict(parameter) for name, parameter in self.parameters.items()},
+            "buffer_stages": {name: list(stages) for name, stages in self.buffer_stages.items()},
+            "module_stages": {name: list(stages) for name, stages in self.module_stages.items()},
+            "costs": asdict(self.costs),
+            "boundaries": [[asdict(tensor) for tensor in tensors] for tensors in self.boundaries],
+            "link": {"latency_s": self.link.latency_s, "bytes_per_s": _finite(self.link.bytes_per_s)},
+            "request": dict(self.request),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PipelinePlan:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ValueError: If it is of another version.
+        """
+        if data.get("version") != _VERSION:
+            raise ValueError(f"expected a pipeline plan of version {_VERSION}, got {data.get('version')!r}")
+        built = data["schedule"]
+        costs = data["costs"]
+        link = data["link"]
+        return cls(
+            model=data["model"],
+            container=data["container"],
+            layers=tuple(data["layers"]),
+            layers_per_stage=tuple(data["layers_per_stage"]),
+            schedule=build_schedule(
+                built["name"], built["num_ranks"], built["num_microbatches"], built["virtual_stages"], built["warmup"]
+            ),
+            parameters={
+                name: PlannedParameter(**{**parameter, "stages": tuple(parameter["stages"])})
+                for name, parameter in data["parameters"].items()
+            },
+            buffer_stages={name: tuple(stages) for name, stages in data["buffer_stages"].items()},
+            module_stages={name: tuple(stages) for name, stages in data["module_stages"].items()},
+            costs=Costs(
+                tuple(Cost(**layer) for layer in costs["layers"]), Cost(**costs["prologue"]), Cost(**costs["epilogue"])
+            ),
+            boundaries=tuple(
+                tuple(TensorLayout(tuple(tensor["shape"]), tensor["dtype"]) for tensor in tensors)
+                for tensors in data["boundaries"]
+            ),
+            link=Link(link["latency_s"], float("inf") if link["bytes_per_s"] is None else link["bytes_per_s"]),
+            request=dict(data["request"]),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1))
+
+    @classmethod
+    def load(cls, path: str | Path) -> PipelinePlan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            ValueError: If the file holds no plan of this version.
+        """
+        return cls.from_dict(json.loads(Path(path).read_text()))
+
+    def __str__(self) -> str:
+        schedule = self.schedule
+        count = schedule.num_microbatches
+        lines = [f"{self.model} in {self.num_stages} pipeline stages: {schedule.name}, {count} microbatches"]
+        for stage, cost in enumerate(self.stage_costs):
+            first, last = self.layer_range(stage)
+            parameters = self.stage_parameters(stage)
+            outer = "".join(f" + {name}" for name in self.outer_names(stage))
+            seconds = f", {cost.total_s * 1e3:.3g} ms a microbatch" if cost.total_s else ""
+            place = f"stage {stage} on rank {schedule.stage_ranks[stage]}"
+            lines.append(f"  {place}: {first} .. {last}{outer}, {parameters:,} parameters{seconds}")
+        return "\n".join(lines)
+
+
+def _finite(value: float) -> float | None:
+    """Return None for infinity, which JSON cannot hold."""
+    return None if value == float("inf") else value
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of the parameters that have data; the CPU where there are none."""
+    for parameter in module.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    return torch.device("cpu")

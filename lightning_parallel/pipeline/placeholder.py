@@ -1,0 +1,332 @@
+"""Placeholder tensors: a shape, a dtype and a device, without data.
+
+On a stage that does not own the embedding, its stub returns a placeholder. What is computed from a placeholder is one
+too, so the model's own code runs up to the first layer that the stage owns, at no cost in memory or arithmetic:
+
+    ids (real) -> embed (stub) -> placeholder -> layer 0 (stub) -> placeholder -> layer 1 (owned) receives the data
+    ids (real) -> positions, masks, rotary angles: computed from the batch, real on every stage
+
+Once its data have been received, a placeholder has a `value`, which then stands for it in every operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["PlaceholderTensor", "PlaceholderError", "missing", "reveal", "dry_run", "watch_parameters"]
+
+
+class PlaceholderError(RuntimeError):
+    """A computation on this stage needs data that are on another stage.
+
+    Attributes:
+        lost: Whether the data would also be missing in a real run.
+    """
+
+    def __init__(self, message: str, placeholders: Iterable[PlaceholderTensor] = ()) -> None:
+        super().__init__(message)
+        self.lost = any(not placeholder.available for placeholder in placeholders)
+
+
+class PlaceholderTensor(Tensor):
+    """A tensor without data.
+
+    Args:
+        meta: Tensor on the meta device, whose shape, strides and dtype the placeholder takes.
+        device: The device that the placeholder claims to be on.
+        provenance: What it stands for, in the words of an error message ("the output of `model.embed`").
+        parameter: Name of the parameter that it stands in for, if it does.
+        available: In a dry run, whether the data would be here in a real run. What is computed from available
+            placeholders only is available.
+
+    Attributes:
+        value: The data, once they have been received; None before.
+        signature: (shape, dtype), without the cost of asking a tensor subclass.
+    """
+
+    meta: Tensor
+    provenance: str
+    parameter: str | None
+    value: Tensor | None
+    available: bool
+    signature: tuple[torch.Size, torch.dtype]
+
+    @staticmethod
+    def __new__(
+        cls, meta: Tensor, device: torch.device, provenance: str, parameter: str | None = None, available: bool = False
+    ) -> PlaceholderTensor:
+        placeholder = Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
+        )
+        placeholder.meta = meta
+        placeholder.provenance = provenance
+        placeholder.parameter = parameter
+        placeholder.value = None
+        placeholder.available = available
+        placeholder.signature = (meta.shape, meta.dtype)
+        return placeholder
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def like(
+        cls,
+        tensor: Tensor,
+        provenance: str,
+        device: torch.device | None = None,
+        parameter: str | None = None,
+        available: bool = False,
+    ) -> PlaceholderTensor:
+        """Return one with the shape, strides and dtype of `tensor`, on its device unless another is given."""
+        return cls(_to_meta(tensor), tensor.device if device is None else device, provenance, parameter, available)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shape, dtype = self.signature
+        received = ", received" if self.value is not None else ""
+        return f"PlaceholderTensor({tuple(shape)}, {dtype}, {self.provenance}{received})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderTensor:
+        return PlaceholderTensor(self.meta, self.device, self.provenance, self.parameter, self.available)
+
+    def receive(self, value: Tensor) -> None:
+        """Let `value` stand for this placeholder from now on.
+
+        A custom autograd function that takes the placeholder computes with the value, but gives its gradient to the
+        placeholder: see `own_grad`.
+        """
+        if value.requires_grad and not isinstance(value, PlaceholderTensor):
+            self.requires_grad_()
+        self.value = value
+
+    @property
+    def own_grad(self) -> Tensor | None:
+        """Gradient that came to the placeholder itself and not to its value."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.grad
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Values are put in above autograd, so that gradients flow back to what was received.
+        kwargs = reveal(kwargs) if kwargs else {}
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*reveal(args), **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        placeholders: list[PlaceholderTensor] = []
+        _collect(args, placeholders)
+        _collect(kwargs, placeholders)
+        _check(func, placeholders)
+        written = _written(func, args, kwargs)
+        device = kwargs.get("device") or placeholders[0].device
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("meta")
+        if torch.Tag.inplace_view in func.tags:
+            _require_shape(func, written, args, kwargs)
+        try:
+            result = _shapes(func, args, kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise PlaceholderError(
+                f"`{func}` needs the data of {placeholders[0].provenance}, which this pipeline stage does not hold "
+                f"({error}). Compute it from the batch, inside one of the repeated layers, or after them",
+                placeholders,
+            ) from error
+        available = all(placeholder.available for placeholder in placeholders)
+        if written is not None:
+            written.available = available
+            return _rewritten(written, result)
+        return _wrap(result, device, _provenance(placeholders), available)
+
+
+def _provenance(placeholders: list[PlaceholderTensor]) -> str:
+    """Name what is missing: what is unavailable before what is not, an activation before a parameter."""
+    missing_first = [placeholder for placeholder in placeholders if not placeholder.available] or placeholders
+    for placeholder in missing_first:
+        if not placeholder.parameter:
+            return placeholder.provenance
+    return missing_first[0].provenance
+
+
+_watcher: Callable[[str], None] | None = None
+
+
+class watch_parameters:
+    """Call `watcher` with the name of each parameter whose placeholder is computed with, inside a `with` block."""
+
+    def __init__(self, watcher: Callable[[str], None]) -> None:
+        self.watcher = watcher
+
+    def __enter__(self) -> None:
+        global _watcher
+        self.before, _watcher = _watcher, self.watcher
+
+    def __exit__(self, *exception: object) -> None:
+        global _watcher
+        _watcher = self.before
+
+
+def reveal(value: Any) -> Any:
+    """Replace received placeholders by their data; lists and dicts that hold some stay the same objects."""
+    if isinstance(value, PlaceholderTensor):
+        return value if value.value is None else value.value
+    if isinstance(value, tuple):
+        if type(value) is tuple:
+            return tuple(map(reveal, value))
+        return type(value)(*map(reveal, value)) if hasattr(value, "_fields") else value
+    if isinstance(value, (list, dict)):
+        for place, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if isinstance(item, (PlaceholderTensor, tuple, list, dict)):
+                value[place] = reveal(item)
+    return value
+
+
+def missing(value: Any) -> bool:
+    """Tell whether `value` is a placeholder whose data are not here."""
+    return type(value) is PlaceholderTensor and value.value is None and not (_in_dry_run and value.available)
+
+
+_in_dry_run = False
+
+
+@contextmanager
+def dry_run() -> Iterator[None]:
+    """Count available placeholders as data inside the block. Outside they are not: a module may have kept one."""
+    global _in_dry_run
+    _in_dry_run = True
+    try:
+        yield
+    finally:
+        _in_dry_run = False
+
+
+def _collect(value: Any, into: list[PlaceholderTensor]) -> None:
+    if isinstance(value, PlaceholderTensor):
+        into.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, into)
+    elif isinstance(value, dict):
+        _collect(list(value.values()), into)
+
+
+def _check(func: Any, placeholders: list[PlaceholderTensor]) -> None:
+    for placeholder in placeholders:
+        if placeholder.value is not None:
+            raise PlaceholderError(
+                f"{placeholder.provenance} was received for a layer, and then reached `{func}` by a way that autograd "
+                "cannot follow, such as a custom autograd function outside the layers. Move that call into a layer"
+            )
+        if placeholder.parameter is not None and _watcher is not None:
+            _watcher(placeholder.parameter)
+
+
+@cache
+def _written_argument(func: Any) -> tuple[int, str] | None:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return position, argument.name
+    return None
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the argument that `func` writes in place, None if it writes none.
+
+    Raises:
+        PlaceholderError: If it is a real tensor, whose contents would be lost.
+    """
+    place = _written_argument(func)
+    if place is None:
+        return None
+    position, name = place
+    written = args[position] if position < len(args) else kwargs.get(name)
+    if isinstance(written, Tensor) and not isinstance(written, PlaceholderTensor):
+        placeholders: list[PlaceholderTensor] = []
+        _collect([args, kwargs], placeholders)
+        raise PlaceholderError(
+            f"`{func}` writes {placeholders[0].provenance}, which is on another pipeline stage, into a tensor of this "
+            "stage. Build the tensor out of place (`torch.cat`, `torch.where`) instead",
+            placeholders,
+        )
+    return written
+
+
+def _require_shape(func: Any, written: PlaceholderTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Require that `func` leaves the shape of `written` as it is: a tensor subclass cannot change its own."""
+    changed = func(*_on_meta(args, copied=True), **_on_meta(kwargs, copied=True))
+    if changed.shape != written.signature[0]:
+        raise PlaceholderError(
+            f"`{func}` changes the shape of {written.provenance} in place; use the form that makes a new tensor"
+        )
+
+
+def _rewritten(written: PlaceholderTensor, result: Any) -> Any:
+    if isinstance(result, (list, tuple)):
+        return _wrap(result, written.device, written.provenance, written.available)
+    return written
+
+
+_known_shapes: dict[Any, Any] = {}
+_MOST_KNOWN = 10_000
+
+
+def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what `func` gives on the meta device; remembered, since meta kernels are slow Python code."""
+    key = (func, _key(args), _key(kwargs))
+    try:
+        return _known_shapes[key]
+    except KeyError:
+        pass
+    except TypeError:  # an argument that cannot be hashed
+        return func(*_on_meta(args), **_on_meta(kwargs))
+    if len(_known_shapes) > _MOST_KNOWN:
+        _known_shapes.clear()
+    result = _known_shapes[key] = func(*_on_meta(args), **_on_meta(kwargs))
+    return result
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if isinstance(value, Tensor):
+        meta = value.meta if isinstance(value, PlaceholderTensor) else value
+        return meta.shape, meta.stride(), meta.dtype
+    if kind is tuple or kind is list:
+        return kind, tuple(map(_key, value))
+    if kind is dict:
+        return tuple((name, _key(item)) for name, item in value.items())
+    return kind, value
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, PlaceholderTensor):
+        return tensor.meta
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _on_meta(value: Any, copied: bool = False) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_like(_to_meta(value)) if copied else _to_meta(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_meta(item, copied) for item in value)
+    if isinstance(value, dict):
+        return {key: _on_meta(item, copied) for key, item in value.items()}
+    return value
+
+
+def _wrap(value: Any, device: torch.device, provenance: str, available: bool) -> Any:
+    if isinstance(value, Tensor):
+        return PlaceholderTensor(value, torch.device(device), provenance, available=available)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_wrap(item, device, provenance, available) for item in value)
+    return value

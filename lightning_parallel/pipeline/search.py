@@ -1,0 +1,376 @@
+"""Search for the best cut and the best schedule, by dynamic programming and by simulation.
+
+    layers   1 1 1 1 9 1 1 1          the head costs 3, four stages
+    uniform  [1 1][1 1][9 1][1 1 +3]  slowest 10
+    measured [1 1 1 1][9][1 1][1 +3]  slowest 9
+
+The slowest stage sets the pace of every schedule, so an even cut saves more than the choice of schedule does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
+
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
+from lightning_parallel.tracing.text import bytes_text
+
+__all__ = [
+    "Balance",
+    "Candidate",
+    "Choice",
+    "Workload",
+    "choose_schedule",
+    "cut_layers",
+    "stage_costs",
+]
+
+Balance = Literal["auto", "measured", "parameters", "uniform"] | Sequence[int]
+"""What to even out over the stages: measured seconds (`auto` too), parameters, the number of layers; or the layers
+of each stage."""
+
+_FREE = Cost()
+_INFINITE = float("inf")
+
+
+def cut_layers(
+    layers: Sequence[Cost],
+    num_stages: int,
+    balance: Balance = "auto",
+    *,
+    prologue: Cost = _FREE,
+    epilogue: Cost = _FREE,
+    memory_cap_bytes: float | None = None,
+    in_flight: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Choose how many consecutive layers each stage gets, at least one.
+
+    `measured` and `parameters` give the exact minimum, over all cuts, of the heaviest stage, with the prologue in
+    the first stage and the epilogue in the last; among the cuts that reach it, the most even one.
+
+    Args:
+        layers: Cost of each layer; `parameters` reads `resident_bytes`, `uniform` reads nothing.
+        num_stages: Stages to cut into, all virtual stages of all ranks.
+        balance: What to even out, or the layers of each stage.
+        prologue: Cost of what comes before the layers.
+        epilogue: Cost of what comes after them.
+        memory_cap_bytes: Most bytes that a stage may hold.
+        in_flight: Microbatches whose activations each stage holds at once; by default one.
+
+    Raises:
+        ValueError: If there are fewer layers than stages, an explicit balance does not add up, nothing was
+            measured, or no cut fits under the cap.
+    """
+    if len(layers) < num_stages:
+        raise ValueError(
+            f"expected at least one layer per stage, got {len(layers)} layers for {num_stages} stages; "
+            "use fewer pipeline ranks or virtual stages"
+        )
+    if not isinstance(balance, str):
+        return _explicit(balance, len(layers), num_stages)
+    if balance == "uniform":
+        return _uniform(len(layers), num_stages)
+    if balance not in ("auto", "measured", "parameters"):
+        raise ValueError(
+            f"expected `balance` to be auto, measured, parameters, uniform or the layers per stage, got {balance!r}"
+        )
+    weight = _resident_bytes if balance == "parameters" else _total_s
+    if not any(map(weight, layers)):
+        raise ValueError(f"balance={balance!r} needs layers with a cost, got none; measure them or use 'uniform'")
+    heaviness = _segment_sum([weight(layer) for layer in layers], num_stages, weight(prologue), weight(epilogue))
+    if memory_cap_bytes is None:
+        return _most_even(len(layers), num_stages, heaviness)
+    memory = _memory(layers, num_stages, prologue, epilogue, in_flight or [1] * num_stages)
+
+    def heaviness_if_it_fits(stage: int, start: int, stop: int) -> float:
+        return heaviness(stage, start, stop) if memory(stage, start, stop) <= memory_cap_bytes else _INFINITE
+
+    if _bottleneck(len(layers), num_stages, heaviness_if_it_fits) == _INFINITE:
+        least = _bottleneck(len(layers), num_stages, memory)
+        raise ValueError(
+            f"no cut of {len(layers)} layers into {num_stages} stages keeps every stage within "
+            f"{memory_cap_bytes:.0f} bytes; the best needs {least:.0f}. Use more stages, smaller microbatches, or a "
+            "schedule that holds fewer activations"
+        )
+    return _most_even(len(layers), num_stages, heaviness_if_it_fits)
+
+
+def stage_costs(
+    layers: Sequence[Cost], layers_per_stage: Sequence[int], *, prologue: Cost = _FREE, epilogue: Cost = _FREE
+) -> list[Cost]:
+    """Add up the costs of the layers of each stage, prologue and epilogue included."""
+    bounds = [0, *accumulate(layers_per_stage)]
+    runs = [list(layers[start:stop]) for start, stop in pairwise(bounds)]
+    runs[0] = [prologue, *runs[0]]
+    runs[-1] = [*runs[-1], epilogue]
+    return [Cost.in_sequence(run) for run in runs]
+
+
+Segment = Callable[[int, int, int], float]
+"""(stage, start, stop) -> cost of giving layers start to stop-1 to the stage; not less for a longer run."""
+
+
+def _explicit(balance: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
+    if len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1:
+        raise ValueError(
+            f"expected `balance` to give {num_stages} stages at least one layer each, {num_layers} in all, "
+            f"got {list(balance)} ({len(balance)} stages, {sum(balance)} layers)"
+        )
+    return tuple(balance)
+
+
+def _uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Spread the remainder from the middle, away from what the first and the last stage hold besides layers."""
+    size, longer = divmod(num_layers, num_stages)
+    first = (num_stages - longer) // 2
+    return tuple(size + (first <= stage < first + longer) for stage in range(num_stages))
+
+
+def _total_s(cost: Cost) -> float:
+    return cost.total_s
+
+
+def _resident_bytes(cost: Cost) -> float:
+    return cost.resident_bytes
+
+
+def _segment_sum(weights: Sequence[float], num_stages: int, prologue: float, epilogue: float) -> Segment:
+    before = [0.0, *accumulate(weights)]
+
+    def segment(stage: int, start: int, stop: int) -> float:
+        ends = prologue * (stage == 0) + epilogue * (stage == num_stages - 1)
+        return before[stop] - before[start] + ends
+
+    return segment
+
+
+def _memory(
+    layers: Sequence[Cost], num_stages: int, prologue: Cost, epilogue: Cost, in_flight: Sequence[int]
+) -> Segment:
+    if len(in_flight) != num_stages:
+        raise ValueError(f"expected `in_flight` of {num_stages} stages, got {len(in_flight)}")
+    resident = _segment_sum(
+        [layer.resident_bytes for layer in layers], num_stages, prologue.resident_bytes, epilogue.resident_bytes
+    )
+    activations = _segment_sum(
+        [layer.activation_bytes for layer in layers], num_stages, prologue.activation_bytes, epilogue.activation_bytes
+    )
+
+    def memory(stage: int, start: int, stop: int) -> float:
+        return resident(stage, start, stop) + in_flight[stage] * activations(stage, start, stop)
+
+    return memory
+
+
+def _bottleneck(num_layers: int, num_stages: int, segment: Segment) -> float:
+    return _solve(num_layers, num_stages, segment, max, _INFINITE)[0]
+
+
+def _most_even(num_layers: int, num_stages: int, segment: Segment) -> tuple[int, ...]:
+    limit = _bottleneck(num_layers, num_stages, segment)
+    return _solve(num_layers, num_stages, segment, lambda so_far, cost: so_far + cost * cost, limit)[1]
+
+
+def _solve(
+    num_layers: int, num_stages: int, segment: Segment, add: Callable[[float, float], float], limit: float
+) -> tuple[float, tuple[int, ...]]:
+    """Fold the stages' costs with `add`, minimal over the cuts whose stages cost at most `limit`.
+
+    `best[stop]` is the least fold of the stages so far over the first `stop` layers. A run is grown backwards
+    from its end, so the search stops as soon as the run alone is worse than the best found.
+    """
+    best = [0.0] + [_INFINITE] * num_layers
+    starts: list[list[int]] = []
+    for stage in range(num_stages):
+        found, where = [_INFINITE] * (num_layers + 1), [0] * (num_layers + 1)
+        for stop in range(stage + 1, num_layers + 1):
+            for start in range(stop - 1, stage - 1, -1):
+                cost = segment(stage, start, stop)
+                if cost > limit or add(0.0, cost) > found[stop]:
+                    break
+                total = add(best[start], cost)
+                if total < found[stop]:
+                    found[stop], where[stop] = total, start
+        best = found
+        starts.append(where)
+    bounds = [num_layers]
+    for where in reversed(starts):
+        bounds.append(where[bounds[-1]])
+    return best[num_layers], tuple(stop - start for start, stop in pairwise(reversed(bounds)))
+
+
+# --------------------------------------------------------------------------------------------------------- schedules
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What there is to run, as measured with the batch split into `measured_microbatches`.
+
+    Args:
+        layers: Cost of one microbatch in each layer.
+        prologue: Cost of what comes before the layers.
+        epilogue: Cost of what comes after them.
+        measured_microbatches: Split of the batch at which the costs were taken; with m microbatches the costs are
+            `measured_microbatches / m` times as large.
+        overhead_s: Seconds that every action takes besides, whatever the size of the microbatch.
+        link: Between any two ranks.
+    """
+
+    layers: Sequence[Cost]
+    prologue: Cost = _FREE
+    epilogue: Cost = _FREE
+    measured_microbatches: int = 1
+    overhead_s: float = 0.0
+    link: Link = Link()
+
+    def cut(self, schedule: Schedule, memory_cap_bytes: float | None = None) -> tuple[tuple[int, ...], list[Cost]]:
+        """Cut the layers for a schedule; give the layers and the cost of each stage."""
+        factor = self.measured_microbatches / schedule.num_microbatches
+        layers = [layer.scaled(factor) for layer in self.layers]
+        prologue, epilogue = self.prologue.scaled(factor), self.epilogue.scaled(factor)
+        share = schedule.virtual_stages
+        counts = cut_layers(
+            layers,
+            schedule.num_stages,
+            prologue=prologue,
+            epilogue=epilogue,
+            memory_cap_bytes=None if memory_cap_bytes is None else memory_cap_bytes / share,
+            in_flight=[-(-schedule.max_in_flight[rank] // share) for rank in schedule.stage_ranks],
+        )
+        return counts, stage_costs(layers, counts, prologue=prologue, epilogue=epilogue)
+
+
+class Candidate(NamedTuple):
+    """One way to run the step and what it is predicted to take."""
+
+    schedule: Schedule
+    layers_per_stage: tuple[int, ...]
+    timeline: Timeline
+    peak_bytes: float
+    """Most bytes held by any rank."""
+    fits: bool
+
+    @property
+    def held(self) -> float:
+        """Most activations held by any rank, in microbatches through all its layers."""
+        return max(self.schedule.max_in_flight) / self.schedule.virtual_stages
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best candidate, and all of them, best first."""
+
+    best: Candidate
+    candidates: tuple[Candidate, ...]
+    memory_limit_bytes: float | None
+
+    HEADER = ("schedule", "V", "microbatches", "warm-up", "step", "bubble", "held", "peak memory", "")
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Explain the choice: one row of words per candidate, best first, under `HEADER`."""
+        return [self._row(candidate) for candidate in self.candidates]
+
+    def _row(self, candidate: Candidate) -> tuple[str, ...]:
+        schedule, timeline = candidate.schedule, candidate.timeline
+        slower = timeline.makespan_s / self.best.timeline.makespan_s - 1
+        verdict = "chosen" if candidate is self.best else f"{slower:+.1%}"
+        if not candidate.fits and self.memory_limit_bytes is not None:
+            verdict = f"over the limit by {bytes_text(candidate.peak_bytes - self.memory_limit_bytes)}"
+        return (
+            schedule.name,
+            str(schedule.virtual_stages),
+            str(schedule.num_microbatches),
+            "" if schedule.warmup is None else f"{schedule.warmup:g}",
+            f"{timeline.makespan_s * 1e3:.4g} ms",
+            f"{timeline.bubble_fraction:.1%}",
+            f"{candidate.held:g}",
+            bytes_text(candidate.peak_bytes) if candidate.peak_bytes else "",
+            verdict,
+        )
+
+
+def choose_schedule(
+    workload: Workload,
+    num_ranks: int,
+    microbatches: Sequence[int],
+    *,
+    schedules: Sequence[str] = tuple(SCHEDULES),
+    virtual_stages: Sequence[int] = (1, 2, 4),
+    warmups: Sequence[float] = (1, 1.5, 2),
+    memory_limit_bytes: float | None = None,
+) -> Choice:
+    """Find the fastest of schedule x V x m x warm-up by simulation, among those that fit in memory.
+
+    Where one fits only with another cut of the layers, that cut is taken. Ties go to the one that holds least.
+
+    Args:
+        workload: The layers and their measured costs.
+        num_ranks: P.
+        microbatches: Values of m to try.
+        schedules: Names to try.
+        virtual_stages: Values of V to try; those that need more stages than there are layers are left out.
+        warmups: Warm-ups to try, for the schedules that have one.
+        memory_limit_bytes: Most bytes that a rank may hold.
+
+    Raises:
+        ValueError: If there are fewer layers than ranks, no schedule can be built from the values given, or none
+            fits in memory.
+    """
+    built = list(_schedules(num_ranks, microbatches, schedules, virtual_stages, warmups, len(workload.layers)))
+    if not built:
+        raise ValueError(
+            f"no schedule of {', '.join(schedules)} can run {len(workload.layers)} layers on {num_ranks} ranks with "
+            f"virtual_stages in {list(virtual_stages)} and microbatches in {list(microbatches)}"
+        )
+    candidates = [_play(workload, schedule, memory_limit_bytes) for schedule in built]
+    candidates.sort(key=lambda c: (not c.fits, float(f"{c.timeline.makespan_s:.9g}"), c.peak_bytes, c.held))
+    if not candidates[0].fits:
+        least = min(candidates, key=lambda candidate: candidate.peak_bytes)
+        raise ValueError(
+            f"expected a schedule within {bytes_text(memory_limit_bytes or 0)} per rank, the smallest is "
+            f"`{least.schedule.name}` with {least.schedule.num_microbatches} microbatches and "
+            f"{bytes_text(least.peak_bytes)}; use more ranks or more, hence smaller, microbatches"
+        )
+    return Choice(candidates[0], tuple(candidates), memory_limit_bytes)
+
+
+def _schedules(
+    num_ranks: int,
+    microbatches: Sequence[int],
+    names: Sequence[str],
+    virtual_stages: Sequence[int],
+    warmups: Sequence[float],
+    num_layers: int,
+) -> Iterator[Schedule]:
+    seen = set()
+    for name in names:
+        chunks = {"1f1b": [1], "zb_h1": [1], "zbv": [2]}.get(name, list(virtual_stages))
+        for v in (v for v in chunks if v in virtual_stages and v * num_ranks <= num_layers):
+            for m in microbatches:
+                for warmup in [None] if name in ("gpipe", "zbv") else warmups:
+                    schedule = build_schedule(name, num_ranks, m, v, warmup)
+                    # With one chunk, or few microbatches, several names and warm-ups mean the same actions.
+                    if schedule not in seen:
+                        seen.add(schedule)
+                        yield schedule
+
+
+def _play(workload: Workload, schedule: Schedule, limit_bytes: float | None) -> Candidate:
+    candidate = _play_cut(workload, schedule, limit_bytes, *workload.cut(schedule))
+    if candidate.fits:
+        return candidate
+    try:
+        return _play_cut(workload, schedule, limit_bytes, *workload.cut(schedule, limit_bytes))
+    except ValueError:
+        return candidate
+
+
+def _play_cut(
+    workload: Workload, schedule: Schedule, limit_bytes: float | None, counts: tuple[int, ...], costs: list[Cost]
+) -> Candidate:
+    timeline = simulate(schedule, costs, workload.link, workload.overhead_s)
+    peak_bytes = max(timeline.memory_peaks(costs))
+    return Candidate(schedule, counts, timeline, peak_bytes, limit_bytes is None or peak_bytes <= limit_bytes)

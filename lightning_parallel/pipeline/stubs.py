@@ -1,0 +1,375 @@
+"""Stubs for modules owned by other stages: same structure, no parameters, placeholder outputs.
+
+A stub runs the module's own `forward` on placeholders once per input signature and remembers a recipe of the outputs,
+which layers of one kind share. A module whose outputs are also collected elsewhere, by a hook or in a list that it was
+given, runs each time, so that a placeholder is collected there too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from lightning_parallel import comm
+from lightning_parallel.compat import patched
+from lightning_parallel.pipeline.fake_forward import has_listeners, parameter_lists, replaced, run_with_fake_data
+from lightning_parallel.pipeline.interception import Call
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor
+from lightning_parallel.pipeline.randomness import random_state_kept
+
+__all__ = ["StubOutputs", "autocast_dtype", "copy_args", "free_parameters", "named_placeholders", "stubbed"]
+
+_PLAIN = (int, float, str, bool, type(None), torch.dtype)
+
+
+_MOST_RECIPES = 1000
+
+
+@dataclass(frozen=True)
+class _OutputRecipe:
+    """Tells the output without running the module: each leaf is a shape, the position of an input, or a constant.
+
+    Attributes:
+        tree: Structure of the output; None for a single placeholder, the common case.
+        leaves: (`placeholder`, tensor on the meta device) | (`input`, position) | (`constant`, value).
+    """
+
+    tree: TreeSpec | None
+    leaves: tuple[tuple[str, Any], ...]
+
+
+@dataclass
+class _LastCall:
+    state: Any
+    args: Any
+    kwargs: Any
+    recipe: _OutputRecipe
+
+
+class StubOutputs:
+    """Infers what modules of other stages return.
+
+    Args:
+        device: Where the stage computes.
+        repeats: Run each module every time, and let it change the objects it is given. Otherwise it gets copies: a
+            layer that is here finds in a key-value cache what it put there itself, and nobody else reads it.
+    """
+
+    def __init__(self, device: torch.device, repeats: bool = False) -> None:
+        self.device = device
+        self.repeats = repeats
+        self._submodules: dict[nn.Module, list[nn.Module]] = {}
+        self._recipes: dict[Any, _OutputRecipe | None] = {}
+        self._last: _LastCall | None = None
+
+    def infer(self, call: Call) -> Any:
+        """Return what the module would return, with placeholders for tensors.
+
+        Raises:
+            PlaceholderError: If that cannot be told without its data.
+        """
+        if self.repeats or has_listeners(self._all_submodules(call.module)):
+            return self.run_stub(call)
+        state = (call.site.kind, call.module.training, autocast_dtype(self.device))
+        recipe = self._recipe_of_last(state, call)
+        if recipe is None:
+            key = (state, _signature(call.args), _signature(call.kwargs))
+            recipe = self._recipes.get(key)
+            if recipe is None:
+                # Sequence lengths vary without end in some data sets.
+                if len(self._recipes) >= _MOST_RECIPES:
+                    self._recipes.clear()
+                result, self._recipes[key] = self._record(call)
+                return result
+            self._last = _LastCall(state, call.args, call.kwargs, recipe)
+        return self._follow(recipe, call)
+
+    def forget_arguments(self) -> None:
+        """Let go of the last call's arguments, which would keep the batch alive."""
+        self._last = None
+
+    def run_stub(self, call: Call, available: bool = False) -> Any:
+        """Run the module on placeholders; on random data where its code has to see some.
+
+        Args:
+            call: The call.
+            available: Whether the outputs count as data that are here; see `PlaceholderTensor`.
+        """
+        return self._run(call, available)[0]
+
+    def _all_submodules(self, module: nn.Module) -> list[nn.Module]:
+        if module not in self._submodules:
+            self._submodules[module] = list(module.modules())
+        return self._submodules[module]
+
+    def _recipe_of_last(self, state: Any, call: Call) -> _OutputRecipe | None:
+        """Return the recipe of the call before if this one looks the same: layers mostly share their arguments."""
+        last = self._last
+        if last is not None and last.state == state and _same_call(last, call.args, call.kwargs):
+            return last.recipe
+        return None
+
+    def _follow(self, recipe: _OutputRecipe, call: Call) -> Any:
+        provenance = call.site.provenance
+        if recipe.tree is None:
+            return PlaceholderTensor(recipe.leaves[0][1], self.device, provenance)
+        inputs: list[Any] = []
+        if any(source == "input" for source, _ in recipe.leaves):
+            inputs = tree_flatten((call.args, call.kwargs))[0]
+        leaves = []
+        for source, what in recipe.leaves:
+            if source == "placeholder":
+                leaves.append(PlaceholderTensor(what, self.device, provenance))
+            else:
+                leaves.append(inputs[what] if source == "input" else what)
+        return tree_unflatten(leaves, recipe.tree)
+
+    def _run(self, call: Call, available: bool = False) -> tuple[Any, bool]:
+        """Return the module's output, and whether it changed a list or dict that it was given."""
+        arguments = (call.args, call.kwargs)
+        originals: dict[int, Any] = {}
+        # Tensor-parallel layers communicate in their forward; the ranks of other stages do not take part here.
+        with comm.dry_run(), random_state_kept():
+            try:
+                given = copy_args(arguments, originals)
+                with stubbed(call.module, self.device, available):
+                    result = call.function(*given[0], **given[1])
+            except Exception as error:
+                originals.clear()
+                given = copy_args(arguments, originals)
+                try:
+                    result, given = run_with_fake_data(call.with_arguments(given), self.device, available)
+                except Exception:
+                    raise PlaceholderError(
+                        f"cannot tell what {call.site.provenance} looks like without computing it on true data "
+                        f"({error})"
+                    ) from error
+        handed_on = {id(leaf) for leaf in tree_leaves(arguments)}
+
+        def finished(leaf: Any) -> Any:
+            if type(leaf) is PlaceholderTensor and id(leaf) not in handed_on:
+                return PlaceholderTensor(
+                    leaf.meta, self.device, call.site.provenance, available=available or leaf.available
+                )
+            return originals.get(id(leaf), (leaf,))[0]
+
+        if self.repeats:
+            for original, duplicate in originals.values():
+                getattr(original, "__dict__", {}).update(getattr(duplicate, "__dict__", {}))
+        return tree_map(finished, result), _write_back(arguments, given, finished)
+
+    def _record(self, call: Call) -> tuple[Any, _OutputRecipe | None]:
+        """Run the module and note how its output can be told without running it; None if it cannot."""
+        inputs = tree_flatten((call.args, call.kwargs))[0]
+        places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, _PLAIN)}
+        result, changed_arguments = self._run(call)
+        if changed_arguments:
+            return result, None
+        leaves, tree = tree_flatten(result)
+        recipe: list[tuple[str, Any]] = []
+        for leaf in leaves:
+            if id(leaf) in places:
+                recipe.append(("input", places[id(leaf)]))
+            elif type(leaf) is PlaceholderTensor:
+                recipe.append(("placeholder", leaf.meta))
+            elif isinstance(leaf, Tensor):
+                return result, None  # computed from the batch: to be computed again each time
+            else:
+                recipe.append(("constant", leaf))
+        is_single = bool(leaves) and leaves[0] is result and recipe[0][0] == "placeholder"
+        return result, _OutputRecipe(None if is_single else tree, tuple(recipe))
+
+
+@contextmanager
+def stubbed(module: nn.Module, device: torch.device, available: bool = False) -> Iterator[None]:
+    """Hide the parameters and buffers of `module` behind placeholders inside the block."""
+    with replaced(module, lambda path, child: _stand_ins(child, path, device, available)):
+        yield
+
+
+def free_parameters(module: nn.Module, freed: set[int], device: torch.device, names: dict[int, str]) -> None:
+    """Replace parameters of `module` itself, without its children, by placeholders for good.
+
+    Args:
+        freed: `id`s of the parameters.
+        device: The device that the placeholders claim to be on.
+        names: Name in the model of each parameter, by `id`.
+    """
+    own = {key: value for key, value in module._parameters.items() if value is not None and id(value) in freed}
+    placeholders = {}
+    for key, value in own.items():
+        name = names[id(value)]
+        placeholders[id(value)] = PlaceholderTensor.like(value, f"the parameter `{name}`", device, name)
+        del module._parameters[key]
+        module.__dict__[key] = placeholders[id(value)]
+    module.__dict__.update(parameter_lists(module, placeholders))
+
+
+def _stand_ins(module: nn.Module, path: str, device: torch.device, available: bool) -> dict[str, Any]:
+    """Return placeholders for the parameters and buffers that `module` itself still holds, by attribute.
+
+    Buffers that no checkpoint holds are constants, such as inverse frequencies, which code may read: they are copied.
+    """
+    own = {name: value for name, value in module._parameters.items() if value is not None}
+    held = {**own, **{name: value for name, value in module._buffers.items() if value is not None}}
+    stand_ins: dict[str, Any] = {}
+    for name, value in held.items():
+        if name in module.__dict__:
+            continue
+        if name in module._non_persistent_buffers_set and not value.is_meta:
+            stand_ins[name] = value.clone()
+        else:
+            provenance = f"`{path}.{name}`" if path else f"`{name}`"
+            stand_ins[name] = PlaceholderTensor.like(value, provenance, device, available=available)
+    by_parameter = {id(value): stand_ins.get(name, vars(module).get(name)) for name, value in own.items()}
+    return {**stand_ins, **parameter_lists(module, by_parameter)}
+
+
+def copy_args(arguments: Any, originals: dict[int, Any]) -> Any:
+    """Copy objects that a layer might change, such as a key-value cache.
+
+    Args:
+        arguments: Of a call, of any structure; tensors and plain values stay themselves.
+        originals: Gets (original, copy) by the `id` of each copy.
+    """
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, (Tensor, *_PLAIN)):
+            return leaf
+        memo: dict[int, Any] = {}
+        _note_copies(leaf, memo, set())
+        try:
+            duplicate = copy.deepcopy(leaf, memo)
+        except Exception:
+            return leaf
+        originals[id(duplicate)] = (leaf, duplicate)
+        return duplicate
+
+    return tree_map(copied, arguments)
+
+
+def _write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
+    """Bring what a module did to copies of lists and dicts back to the originals.
+
+    Args:
+        old, new: The arguments as they were given, and as the module left its copies of them.
+        finished: Gives what stands for a value of `new` outside of the dry run.
+
+    Returns:
+        Whether a list or dict changed.
+    """
+    if type(new) is not type(old) or not isinstance(old, (tuple, list, dict)):
+        return False
+    before = old if isinstance(old, dict) else dict(enumerate(old))
+    after = new if isinstance(new, dict) else dict(enumerate(new))
+    changed = False
+    for key in before.keys() & after.keys():
+        changed |= _write_back(before[key], after[key], finished)
+    entries = {}
+    for key, item in after.items():
+        is_kept = key in before and _same(before[key], item, finished)
+        entries[key] = before[key] if is_kept else tree_map(finished, item)
+    is_unchanged = entries.keys() == before.keys() and all(entries[key] is item for key, item in before.items())
+    if is_unchanged or isinstance(old, tuple):
+        return changed
+    old.clear()
+    if isinstance(old, dict):
+        old.update(entries)
+    else:
+        old.extend(entries.values())
+    return True
+
+
+def _same(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
+    if type(new) is type(old) and isinstance(old, (list, dict)):
+        return True  # its entries are compared by themselves
+    if type(new) is type(old) and isinstance(old, tuple):
+        return len(old) == len(new) and all(_same(o, n, finished) for o, n in zip(old, new))
+    return finished(new) is old or (isinstance(old, _PLAIN) and new == old)
+
+
+def _note_copies(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
+    """Copy tensors with a history, which `deepcopy` refuses to, from anywhere inside `value` into its memo."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        if type(value) is Tensor and value.requires_grad and not value.is_leaf:
+            memo[id(value)] = value.detach().clone().requires_grad_()
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            _note_copies(item, memo, seen)
+    else:
+        for item in (value if isinstance(value, dict) else getattr(value, "__dict__", {})).values():
+            _note_copies(item, memo, seen)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast on `device`, None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _same_call(last: _LastCall, args: Any, kwargs: Any) -> bool:
+    """Tell by identity whether a call has the signature of the last one."""
+    if len(args) != len(last.args) or len(kwargs) != len(last.kwargs):
+        return False
+    return all(map(_same_argument, args, last.args)) and all(
+        name in last.kwargs and _same_argument(new, last.kwargs[name]) for name, new in kwargs.items()
+    )
+
+
+def _same_argument(new: Any, old: Any) -> bool:
+    if type(new) is PlaceholderTensor:
+        return type(old) is PlaceholderTensor and new.signature == old.signature
+    return new is old and type(new) not in (list, dict)  # which may have changed since
+
+
+def _signature(value: Any) -> Any:
+    """Return what the output's shapes may depend on: shapes and dtypes of tensors, plain values, types of the rest."""
+    kind = type(value)
+    if kind is PlaceholderTensor:
+        return value.signature
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if kind is tuple or kind is list:
+        return (kind, *map(_signature, value))
+    if kind is dict:
+        return tuple([(name, _signature(item)) for name, item in value.items()])
+    return value if isinstance(value, _PLAIN) else kind
+
+
+@contextmanager
+def named_placeholders(module: nn.Module, device: torch.device) -> Iterator[list[PlaceholderTensor]]:
+    """Hide every parameter behind a placeholder that knows its name, from `module.parameters()` as well."""
+    placeholders = {
+        id(parameter): PlaceholderTensor.like(parameter, f"the parameter `{name}`", device, name)
+        for name, parameter in module.named_parameters()
+    }
+    hidden = [
+        (child, key, placeholders[id(value)])
+        for child in module.modules()
+        for key, value in child._parameters.items()
+        if value is not None
+    ]
+    for child, key, placeholder in hidden:
+        child.__dict__[key] = placeholder
+    registered = nn.Module.named_parameters
+
+    def placeholders_by_name(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        for name, parameter in registered(self, *args, **kwargs):
+            yield name, placeholders.get(id(parameter), parameter)
+
+    try:
+        # A step may sum over `self.parameters()`: submodules too must give placeholders.
+        with patched(nn.Module, "named_parameters", placeholders_by_name):
+            yield list(placeholders.values())
+    finally:
+        for child, key, _ in hidden:
+            del child.__dict__[key]

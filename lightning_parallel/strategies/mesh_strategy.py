@@ -1,0 +1,424 @@
+"""Base class of the mesh strategies: implements the hooks that the Trainer expects.
+
+In the order of a run: `setup_environment` (processes, groups) -> `setup` (the model is divided, see `setup`) ->
+`training_step` -> `backward` -> `optimizer_step` -> `save_checkpoint` -> `teardown`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, Optional, Union
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint import Checkpoints, ModelNames, rules_by_name
+from lightning_parallel.comm import heartbeat
+from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.compat.lightning import (
+    PathLike,
+    move_optimizers,
+)
+from lightning_parallel.compression import check_reducer
+from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.strategies import checks, processes
+from lightning_parallel.strategies.deferred_init import deferred_init
+from lightning_parallel.strategies.mesh_compression import MeshCompression
+from lightning_parallel.strategies.mesh_processes import MeshProcesses, StartMethod
+from lightning_parallel.strategies.ownership import hold_back, materialize_owned
+from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
+from lightning_parallel.strategies.precision import ReplicaNorm, span_replica
+from lightning_parallel.strategies.setup import (
+    PipelineOptions,
+    TensorOptions,
+    cut_stages,
+    save_plan,
+    shard_tensors,
+    show_stages,
+)
+from lightning_parallel.strategies.stage_optimizers import remove_placeholders, whole_parameters
+from lightning_parallel.tensor.plan import Sharding
+from lightning_parallel.tensor.sharding import Shard, reduce_partial_
+from lightning_parallel.tensor.verify import StepAudit
+
+__all__ = ["MeshStrategy"]
+
+
+class MeshStrategy(MeshProcesses):
+    """Divides a LightningModule over a mesh of processes.
+
+    Args:
+        sizes: Ranks along each axis, or `"auto"`.
+        tensor: How layers are divided.
+        pipeline: How runs of layers are divided; None without a pipeline axis.
+        compression: Reducer of the gradients between replicas.
+        checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning.
+        process_group_backend: Backend of torch.distributed; by the device when omitted.
+        timeout: Deadline of every collective.
+        start_method: How processes are started when no launcher did: `popen` runs the script again, the others start
+            functions (notebooks: `fork`).
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[Axis, Size],
+        tensor: TensorOptions,
+        pipeline: Optional[PipelineOptions],
+        *,
+        compression: Any = None,
+        checkpoint_format: Literal["full"] = "full",
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        accelerator: Optional[Accelerator] = None,
+        parallel_devices: Optional[list[torch.device]] = None,
+        cluster_environment: Optional[ClusterEnvironment] = None,
+        checkpoint_io: Optional[CheckpointIO] = None,
+        precision_plugin: Optional[Precision] = None,
+    ) -> None:
+        super().__init__(
+            sizes,
+            process_group_backend,
+            timeout,
+            start_method,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if checkpoint_format != "full":
+            raise ValueError(f"`checkpoint_format` must be 'full', got {checkpoint_format!r}")
+        if compression is not None:
+            check_reducer(compression)
+        self.compression = compression
+        self.tensor_options = tensor
+        self.pipeline_options = pipeline
+        self.engine: PipelineEngine | None = None
+        self._sharding: Sharding | None = None
+        self._rules: dict[str, Shard] = {}
+        self._reducer: GradientReducer | None = None
+        self._compression: MeshCompression | None = None
+        self._steps: PipelineSteps | None = None
+        self._patches = Patches()
+        self._whole_groups: dict[Optimizer, list[list[str]]] = {}
+        self._checked_epoch = -1
+        self._is_first_batch = True
+        self._shows_stages = False
+
+    # ------------------------------------------------------------------------------------------------- the model
+
+    @override
+    def setup_environment(self) -> None:
+        if self.mesh.pipeline_parallel > 1:
+            checks.check_pipeline_module(self.module)
+        super().setup_environment()
+        checks.check_callbacks(self.module.trainer)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        module = self.module
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.accelerator.setup(trainer)
+        if self._layer_sync is not None and fitting:
+            processes.synchronize_batch_norm(module, self.groups.data_parallel)
+        with deferred_init(self.root_device):
+            self.precision_plugin.convert_module(module)
+        self.parallelize(module)
+        self.model_to_device()
+        processes.start_equal(module, self.groups.data_parallel)
+        processes.scope_metrics(module, self.groups)
+        self._compression = MeshCompression.of(self.compression, module, self.groups) if fitting else None
+        if fitting:
+            self.setup_optimizers(trainer)
+            self.check_optimizers()
+            self._reducer = self._gradient_reducer()
+            self._checked_epoch = -1
+            self._is_first_batch = True
+        self.setup_precision_plugin()
+        norm = ReplicaNorm(module, self._rules, self.groups, self._counted_by_others)
+        norm.use_in_torch(self._patches)
+        span_replica(self.precision_plugin, norm, self.root_device, self._patches)
+        if fitting:
+            move_optimizers(self.optimizers, self.root_device)
+            processes.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
+        if self._shows_stages and self.engine is not None:
+            show_stages(self.engine.plan, checks.optimizer_copies(self.optimizers) if fitting else 1)
+            self._shows_stages = False
+
+    def parallelize(self, module: LightningModule) -> None:
+        """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""
+        held = hold_back(module, self.root_device)
+        self._sharding = shard_tensors(module, self.tensor_options, self.groups)
+        self._rules = {} if self._sharding is None else rules_by_name(module, self._sharding.shards)
+
+        def materialize(plan: PipelinePlan | None) -> None:
+            materialize_owned(module, self.root_device, self.groups, self._sharding, plan, held, self._built_apart)
+
+        if self.pipeline_options is None or self.groups.pipeline_parallel.size == 1:
+            materialize(None)
+            return
+        steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
+        is_new = ParallelState.of(module).engine is None
+        with side_effects_discarded(module):
+            self.engine = cut_stages(
+                module,
+                self.pipeline_options,
+                self.groups,
+                self.root_device,
+                lambda: steps.example(module.trainer),
+                materialize,
+            )
+        steps.bind(self.engine, self._patches)
+        self._steps = steps
+        self._shows_stages = is_new
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        failure: Exception | None = None
+        try:
+            self._build_optimizers(trainer)
+        except Exception as error:
+            failure = error
+        comm.raise_together(failure, self.groups.world)
+
+    def _build_optimizers(self, trainer: Trainer) -> None:
+        if self.engine is None:
+            super().setup_optimizers(trainer)
+            return
+        names = ParallelState.of(self.module).names
+        with whole_parameters(self.module, names, self.engine.group, self.root_device) as placeholders:
+            super().setup_optimizers(trainer)
+        self._whole_groups = {
+            optimizer: remove_placeholders(optimizer, placeholders, self.module) for optimizer in self.optimizers
+        }
+
+    def check_optimizers(self) -> None:
+        """Refuse optimizers that would compute something else than on one process."""
+        checks.check_optimizers(self.optimizers, self.parameter_names, self._rules)
+        for group in (self.groups.tensor_parallel, self.groups.data_parallel):
+            checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)
+        if self.engine is not None:
+            checks.check_pipeline_optimizers(self.optimizers)
+
+    @property
+    def sharding(self) -> Optional[Sharding]:
+        """What was divided how; None before the first run, and with one rank on the tensor axis."""
+        return self._sharding
+
+    @property
+    def rules(self) -> Mapping[str, Shard]:
+        """How the module's tensors are sharded over the tensor axis, by name."""
+        return self._rules
+
+    @property
+    def parameter_names(self) -> dict[int, str]:
+        """Name of each parameter of the module, by `id`."""
+        return {id(parameter): name for name, parameter in self.module.named_parameters()}
+
+    @property
+    def _counted_by_others(self) -> frozenset[str]:
+        return frozenset() if self.engine is None else self.engine.counted_by_others
+
+    def _gradient_reducer(self) -> GradientReducer:
+        """Return what reduces the module's gradients over the replicas, for one `fit`."""
+        partial_names = frozenset() if self._sharding is None else self._sharding.partial
+        prepare = None
+        if partial_names:
+            # Gradients of whole parameters inside a divided region are sums over the tensor axis.
+            prepare = partial(reduce_partial_, rules=self._rules, group=self.groups.tensor_parallel)
+        return GradientReducer(
+            dict(self.module.named_parameters()),
+            self.groups.data_parallel,
+            **({} if self._compression is None else self._compression.reducer_options()),
+            prepare=prepare,
+            prepare_names=partial_names,
+        )
+
+    @override
+    def teardown(self) -> None:
+        if self._reducer is not None:
+            self._reducer.remove()
+            self._reducer = None
+        self._patches.undo()
+        heartbeat.stop()
+        super().teardown()
+
+    # -------------------------------------------------------------------------------------------------- the steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._begin_step((args, kwargs))
+        audit: StepAudit | None = None
+        if self._is_first_batch and self._sharding is not None:
+            audit = StepAudit(self.module, self._sharding)
+        self._is_first_batch = False
+        if self._steps is not None and self.engine is not None:
+            with self._open_reducer.no_sync():
+                return self._steps.training_step(args, kwargs, audit)
+        step = super().training_step
+        return step(*args, **kwargs) if audit is None else audit.wrap(step)(*args, **kwargs)
+
+    def _begin_step(self, batch: Any) -> None:
+        if self._checked_epoch != self.module.current_epoch:
+            checks.check_same_batch(batch, self.groups.replica)
+            self._checked_epoch = self.module.current_epoch
+        if self._reducer is not None:
+            self._reducer.refresh()
+        if self._compression is not None:
+            self._compression.follow_scale(self.precision_plugin)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._evaluate("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        return self._evaluate("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", args, kwargs)
+
+    @property
+    def _open_reducer(self) -> GradientReducer:
+        if self._reducer is None:
+            raise RuntimeError("gradients are reduced during `fit` only")
+        return self._reducer
+
+    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._steps is not None and self.engine is not None:
+            return self._steps.evaluate(name, args, kwargs)
+        return getattr(super(), name)(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
+        with nullcontext() if self._reducer is None else self._reducer.backward():
+            if self._steps is not None and self.engine is not None:
+                self._steps.deliver_gradients(self._open_reducer)
+            else:
+                self.precision_plugin.backward(closure_loss, self.module, optimizer, *args, **kwargs)
+        if self.engine is not None and self._reducer is not None and self._reducer.synchronizing:
+            # After the means over the replicas: compressed ones differ between the owners of a tied parameter.
+            self.engine.reduce_tied_gradients()
+        self._drop_nonfinite_gradients()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _drop_nonfinite_gradients(self) -> None:
+        if self._compression is not None and self._reducer is not None:
+            self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Optional[Union[LightningModule, nn.Module]] = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self._reducer is not None and self._reducer.in_flight:
+            self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
+            self._drop_nonfinite_gradients()
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        processes.share_buffers(self.module, self.groups.data_parallel)
+        return output
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator:
+        context: AbstractContextManager = nullcontext() if self._reducer is None else self._reducer.no_sync()
+        with context:
+            yield
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Gathers what a checkpoint holds from the ranks of a replica, and scatters it again."""
+        return Checkpoints(
+            self.module,
+            self._rules,
+            self.groups.tensor_parallel,
+            self.groups.pipeline_parallel,
+            ParallelState.of(self.module).names or ModelNames.of(self.module),
+            self.root_device,
+            is_saved=self.groups.data_parallel.rank == 0,
+        )
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the full state dict, with values on rank 0 only; called on every rank."""
+        return self.checkpoints.gather_state()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        failure: Exception | None = None
+        try:
+            part = self.checkpoints.scatter_state(checkpoint["state_dict"], "file")
+            self.module.load_state_dict(part, strict=strict)
+        except (RuntimeError, ValueError) as error:
+            failure = error
+        comm.raise_together(failure, self.groups.world)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of `optimizer` with full tensors, values on rank 0 only; called on every rank."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self.checkpoints.gather_optimizer(inner, self._whole_groups.get(inner, ()))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        parts = [
+            self.checkpoints.scatter_optimizer(state, optimizer, self._whole_groups.get(optimizer, ()))
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"])
+        ]
+        super().load_optimizer_state_dict({"optimizer_states": parts})
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
+        if self._compression is not None:
+            self._compression.save(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.engine is not None and self.is_global_zero:
+            save_plan(self.engine.plan, filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        # Ranks may name the best checkpoint after their own replica's metric: all take that of rank 0.
+        checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+        if self._compression is not None:
+            self._compression.restore(checkpoint)
+        return checkpoint

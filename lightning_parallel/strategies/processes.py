@@ -1,0 +1,245 @@
+"""Processes of a mesh: how they start and meet, and what makes the ranks of one replica act as one.
+
+The ranks of one replica read the same data, draw the same random numbers and hold parts of the same model; replicas
+start with equal weights and read different data.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+import numpy
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, MeshGroups, fingerprints
+from lightning_parallel.compat import patched
+from lightning_parallel.compat.lightning import FunctionLauncher, init_process_group
+from lightning_parallel.compat.torch import non_persistent_buffers_of
+from lightning_parallel.mesh import AXES, Mesh
+
+__all__ = [
+    "SpawnLauncher",
+    "announce_rank",
+    "connect",
+    "discard_groups",
+    "process_groups",
+    "scope_metrics",
+    "seed_workers",
+    "share_buffers",
+    "share_plateau_metrics",
+    "share_random_state",
+    "start_equal",
+    "synchronize_batch_norm",
+]
+
+
+class _CachedGroups(NamedTuple):
+    token: str
+    world: dist.ProcessGroup | None
+    groups: MeshGroups
+    device_mesh: DeviceMesh
+
+
+# Groups hold threads and sockets until the process ends, so fits of one process share them.
+_cached_groups: dict[tuple[Mesh, str, timedelta | None], _CachedGroups] = {}
+
+
+class SpawnLauncher(FunctionLauncher):
+    """Starts processes as functions; gives the main process the merged state dict instead of rank 0's shards."""
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        full = self._strategy.lightning_module_state_dict()  # every rank takes part
+        module = trainer.lightning_module
+        with patched(module, "state_dict", lambda *_, **__: full):
+            return super()._collect_rank_zero_results(trainer, results)
+
+
+def announce_rank(rank: int) -> None:
+    """Tell both copies of `rank_zero_only` who this process is."""
+    for decorator in (rank_zero_only, utilities_rank_zero_only):
+        decorator.rank = rank  # type: ignore[attr-defined]
+
+
+def connect(
+    environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta | None
+) -> None:
+    """Start the default process group, if there is none; its backend by the device unless one is given."""
+    backend = backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    # The device is given to NCCL at once, so that it knows it before the first collective.
+    init_process_group(environment, backend, timeout, None if device.type == "cpu" else device)
+
+
+def process_groups(mesh: Mesh, device_type: str, timeout: timedelta | None) -> tuple[MeshGroups, DeviceMesh]:
+    """Return the groups of `mesh`: those of an earlier fit if every rank still has them, else new ones.
+
+    Every rank must call it at the same point, after `connect`.
+    """
+    settings, world = (mesh, device_type, timeout), Group.of()
+    known = _cached_groups.get(settings)
+    if known is not None and known.world is not world.process_group:
+        known = None  # torch.distributed was started anew
+    views = comm.all_gather_object((known.token if known else None, uuid4().hex), world)
+    tokens = {token for token, _ in views}
+    if known is None or tokens != {known.token}:
+        groups = MeshGroups(mesh, timeout=timeout)
+        device_mesh = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
+        known = _cached_groups[settings] = _CachedGroups(views[0][1], world.process_group, groups, device_mesh)
+    return known.groups, known.device_mesh
+
+
+def discard_groups(groups: MeshGroups | None) -> None:
+    """Share `groups` with later fits no more: a rank left them in the middle of something."""
+    for settings, cached in list(_cached_groups.items()):
+        if cached.groups is groups:
+            del _cached_groups[settings]
+
+
+# --------------------------------------------------------------------------------------------------------- replicas
+
+
+def share_random_state(group: Group) -> None:
+    """Give the ranks of one replica the random state of its first rank, for data, dropout and initialisation."""
+    if group.size == 1:
+        return
+    state = (torch.get_rng_state(), random.getstate(), numpy.random.get_state())
+    torch_state, python_state, numpy_state = comm.broadcast_object(state, group)
+    torch.set_rng_state(torch_state)
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(comm.broadcast_object(torch.cuda.get_rng_state(), group))
+
+
+def start_equal(module: nn.Module, group: Group) -> None:
+    """Bring parameters and buffers on all ranks of `group` to those of its first rank, where they differ.
+
+    Raises:
+        ValueError: If the names, shapes or dtypes differ between the ranks.
+    """
+    if group.size == 1:
+        return
+    tensors = {name: tensor for name, tensor in _tensors(module) if not tensor.is_meta}
+    comm.agree(
+        "the module's tensors (name, shape, dtype)",
+        [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
+        group,
+    )
+    prints = comm.all_gather_object(fingerprints(tensors.values()), group)
+    for tensor, *values in zip(tensors.values(), *prints):
+        if len(set(values)) > 1:
+            _broadcast(tensor, group)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@torch.no_grad()
+def _broadcast(tensor: Tensor, group: Group) -> None:
+    device = torch.device("cuda", torch.cuda.current_device()) if _needs_cuda(group) else tensor.device
+    shared = tensor.detach().to(device, copy=True).contiguous()
+    tensor.copy_(comm.broadcast_(shared, group))
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module, group: Group) -> None:
+    """Give all replicas the buffers of the first, such as running statistics of batch normalisation.
+
+    As torch's DistributedDataParallel does; of the buffers that a checkpoint holds, the others being constants.
+    """
+    if group.size == 1:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in non_persistent_buffers_of(owner):
+                kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in kinds.values():
+        flat = comm.broadcast_(torch.cat([buffer.reshape(-1) for buffer in buffers]), group)
+        for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+            buffer.copy_(value.view_as(buffer))
+
+
+def _needs_cuda(group: Group) -> bool:
+    return "nccl" in torch.distributed.get_backend(group.process_group)
+
+
+def synchronize_batch_norm(module: nn.Module, group: Group) -> None:
+    """Convert batch normalisation to compute its statistics over the replicas (`Trainer(sync_batchnorm=True)`)."""
+    if group.size > 1:
+        nn.SyncBatchNorm.convert_sync_batchnorm(module, group.process_group)
+
+
+# ----------------------------------------------------------------------------------------------- data and metrics
+
+
+def seed_workers(dataloader: object, replica: int) -> object:
+    """Under `seed_everything(workers=True)`, seed the loader's workers by replica.
+
+    Lightning would do it by global rank right afterwards, and the ranks of one replica would augment a sample each in
+    its own way.
+    """
+    seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
+    if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
+    return dataloader
+
+
+def _not_distributed() -> bool:
+    return False
+
+
+def scope_metrics(module: nn.Module, groups: MeshGroups) -> None:
+    """Let the module's torchmetrics objects synchronise over replicas, not over the ranks of one replica as well."""
+    if groups.replica.size == 1:
+        return
+    for metric in module.modules():
+        if not isinstance(metric, Metric) or metric.process_group is not None:
+            continue
+        if groups.data_parallel.process_group is None:
+            metric.distributed_available_fn = _not_distributed
+        else:
+            metric.process_group = groups.data_parallel.process_group
+
+
+def share_plateau_metrics(configs: Sequence[LRSchedulerConfig], group: Group) -> None:
+    """Step `ReduceLROnPlateau` with the mean of the replicas' values, so that all replicas keep one learning rate."""
+    if group.size == 1:
+        return
+    for config in configs:
+        if config.reduce_on_plateau:
+            # A subclass, since a scheduler's attributes are its state and go into the checkpoint.
+            kind = type(config.scheduler)
+            shared = {"group": group, "__module__": kind.__module__}
+            config.scheduler.__class__ = type(kind.__name__, (_SharedPlateau, kind), shared)
+
+
+class _SharedPlateau(ReduceLROnPlateau):
+    group: Group
+
+    def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        device = metrics.device if isinstance(metrics, torch.Tensor) else None
+        total = comm.all_reduce(torch.as_tensor(metrics, dtype=torch.float64, device=device), self.group)
+        super().step(total / self.group.size, *args, **kwargs)

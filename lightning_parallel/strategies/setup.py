@@ -1,0 +1,461 @@
+"""The order in which a module becomes parallel, on one screen.
+
+    shard_tensors    plan -> each layer divided over the tensor axis
+    cut_stages       first batch -> costs -> schedule -> `PipelinePlan` -> the layers divided over the pipeline axis
+    materialize      what this rank owns gets memory on the device, and its initial values
+
+What follows, the mean of the gradients over the replicas, is the strategy's reducer. A module that has been cut stays
+cut: what became of it is kept with it and found again by the next run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Optional, Union
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from rich import box
+from rich.table import Table
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint import ModelNames
+from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.torch import buffers_of
+from lightning_parallel.mesh import PIPELINE
+from lightning_parallel.pipeline.actions import Kind
+from lightning_parallel.pipeline.analyze import analyze
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.measure import measure_link, truncated
+from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch
+from lightning_parallel.pipeline.p2p import MessageGroups
+from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+from lightning_parallel.pipeline.search import Balance, Choice, Workload, choose_schedule
+from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.strategies import processes
+from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument
+from lightning_parallel.strategies.first_batch import warn_unless_mean
+from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, sharding_table
+from lightning_parallel.tracing.text import bytes_text, show
+
+__all__ = [
+    "PLAN_FILE",
+    "PipelineOptions",
+    "TensorOptions",
+    "choice_table",
+    "cut_stages",
+    "message_groups",
+    "save_plan",
+    "shard_tensors",
+    "show_stages",
+    "stage_table",
+]
+
+PLAN_FILE = "pipeline_plan.json"
+"""Name of the file beside checkpoints in which a resumed run finds its plan."""
+
+_MOST_TIED = 0.5
+"""Share of the parameters that may be on several stages without a word."""
+
+
+@dataclass(frozen=True)
+class TensorOptions:
+    """How layers are divided over ranks: see the arguments of `TensorParallelStrategy`."""
+
+    plan: UserPlan = "auto"
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        check_plan_argument(self.plan)
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a module is run in stages: see the arguments of `PipelineParallelStrategy`."""
+
+    layers: str
+    schedule: str
+    num_microbatches: int | Literal["auto"]
+    virtual_stages: int | Literal["auto"]
+    balance: Balance
+    memory_limit_bytes: float | None
+    split_batch: SplitBatch
+    microbatch_weight: Callable[[Any], float]
+    plan: PipelinePlan | None
+
+    @classmethod
+    def of(
+        cls,
+        layers: str,
+        schedule: str,
+        num_microbatches: int | Literal["auto"],
+        virtual_stages: int | Literal["auto"],
+        balance: str | Sequence[int],
+        memory_limit_bytes: float | None,
+        split: Optional[Union[Callable[[Any, int], list[Any]], str]],
+        weight: Optional[Union[Callable[[Any], float], str]],
+        plan: Optional[Union[PipelinePlan, str, Path]],
+    ) -> PipelineOptions:
+        """Check and read the arguments of a strategy; functions may be dotted paths, a plan may be a file.
+
+        Raises:
+            ValueError: If one of them makes no sense, or a path leads nowhere.
+        """
+        check_pipeline_arguments(schedule, num_microbatches, virtual_stages)
+        return cls(
+            layers=layers,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            virtual_stages=virtual_stages,
+            balance=balance if isinstance(balance, str) else tuple(balance),  # type: ignore[arg-type]
+            memory_limit_bytes=memory_limit_bytes,
+            split_batch=_function(split, "split_batch") or split_batch,
+            microbatch_weight=_function(weight, "microbatch_weight") or num_samples,
+            plan=plan if plan is None or isinstance(plan, PipelinePlan) else PipelinePlan.load(plan),
+        )
+
+    @property
+    def stages_per_rank(self) -> int | None:
+        """V, or None for what the schedule needs."""
+        return None if self.virtual_stages == "auto" else self.virtual_stages
+
+
+def _function(given: Any, argument: str) -> Any:
+    """Return the function that a dotted path names, or what else was given."""
+    if not isinstance(given, str):
+        return given
+    module, _, name = given.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"`{argument}` must be a function or its dotted path, got {given!r}: {error}") from error
+
+
+def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshGroups) -> Sharding | None:
+    """Divide the layers of `module` over the tensor axis, once. Parameters without data stay without.
+
+    Raises:
+        ValueError: On every rank: see `make_plan` and `apply_plan`; also if the module was cut for other ranks.
+    """
+    group = groups.tensor_parallel
+    state = ParallelState.of(module)
+    if state.sharding is not None:
+        if state.tensor_ranks != group.ranks:
+            raise ValueError(
+                f"this module was divided over the ranks {state.tensor_ranks} by an earlier run and cannot be divided "
+                f"over {group.ranks}; build it anew and load a checkpoint"
+            )
+        return state.sharding
+    if group.size == 1:
+        return None
+    found = make_plan(module, options.plan, group, options.sequence_parallel)
+    processes.start_equal(module, groups.world)
+    sharding = apply_plan(module, found, group)
+    state.tensor_ranks = group.ranks
+    state.sharding = sharding
+    _print(sharding_table(module, sharding, group.size))
+    return sharding
+
+
+def cut_stages(
+    module: LightningModule,
+    options: PipelineOptions,
+    groups: MeshGroups,
+    device: torch.device,
+    example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
+    materialize: Callable[[PipelinePlan], None],
+) -> PipelineEngine:
+    """Divide `module` over the pipeline axis, once; only what this rank owns is moved to the device.
+
+    Args:
+        module: The user's module, whole.
+        options: The strategy's arguments.
+        groups: The mesh's groups.
+        device: Where the stages compute.
+        example: Gives a step, and the first batch for it; None if there is none to look at.
+        materialize: Gives memory to what this rank owns by a plan.
+
+    Raises:
+        ValueError: On every rank: see `analyze`; also if the module was cut for other ranks.
+    """
+    group = groups.pipeline_parallel
+    state = ParallelState.of(module)
+    if state.engine is not None:
+        if state.engine.group.ranks != group.ranks:
+            raise ValueError(
+                f"this module was cut into stages for the ranks {state.engine.group.ranks} by an earlier run and cannot"
+                f" be run on {group.ranks}; build it anew and load a checkpoint"
+            )
+        return state.engine
+    state.names = ModelNames.of(module)
+    processes.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
+    _move_buffers(module, device)
+    plan: PipelinePlan | None = None
+    failure: Exception | None = None
+    try:
+        plan = _plan(module, options, groups, device, example())
+        plan.check_fits(module, group.size)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        failure = error
+    comm.raise_together(failure, groups.world)
+    assert plan is not None
+    materialize(plan)
+    state.engine = PipelineEngine(
+        module,
+        plan,
+        group,
+        device=device,
+        split_batch=options.split_batch,
+        microbatch_weight=options.microbatch_weight,
+        message_groups=message_groups(groups, device),
+    )
+    module.to(device)
+    _check_cut(state.engine)
+    return state.engine
+
+
+def message_groups(groups: MeshGroups, device: torch.device) -> MessageGroups | None:
+    """Return a group for each kind and direction of messages where one carries them one after the other (NCCL)."""
+    if device.type != "cuda":
+        return None
+    ways = [(kind, is_up) for kind in (Kind.F, Kind.I) for is_up in (True, False)]
+    return {(kind, is_up): groups.extra(PIPELINE, f"{kind} {is_up}") for kind, is_up in ways}
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move buffers to the device, where the first batch is: steps compute masks and positions from both."""
+    for child in module.modules():
+        buffers = buffers_of(child)
+        for name, value in buffers.items():
+            if value is not None and not value.is_meta:
+                buffers[name] = value.to(device)
+
+
+def _check_cut(engine: PipelineEngine) -> None:
+    held = comm.all_gather_object(sum(1 for _ in engine.module.parameters()), engine.group)
+    if 0 in held:
+        raise ValueError(
+            f"pipeline rank {held.index(0)} would hold no parameter, with {engine.plan.layers_per_stage} layers per"
+            " stage; use fewer stages or give the layers per stage: balance=[...]"
+        )
+    if len(engine.tied) > _MOST_TIED * len(engine.plan.parameters):
+        rank_zero_warn(
+            f"{len(engine.tied)} of {len(engine.plan.parameters)} parameters are on several stages, since the step"
+            f" computes with them outside of their layers (`{next(iter(engine.tied))}`, ...). A penalty on all"
+            " parameters belongs into the optimizer (`weight_decay`)"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- the plan
+
+
+def _plan(
+    module: LightningModule,
+    options: PipelineOptions,
+    groups: MeshGroups,
+    device: torch.device,
+    example: tuple[Callable[[Any], Any], Any] | None,
+) -> PipelinePlan:
+    if options.plan is not None:
+        return options.plan
+    ranks = groups.pipeline_parallel.size
+    samples = None if example is None else _samples(options.split_batch(example[1], 1))
+    if samples is not None and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+        samples //= 2  # batch normalisation needs two samples in each microbatch
+    request = _request(module, options, groups, samples)
+    known = _plan_of_checkpoint(module, request, groups.world)
+    if known is not None:
+        return known
+    counts = _microbatch_counts(options.num_microbatches, ranks, samples)
+    link = measure_link(groups.pipeline_parallel, device, groups.world)
+    microbatches: list[Any] = []
+    if example is not None:
+        microbatches = options.split_batch(example[1], counts[0])
+
+    def choose(costs: Costs) -> Schedule:
+        workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)
+        choice = choose_schedule(workload, ranks, counts, memory_limit_bytes=options.memory_limit_bytes)
+        _print(choice_table(choice))
+        return choice.best.schedule
+
+    schedule: Schedule | Callable[[Costs], Schedule] = choose
+    if options.schedule != "auto":
+        schedule = build_schedule(options.schedule, ranks, counts[0], options.stages_per_rank)
+    plan = analyze(
+        module,
+        ranks,
+        schedule,
+        example=None if example is None else (example[0], microbatches[0]),
+        layers=options.layers,
+        balance=options.balance,
+        memory_limit_bytes=options.memory_limit_bytes,
+        device=device,
+        link=link,
+        sync_group=groups.world,
+    )
+    if example is not None:
+        step, batch = example
+        weights = [options.microbatch_weight(part) for part in microbatches]
+        warn_unless_mean(module, truncated(module, plan, device, step), batch, microbatches, weights)
+    return replace(plan, request=request)
+
+
+def _request(
+    module: LightningModule, options: PipelineOptions, groups: MeshGroups, samples: int | None
+) -> dict[str, Any]:
+    """Return all that a plan depends on besides the model, as JSON gives it back."""
+    trainer = module.trainer
+    return {
+        "run": str(trainer.state.fn and trainer.state.fn.value),
+        "layers": options.layers,
+        "schedule": options.schedule,
+        "num_microbatches": options.num_microbatches,
+        "virtual_stages": options.virtual_stages,
+        "balance": options.balance if isinstance(options.balance, str) else list(options.balance),
+        "memory_limit_bytes": options.memory_limit_bytes,
+        "pipeline_ranks": groups.pipeline_parallel.size,
+        "tensor_ranks": groups.tensor_parallel.size,
+        "samples": samples,
+    }
+
+
+def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world: Group) -> PipelinePlan | None:
+    """Return the plan beside the checkpoint that the run resumes from, if it was made for the same request."""
+
+    def found() -> dict[str, Any] | None:
+        path = module.trainer.ckpt_path
+        if not path or not (Path(path).parent / PLAN_FILE).is_file():
+            return None
+        try:
+            data = json.loads((Path(path).parent / PLAN_FILE).read_text())
+            plan = PipelinePlan.from_dict(data)
+            plan.check_fits(module, request["pipeline_ranks"])
+        except (ValueError, KeyError, TypeError):  # of another model or version: made anew
+            return None
+        return data if dict(plan.request) == request else None
+
+    data = comm.broadcast_object(found() if world.rank == 0 else None, world)
+    if data is None:
+        return None
+    rank_zero_info(f"the pipeline runs by the plan of the checkpoint ({PLAN_FILE})")
+    return PipelinePlan.from_dict(data)
+
+
+def save_plan(plan: PipelinePlan, checkpoint: str | Path) -> None:
+    """Write the plan beside a checkpoint on a local disk, where a run that resumes from it will find it."""
+    folder = Path(checkpoint).parent
+    if plan.schedule.name in SCHEDULES and folder.is_dir():
+        plan.save(folder / PLAN_FILE)
+
+
+def _microbatch_counts(wanted: int | Literal["auto"], ranks: int, samples: int | None) -> list[int]:
+    """Return numbers of microbatches to choose from; the first is taken where nothing else decides."""
+    if wanted != "auto":
+        return [wanted]
+    counts = [ranks * factor for factor in (4, 1, 2, 8)]
+    fitting = [count for count in counts if samples is None or count <= samples]
+    return fitting or [max(samples or 1, 1)]
+
+
+def _samples(parts: list[Any]) -> int | None:
+    """Return the samples in a batch, if it has a form in which they can be counted."""
+    try:
+        return sum(num_samples(part) for part in parts)
+    except ValueError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+@rank_zero_only
+def _print(shown: Any) -> None:
+    show(shown)
+
+
+def show_stages(plan: PipelinePlan, copies: float) -> None:
+    """Print the stage table on rank zero."""
+    _print(stage_table(plan, copies))
+
+
+_SHOWN = 8
+_MOST_NAMES = 3
+
+
+def stage_table(plan: PipelinePlan, copies: float) -> Table:
+    """Show what each stage holds, its predicted share of the time, and its memory; the predicted step below.
+
+    Memory is parameters, gradients, the optimizer's state, and the activations held at once.
+
+    Args:
+        plan: How the model is divided.
+        copies: Bytes held for each byte of a trained parameter.
+    """
+    schedule = plan.schedule
+    costs = plan.stage_costs
+    total_s = sum(cost.total_s for cost in costs)
+    table = Table(
+        title=f"{plan.model} in {schedule.num_stages} pipeline stages: {schedule.name}, "
+        f"{schedule.num_microbatches} microbatches",
+        caption=_caption(plan, copies) if total_s else None,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for header in ("stage", "rank", "modules", "parameters", *(["time", "activations"] if total_s else []), "memory"):
+        table.add_column(header, justify="left" if header == "modules" else "right", no_wrap=header != "modules")
+    for stage, cost in enumerate(costs):
+        held_bytes, activation_bytes = plan.stage_bytes(stage, copies)
+        row = [str(stage), str(schedule.stage_ranks[stage]), _modules(plan, stage), f"{plan.stage_parameters(stage):,}"]
+        if total_s:
+            row.append(f"{cost.total_s / total_s:.0%}")
+            row.append(f"{plan.in_flight(stage)} x {bytes_text(cost.activation_bytes)}")
+        table.add_row(*row, bytes_text(held_bytes + activation_bytes))
+    return table
+
+
+def _modules(plan: PipelinePlan, stage: int) -> str:
+    """Name the layers of a stage, and what it holds before and after them."""
+    first, last = plan.layer_range(stage)
+    container, _, number = last.rpartition(".")
+    shown = first
+    if first != last:
+        shown = f"{first} .. {number if first.startswith(f'{container}.') else last}"
+    owners = plan.outer_names(stage)
+    if len(owners) > _MOST_NAMES:
+        owners = [*owners[: _MOST_NAMES - 1], f"{len(owners) - _MOST_NAMES + 1} more"]
+    return ", ".join([*owners, shown] if stage == 0 else [shown, *owners])
+
+
+def _caption(plan: PipelinePlan, copies: float) -> str:
+    costs = [
+        replace(cost, resident_bytes=plan.stage_bytes(stage, copies)[0]) for stage, cost in enumerate(plan.stage_costs)
+    ]
+    timeline = simulate(plan.schedule, costs, plan.link)
+    return (
+        f"predicted: {timeline.makespan_s * 1e3:,.1f} ms a step, bubble {timeline.bubble_fraction:.0%}, "
+        f"at most {bytes_text(max(timeline.memory_peaks(costs)))} on a rank"
+    )
+
+
+def choice_table(choice: Choice) -> Table:
+    """Show the schedules that were compared, best first."""
+    table = Table(title="schedules compared by simulation with measured costs", box=box.SIMPLE_HEAD)
+    for header in choice.HEADER:
+        table.add_column(header, justify="left" if header == "schedule" else "right")
+    for row in choice.rows()[:_SHOWN]:
+        table.add_row(*row)
+    left_out = len(choice.candidates) - _SHOWN
+    if left_out > 0:
+        table.caption = f"and {left_out} slower ones"
+    return table

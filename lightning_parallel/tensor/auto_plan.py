@@ -1,0 +1,351 @@
+"""Automatic plans: from the plan that a Hugging Face model carries, or else from the structure of the model, verified.
+
+From the structure: the linear layers of each block are grouped in the order of their registration,
+
+    query key value | out      up gate | down      the first ones open a divided region, the last one closes it,
+
+and a group is accepted only after `PlanVerifier` ran a divided copy of the block on all ranks, with the outputs and
+gradients of the original. Layers of blocks that cannot be run are divided one by one, with gathered outputs, which is
+always right; modules that cannot be divided stay whole. The plan's notes tell both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.transformers import tensor_parallel_plan_of
+from lightning_parallel.tensor.attention import divide_by_heads
+from lightning_parallel.tensor.inspection import (
+    AttentionHeads,
+    heads_of,
+    is_linear,
+    is_native,
+    local_attributes,
+    read_elsewhere,
+    sizes_of,
+)
+from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
+from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, resolve_ties
+from lightning_parallel.tensor.sequence import sequence_parallel_styles
+from lightning_parallel.tensor.sharding import ShardPart
+from lightning_parallel.tensor.verify import PlanVerifier
+
+__all__ = ["make_plan"]
+
+GATHERED = "each layer by itself, its output gathered: how its neighbours use it is not known"
+LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
+# Head sizes to try for fused projections of modules that do not tell their number of heads.
+HEAD_SIZES = (128, 96, 80, 64, 48, 40, 32, 24, 16, 12, 8, 6, 4, 2, 1)
+
+
+def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel: bool = False) -> Plan:
+    """Make the plan for `module`; every rank of `group` must call it with the same module.
+
+    The module is not changed and may be on the meta device: single blocks of it are copied and run.
+
+    Args:
+        module: The whole model.
+        plan: The user's plan, or `"auto"`.
+        group: The tensor-parallel group.
+        sequence_parallel: Also divide the activations between the layers of stacked blocks along the sequence.
+
+    Raises:
+        ValueError: If the user's plan does not fit the model, there are more ranks than attention heads, there is
+            nothing that could be divided, or no stack of blocks allows sequence parallelism.
+    """
+    verifier = PlanVerifier(group)
+    if plan == "auto":
+        found = _automatic(module, verifier, group)
+    else:
+        found = parse_plan(module, plan, group)
+        _verify_regions(module, found, verifier, group)
+        resolve_ties(module, found, group.size)
+    if sequence_parallel:
+        _divide_sequences(module, found, verifier)
+    return found
+
+
+def _verify_regions(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group) -> None:
+    """Verify the regions of a user's plan, and find out how fused layers in them are packed.
+
+    Raises:
+        ValueError: If a region computes other results than the original.
+    """
+    for path in _regions(plan):
+        block = module.get_submodule(path)
+        inside = plan.under(path)
+        if verifier.verify(block, inside) is not False:
+            continue
+        candidates = []
+        for opening, closing in _groups(block, [name for name in inside.styles if name]):
+            for candidate in _candidates(block, opening, closing, group):
+                if _same_but_for_parts(candidate.styles, inside.styles):
+                    candidates.append(candidate)
+        settled = verifier.first_verified(block, Plan(), candidates)
+        if settled is None:
+            listed = ", ".join(f"`{name}`: {style}" for name, style in inside.styles.items())
+            raise ValueError(
+                f"divided by the tensor-parallel plan, `{path}` computes something else than it did: {listed}. Are the"
+                " layers a pair (`column` then `row`), and is a fused layer given its `Column(parts=...)`?"
+            )
+        plan.add(path, settled)
+
+
+def _same_but_for_parts(candidate: dict[str, Style], wanted: dict[str, Style]) -> bool:
+    return all(_without_parts(style) == _without_parts(wanted[name]) for name, style in candidate.items())
+
+
+def _without_parts(style: Style) -> Style:
+    return replace(style, parts=None, unit=1) if isinstance(style, (Column, Row)) else style
+
+
+def _regions(plan: Plan) -> list[str]:
+    """Return the paths of the smallest modules around each row-parallel layer and its column-parallel layers."""
+    opening = [path for path, style in plan.styles.items() if isinstance(style, Column) and not style.gather_output]
+    found: dict[str, None] = {}
+    for path, style in plan.styles.items():
+        around = path.split(".")[:-1] if isinstance(style, Row) else None
+        while around and not any(other.startswith(".".join(around) + ".") for other in opening):
+            around.pop()
+        if around:
+            found[".".join(around)] = None
+    return list(found)
+
+
+def _automatic(module: nn.Module, verifier: PlanVerifier, group: Group) -> Plan:
+    # Modules that have a style already are not looked at again: the model's own plan comes before the structure.
+    found = Plan()
+    for path, model in _hugging_face_models(module):
+        found.add(path, _hugging_face_plan(model, group))
+    _discover(module, found, verifier, group)
+    _embeddings_and_rest(module, found, group)
+    resolve_ties(module, found, group.size)
+    if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
+        kinds = sorted(
+            {type(child).__name__ for child in module.modules() if any(True for _ in child.parameters(False))}
+        )
+        raise ValueError(
+            f"`{type(module).__name__}` has nothing to shard over {group.size} tensor-parallel ranks: looked for linear"
+            f" layers, attention and embeddings, found {', '.join(kinds) or 'no parameters'}."
+            " Use `tensor_parallel_size=1`, or give a `plan`."
+        )
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- Hugging Face plans
+
+
+def _hugging_face_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost models inside `module` that carry a tensor-parallel plan, with their paths."""
+    found: list[str] = []
+    for path, child in module.named_modules():
+        if any(path.startswith(f"{outer}.") or not outer for outer in found):
+            continue
+        if tensor_parallel_plan_of(child) and hasattr(child, "config"):
+            found.append(path)
+            yield path, child
+
+
+def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
+    """Return the plan that the model carries, without the layers of modules in which some style is unknown here."""
+    table = tensor_parallel_plan_of(model)
+    found = Plan()
+    unknown: set[str] = set()
+    for path, child in model.named_modules():
+        generic = re.sub(r"\.\d+(?=\.|$)", ".*", path)
+        name = table.get(path) or table.get(generic)
+        if name is None:
+            continue
+        style = STYLES.get(name)
+        if style is None or not _applies(style, child) or read_elsewhere(model, path):
+            unknown.add(path.rpartition(".")[0])
+        else:
+            found.styles[path] = style
+    # A row-parallel layer without its column-parallel partner would take full features for this rank's.
+    for path in [path for path in found.styles if path.rpartition(".")[0] in unknown]:
+        del found.styles[path]
+    divide_by_heads(model, found.styles, found.attributes, group)
+    return found
+
+
+def _applies(style: Style, module: nn.Module) -> bool:
+    try:
+        style.rules(module, 1)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------ by structure
+
+
+def _discover(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group, path: str = "") -> None:
+    """Plan the modules inside `module`, innermost first, as far as the verifier accepts it."""
+    for kind in ("transformer_layer", "attention"):
+        if _applies(STYLES[kind], module):
+            STYLES[kind].rules(module, group.size)  # raises if there are more ranks than heads
+            plan.styles[path] = STYLES[kind]
+            return
+    prefix = f"{path}." if path else ""
+    for name, child in module.named_children():
+        _discover(child, plan, verifier, group, prefix + name)
+    # Containers have no forward by which a division could be verified.
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is nn.Module.forward:
+        return
+    inside = plan.under(path)
+    free = [
+        name
+        for name, child in module.named_modules()
+        if name and is_linear(child) and not _belongs(name, inside.styles) and not read_elsewhere(module, name)
+    ]
+    # A module around repeated blocks is not one region; its blocks have been planned above.
+    repeated = any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.modules())
+    if len(free) < 2 or repeated or any(_holds_blocks(child) for child in module.children()):
+        return
+    for opening, closing in _groups(module, free):
+        accepted = verifier.first_verified(module, inside, _candidates(module, opening, closing, group))
+        if accepted is not None:
+            inside.styles |= accepted.styles
+            inside.attributes |= accepted.attributes
+            plan.add(path, accepted)
+
+
+def _belongs(name: str, styles: dict[str, Style]) -> bool:
+    return any(name == path or name.startswith(f"{path}.") for path in styles)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Return whether `module` is a sequence of several blocks of more than one linear layer each."""
+    blocks = [child for child in module.children() if sum(is_linear(part) for part in child.modules()) > 1]
+    return isinstance(module, nn.Sequential) and len(blocks) > 1
+
+
+def _groups(module: nn.Module, names: list[str]) -> Iterator[tuple[list[str], str]]:
+    """Yield runs of layers that may form one divided region: (layers that open it, the layer that closes it)."""
+    sizes = [sizes_of(module.get_submodule(name)) for name in names]
+    opening: list[int] = []
+    for position, (in_features, out_features) in enumerate(sizes):
+        if opening:
+            width, first_out = sizes[opening[0]]
+            # Square layers (query, key, value, out) fit as opening and as closing: the last one of equal sizes closes.
+            square = (in_features, out_features) == (width, first_out)
+            more_of_the_same = sizes[position + 1 : position + 2] == [(in_features, out_features)]
+            takes_in_the_region = in_features in (first_out, first_out // 3, first_out // 2)
+            if takes_in_the_region and not (square and more_of_the_same):
+                yield [names[index] for index in opening], names[position]
+                opening = []
+                continue
+            if in_features != width:
+                opening = []
+        opening.append(position)
+
+
+def _candidates(module: nn.Module, opening: list[str], closing: str, group: Group) -> Iterator[Plan]:
+    """Yield ways to divide one region, the likeliest first.
+
+    Raises:
+        ValueError: If the region is an attention with fewer heads than ranks.
+    """
+    width = sizes_of(module.get_submodule(closing))[0]
+    outs = [sizes_of(module.get_submodule(name))[1] for name in opening]
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in [*opening, closing])
+    for path in [*owners, ""]:
+        owner = module.get_submodule(path)
+        found = heads_of(owner)
+        if found is None or found.queries * found.size != width:
+            continue
+        attributes = {path: local_attributes(owner, found, group)}
+        for parts in _layouts(outs, found):
+            columns: dict[str, Style] = {name: Column(parts=part) for name, part in zip(opening, parts)}
+            yield Plan({**columns, closing: Row(parts=(found.query_part(),))}, attributes)
+    if set(outs) == {width}:
+        yield Plan({**{name: Column() for name in opening}, closing: Row()})
+    # Several projections in one layer: gate and up make two, query, key and value three.
+    for count in sorted({len(outs), *(out // width for out in outs)}):
+        if count > 1 and set(outs) == {count * width}:
+            yield from _fused(opening, closing, width, count, group)
+
+
+def _layouts(outs: list[int], found: AttentionHeads) -> Iterator[list[tuple[ShardPart, ...]]]:
+    """Yield possible parts of the outputs of an attention's projections, one tuple per projection."""
+    queries = found.query_part()
+    keys = found.key_part()
+    if outs == [queries.size + 2 * keys.size]:
+        yield [(queries, keys, keys)]
+        if found.keys == found.queries:
+            yield [(ShardPart(3 * queries.size, 3 * found.size),)]  # query, key, value of one head after another
+    elif all(out in (queries.size, keys.size) for out in outs):
+        yield [(queries,) if out == queries.size else (keys,) for out in outs]
+
+
+def _fused(opening: list[str], closing: str, width: int, count: int, group: Group) -> Iterator[Plan]:
+    """Yield plans for `count` projections fused in one layer, by head size: each rank must hold whole heads."""
+    for size in HEAD_SIZES:
+        if width % size == 0 and width // size >= group.size:
+            part = ShardPart(width, size)
+            yield Plan({**{name: Column(parts=(part,) * count) for name in opening}, closing: Row(parts=(part,))})
+
+
+def _divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> None:
+    """Divide the sequence along the stacks of blocks whose results this does not change."""
+    modules = dict(module.named_modules())
+    for path, stack in modules.items():
+        if not isinstance(stack, (nn.ModuleList, nn.Sequential)) or len(stack) == 0 or not path:
+            continue
+        blocks = [f"{path}.{name}" for name, _ in stack.named_children()]
+        # All blocks of a stack or none: the sequence is divided before the first and gathered after the last.
+        divided = [_sequence_plan(modules[block], plan.under(block), verifier) for block in blocks]
+        accepted = [part for part in divided if part is not None]
+        if len(accepted) == len(blocks):
+            for block, part in zip(blocks, accepted):
+                plan.add(block, part)
+            plan.sequence_regions.append((path.rpartition(".")[0], blocks[0], blocks[-1]))
+    if not plan.sequence_regions:
+        raise ValueError(
+            f"`sequence_parallel=True` finds no stack of blocks in `{type(module).__name__}` whose activations can be"
+            " divided along the sequence (dimension 1): blocks must take one tensor (batch, sequence, features), and"
+            " lengths from their projections, not from the input. Use `sequence_parallel=False`."
+        )
+
+
+def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier) -> Plan | None:
+    if not any(isinstance(style, Column) for style in inside.styles.values()):
+        return None
+    try:
+        styles = sequence_parallel_styles(block, inside.styles)
+    except ValueError:
+        return None
+    return verifier.first_verified(block, inside, [Plan(styles, sequence_regions=[("", "", "")])])
+
+
+# --------------------------------------------------------------------------------------------------------- the rest
+
+
+def _embeddings_and_rest(module: nn.Module, plan: Plan, group: Group) -> None:
+    """Gather the outputs of linear layers outside of regions; divide large and tied embeddings by vocabulary."""
+    total = sum(parameter.numel() for parameter in module.parameters())
+    weights: dict[int, int] = {}
+    for child in module.modules():
+        if is_linear(child):
+            weights[id(child.weight)] = weights.get(id(child.weight), 0) + 1
+    # A gathered output costs an all-gather but is right for any use of it.
+    for path, child in module.named_modules():
+        if _belongs(path, plan.styles) or not any(True for _ in child.parameters(recurse=False)):
+            continue
+        if not (is_linear(child) or is_native(child, nn.Embedding)):
+            continue
+        if read_elsewhere(module, path):
+            plan.notes[path] = "whole: its weight is read outside of its forward"
+        elif is_native(child, nn.Embedding):
+            # A tied head is divided with its table, whatever the size.
+            large = child.weight.numel() >= LARGE_TABLE * total or id(child.weight) in weights
+            if large and child.weight.shape[0] >= group.size and _applies(Vocab(), child):
+                plan.styles[path] = Vocab()
+        elif sizes_of(child)[1] >= group.size:
+            plan.styles[path] = Column(gather_output=True)
+            plan.notes[path] = GATHERED

@@ -1,0 +1,419 @@
+"""Collectives with a forward and a backward: each is an autograd function whose backward is the dual collective.
+
+| function                  | forward                            | backward                              |
+|---------------------------|------------------------------------|---------------------------------------|
+| `copy_to_group`           | identity                           | all-reduce                            |
+| `reduce_from_group`       | all-reduce                         | identity                              |
+| `scatter_to_group`        | keep this rank's slice             | all-gather                            |
+| `gather_from_group`       | all-gather                         | keep this rank's slice                |
+| `all_gather_to_group`     | all-gather                         | reduce-scatter                        |
+| `reduce_scatter_to_group` | reduce-scatter                     | all-gather                            |
+| `all_to_all_in_group`     | exchange slices                    | exchange them back                    |
+| `broadcast_to_group`      | take the source's tensor           | sum at the source, zero elsewhere     |
+| `send_to`                 | send                               | receive the gradient                  |
+| `receive_from`            | receive                            | send the gradient                     |
+
+Two functions can have the same forward; which one is right depends on the computation that follows. After
+`gather_from_group` all ranks compute the same, so each of them has the whole gradient already. After
+`all_gather_to_group` each rank computes something different, so the gradients are partial and have to be summed.
+`copy_to_group` marks the entry of such a region, `reduce_from_group` its exit.
+
+Inputs are never modified and groups are always explicit. In a group of one rank every function except `send_to` and
+`receive_from` returns its input. Functions along a dimension take the extent of each rank's slice, so slices may
+differ in size. Every rank of the group must call the function, in the same order.
+
+Legend for shapes: n is the extent along `dim` of the full tensor, n_r of the slice of rank r, `ranks` the group's size.
+
+Source: Megatron-LM, section 3, https://arxiv.org/abs/1909.08053; for the sequence, https://arxiv.org/abs/2205.05198
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import unsafe_view
+
+__all__ = [
+    "all_gather_to_group",
+    "all_to_all_in_group",
+    "broadcast_to_group",
+    "copy_to_group",
+    "gather_from_group",
+    "no_view",
+    "receive_from",
+    "reduce_from_group",
+    "reduce_scatter_to_group",
+    "scatter_to_group",
+    "send_to",
+]
+
+
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Return `x`; in backward, sum its gradient over the ranks.
+
+    Forward: identity. Backward: all-reduce. Enters a region in which each rank does a part of the work.
+
+    Args:
+        x: Any shape, equal on all ranks.
+        group: The ranks that take part.
+
+    Returns:
+        A tensor of the same shape, equal on all ranks. Its gradient differs between the ranks, that of `x` does not.
+    """
+    return x if group.size == 1 else _CopyToGroup.apply(x, group)
+
+
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of `x` over the ranks.
+
+    Forward: all-reduce. Backward: identity. Leaves a region in which each rank does a part of the work.
+
+    Args:
+        x: Any shape, the same on all ranks; the values differ.
+        group: The ranks that take part.
+
+    Returns:
+        A tensor of the same shape, equal on all ranks. Its gradient must be equal on all ranks.
+    """
+    return x if group.size == 1 else _ReduceFromGroup.apply(x, group)
+
+
+def scatter_to_group(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
+    """Return this rank's slice along `dim`.
+
+    Forward: slice, without communication. Backward: all-gather of the slices' gradients.
+
+    Args:
+        x: (..., n, ...), equal on all ranks.
+        group: The ranks that take part.
+        dim: The dimension that is divided.
+        sizes: Extent n_r of each rank's slice; equal slices by default.
+
+    Returns:
+        (..., n_r, ...).
+
+    Raises:
+        ValueError: If the slices do not add up to the extent of `x`.
+    """
+    return x if group.size == 1 else _ScatterToGroup.apply(x, group, dim, _slices(x, group, dim, sizes))
+
+
+def gather_from_group(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
+    """Concatenate the slices of all ranks along `dim`, for a computation that all ranks then repeat.
+
+    Forward: all-gather. Backward: slice, without communication.
+
+    Args:
+        x: (..., n_r, ...), this rank's slice.
+        group: The ranks that take part.
+        dim: The dimension that is divided.
+        sizes: Extent n_r of `x` on each rank; the same on all ranks by default.
+
+    Returns:
+        (..., n, ...), equal on all ranks. Its gradient must be equal on all ranks.
+    """
+    return x if group.size == 1 else _GatherFromGroup.apply(x, group, dim, sizes or [x.shape[dim]] * group.size)
+
+
+def all_gather_to_group(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """Concatenate the slices of all ranks along `dim`, for a computation of which each rank then does a part.
+
+    Forward: all-gather. Backward: reduce-scatter.
+
+    Args:
+        x: (..., n_r, ...), this rank's slice.
+        group: The ranks that take part.
+        dim: The dimension that is divided.
+        sizes: Extent n_r of `x` on each rank; the same on all ranks by default.
+
+    Returns:
+        (..., n, ...), equal on all ranks. Its gradients are summed over the ranks.
+    """
+    return x if group.size == 1 else _AllGatherToGroup.apply(x, group, dim, sizes or [x.shape[dim]] * group.size)
+
+
+def reduce_scatter_to_group(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """Return this rank's slice along `dim` of the sum of `x` over the ranks.
+
+    Forward: reduce-scatter. Backward: all-gather.
+
+    Args:
+        x: (..., n, ...), the same shape on all ranks; the values differ.
+        group: The ranks that take part.
+        dim: The dimension that is divided.
+        sizes: Extent n_r of each rank's slice; equal slices by default.
+
+    Returns:
+        (..., n_r, ...).
+
+    Raises:
+        ValueError: If the slices do not add up to the extent of `x`.
+    """
+    return x if group.size == 1 else _ReduceScatterToGroup.apply(x, group, dim, _slices(x, group, dim, sizes))
+
+
+def all_to_all_in_group(
+    x: Tensor,
+    group: Group,
+    split_dim: int,
+    concat_dim: int,
+    split_sizes: Sequence[int] | None = None,
+    concat_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Move the division of a tensor from `concat_dim` to `split_dim`.
+
+    Forward: split `x` along `split_dim`, send slice r to rank r, concatenate the received slices along `concat_dim`.
+    Backward: the same with both dimensions exchanged.
+
+    Args:
+        x: (..., n, ..., m_r, ...): whole along `split_dim`, divided along `concat_dim`.
+        group: The ranks that take part.
+        split_dim: The dimension along which `x` is split.
+        concat_dim: The dimension along which the received slices are concatenated.
+        split_sizes: Extent n_r of the slice for each rank; equal slices by default.
+        concat_sizes: Extent m_r along `concat_dim` of `x` on each rank; the same on all ranks by default.
+
+    Returns:
+        (..., n_r, ..., m, ...): divided along `split_dim`, whole along `concat_dim`.
+
+    Raises:
+        ValueError: If the slices do not add up to the extent of `x`, or both dimensions are the same.
+    """
+    if group.size == 1:
+        return x
+    if split_dim % x.dim() == concat_dim % x.dim():
+        raise ValueError(f"`split_dim` and `concat_dim` must differ, both are dimension {split_dim % x.dim()}")
+    concat_sizes = concat_sizes or [x.shape[concat_dim]] * group.size
+    split_sizes = _slices(x, group, split_dim, split_sizes)
+    return _AllToAllInGroup.apply(x, group, split_dim, concat_dim, split_sizes, concat_sizes)
+
+
+def broadcast_to_group(x: Tensor, group: Group, source: int = 0) -> Tensor:
+    """Return the `x` of one rank on all ranks.
+
+    Forward: broadcast. Backward: sum of the gradients at the source, zero on the other ranks.
+
+    Args:
+        x: The same shape and dtype on all ranks; only the source's values are used.
+        group: The ranks that take part.
+        source: Position in the group of the rank whose `x` is sent.
+
+    Returns:
+        A tensor of the same shape, equal on all ranks.
+    """
+    return x if group.size == 1 else _BroadcastToGroup.apply(x, group, source)
+
+
+def send_to(x: Tensor, group: Group, to: int, tag: int = 0) -> Tensor:
+    """Send `x` to one rank, which must call `receive_from`.
+
+    Forward: send. Backward: receive the gradient of `x`.
+
+    Args:
+        x: Any shape.
+        group: The group that both ranks belong to.
+        to: Position in the group of the receiving rank.
+        tag: Tells several messages between the same ranks apart.
+
+    Returns:
+        A zero () that depends on `x`. Add it to the loss: its backward receives the gradient.
+    """
+    return _SendTo.apply(x, group, to, tag)
+
+
+def receive_from(like: Tensor, group: Group, source: int, tag: int = 0) -> Tensor:
+    """Receive a tensor from one rank, which must call `send_to`.
+
+    Forward: receive. Backward: send the gradient of the received tensor to its source.
+
+    Args:
+        like: Gives shape, dtype and device; its values are not used.
+        group: The group that both ranks belong to.
+        source: Position in the group of the sending rank.
+        tag: Tells several messages between the same ranks apart.
+
+    Returns:
+        The received tensor, of the shape of `like`; it requires a gradient if it is floating-point.
+    """
+    # Autograd builds a node only if some input requires a gradient, and `like` need not.
+    anchor = torch.zeros((), requires_grad=like.is_floating_point())
+    return _ReceiveFrom.apply(anchor, like, group, source, tag)
+
+
+def no_view(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return `x.view(shape)` without registering it as a view, so that the caller may change it in place.
+
+    Autograd forbids in-place changes of a view that a `Function` returns.
+    """
+    return unsafe_view(x, x.shape if shape is None else shape)
+
+
+def _slices(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Sequence[int]:
+    # Checked before any communication: a rank that raised later would leave the others waiting.
+    extent = x.shape[dim]
+    if sizes is None and extent % group.size:
+        raise ValueError(f"dimension {dim} of {extent} does not divide over {group.size} ranks; pass the sizes")
+    sizes = sizes or [extent // group.size] * group.size
+    if sum(sizes) != extent:
+        raise ValueError(f"slices of {list(sizes)} do not add up to dimension {dim} of {extent}")
+    return sizes
+
+
+def _slice(x: Tensor, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    # A copy: a view would keep the full tensor alive, and could not be changed in place by the caller.
+    return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
+
+
+# Each backward calls the differentiable function that is its dual, not the bare collective, so gradients of gradients
+# are right too.
+
+
+class _CopyToGroup(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)  # an alias, so that the output has a separate `grad_fn`
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Each rank did a part of the work with `x`; their gradients add up.
+        return reduce_from_group(grad, ctx.group), None
+
+
+class _ReduceFromGroup(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return comm.all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Every summand has the gradient of the sum, and that is equal on all ranks already.
+        return copy_to_group(grad, ctx.group), None
+
+
+class _ScatterToGroup(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.args = group, dim, sizes
+        return _slice(x, dim, sizes, group.rank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return gather_from_group(grad, *ctx.args), None, None, None
+
+
+class _GatherFromGroup(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.args = group, dim, sizes
+        return no_view(comm.all_gather(x, group, dim, sizes))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # All ranks computed the same from the output, so `grad` is the full gradient on each of them.
+        return scatter_to_group(grad, *ctx.args), None, None, None
+
+
+class _AllGatherToGroup(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.args = group, dim, sizes
+        return no_view(comm.all_gather(x, group, dim, sizes))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Each rank did a part of the work with the output, so the gradients have to be summed before they are sliced.
+        return reduce_scatter_to_group(grad, *ctx.args), None, None, None
+
+
+class _ReduceScatterToGroup(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.args = group, dim, sizes
+        return no_view(comm.reduce_scatter(x, group, dim, sizes))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return all_gather_to_group(grad, *ctx.args), None, None, None
+
+
+class _AllToAllInGroup(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: Group,
+        split_dim: int,
+        concat_dim: int,
+        split_sizes: Sequence[int],
+        concat_sizes: Sequence[int],
+    ) -> Tensor:
+        ctx.args = group, concat_dim, split_dim, concat_sizes, split_sizes
+        # Slices of different shapes go into one flat message; the receiver restores the shapes from the sizes.
+        slices = x.split(list(split_sizes), split_dim)
+        shape = list(slices[group.rank].shape)
+        shapes = []
+        for size in concat_sizes:
+            shape[concat_dim] = size
+            shapes.append(torch.Size(shape))
+        sent = torch.cat([part.reshape(-1) for part in slices])
+        arriving = [shape.numel() for shape in shapes]
+        received = comm.all_to_all(sent, group, [part.numel() for part in slices], arriving)
+        return torch.cat([part.view(shape) for part, shape in zip(received.split(arriving), shapes)], concat_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return all_to_all_in_group(grad, *ctx.args), None, None, None, None, None
+
+
+class _BroadcastToGroup(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, source: int) -> Tensor:
+        ctx.group = group
+        ctx.source = source
+        # `broadcast_` writes into its argument, and the caller's tensor must stay as it is.
+        return comm.broadcast_(x.clone(memory_format=torch.contiguous_format), group, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Only the source needs the sum, but there is no reduction to a single rank in `comm`.
+        total = comm.all_reduce(grad, ctx.group)
+        return total if ctx.group.rank == ctx.source else torch.zeros_like(total), None, None
+
+
+class _SendTo(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, to: int, tag: int) -> Tensor:
+        ctx.args = group, to, tag
+        ctx.like = x.shape, x.dtype, x.device
+        # Waits: a contiguous `x` is sent from its own memory, which the caller may change after this.
+        comm.isend(x.contiguous(), group, to, tag).wait()
+        return torch.zeros((), dtype=x.dtype, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # The receiving rank sends the gradient back under the same tag.
+        group, to, tag = ctx.args
+        shape, dtype, device = ctx.like
+        received = comm.irecv(torch.empty(shape, dtype=dtype, device=device), group, to, tag).wait()
+        return received, None, None, None
+
+
+class _ReceiveFrom(Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, like: Tensor, group: Group, source: int, tag: int) -> Tensor:
+        ctx.args = group, source, tag
+        return comm.irecv(torch.empty_like(like, memory_format=torch.contiguous_format), group, source, tag).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        comm.isend(grad.contiguous(), *ctx.args).wait()
+        return torch.zeros(()), None, None, None, None  # the gradient of the anchor, which nobody reads

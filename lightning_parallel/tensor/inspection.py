@@ -1,0 +1,301 @@
+"""Facts about a module that decide how it can be divided: the kind of layer, its attention heads, what its code reads.
+
+Layers    `is_linear`, `is_native`: does the module compute with an ordinary weight, by the `forward` of its kind?
+Heads     read from the module or its configuration; used only if they fit the weights: features = heads x head size.
+Code      the methods that a step runs (`forward`, the steps of a LightningModule, and what these use of `self`) show
+          which parameters they read. Reads that do not show there (a list of parameters, a weight passed to another
+          function) show in the graph of the first step: see `verify.StepAudit`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import parameters_of
+from lightning_parallel.tensor.sharding import Shard, ShardPart
+
+__all__ = [
+    "AttentionHeads",
+    "computes_with_parameters",
+    "describe",
+    "full_shape",
+    "heads_of",
+    "is_linear",
+    "is_native",
+    "is_transposed",
+    "local_attributes",
+    "only_wraps",
+    "read_elsewhere",
+    "sizes_of",
+]
+
+# ------------------------------------------------------------------------------------------------------------- layers
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether `module` is an affine map with an ordinary weight: `nn.Linear`, or transformers' `Conv1D`."""
+    return is_native(module, nn.Linear) or is_transposed(module)
+
+
+def is_native(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether `module` computes with an ordinary floating-point weight by the `forward` of `kind`."""
+    weight = parameters_of(module).get("weight")
+    # A lazy module has no sizes before its first batch; quantised weights are not floating-point.
+    ordinary = weight is not None and not is_lazy(weight) and weight.is_floating_point()
+    return isinstance(module, kind) and ordinary and _has_class_forward(module) and only_wraps(type(module), kind)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether `module` is transformers' `Conv1D`: a linear layer whose weight is (in, out).
+
+    It is recognised by its class name, as transformers may not be installed.
+    """
+    weight = parameters_of(module).get("weight")
+    named = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+    return (
+        named
+        and _has_class_forward(module)
+        and weight is not None
+        and weight.dim() == 2
+        and full_shape(weight)[1] == getattr(module, "nf", None)
+    )
+
+
+def _has_class_forward(module: nn.Module) -> bool:
+    """Return False if `forward` was replaced on the instance: that of the class then says nothing."""
+    return "forward" not in vars(module)
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape that `parameter` has, or had before it was divided."""
+    rule: Shard | None = getattr(parameter, "shard_rule", None)
+    return parameter.shape if rule is None else rule.full_shape(parameter.shape)
+
+
+def sizes_of(module: nn.Module) -> tuple[int, int]:
+    """Return the (in, out) features of a linear layer, of its shard if it was divided."""
+    first, second = parameters_of(module)["weight"].shape  # type: ignore[union-attr]
+    return (first, second) if is_transposed(module) else (second, first)
+
+
+def describe(module: nn.Module) -> str:
+    """Return the class of `module`, for messages."""
+    kind = type(module)
+    return f"`{kind.__module__}.{kind.__qualname__}`"
+
+
+# -------------------------------------------------------------------------------------------------------------- heads
+
+# The names under which attention modules and configurations keep their sizes, the commonest first.
+QUERY_NAMES = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "heads")
+KEY_VALUE_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
+SIZE_NAMES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv", "d_head")
+WIDTH_NAMES = ("split_size", "embed_dim", "all_head_size", "inner_dim")
+
+
+@dataclass(frozen=True)
+class AttentionHeads:
+    """Heads of one attention module.
+
+    Attributes:
+        queries: Number of query heads.
+        keys: Number of key/value heads; it divides `queries`.
+        size: Features of one head.
+    """
+
+    queries: int
+    keys: int
+    size: int
+
+    def query_part(self) -> ShardPart:
+        """Describe the features of all query heads."""
+        return ShardPart.queries(self.queries, self.size, self.keys)
+
+    def key_part(self) -> ShardPart:
+        """Describe the features of all key (or value) heads."""
+        return self.query_part() if self.keys == self.queries else ShardPart.keys(self.keys, self.size)
+
+
+def heads_of(module: nn.Module, config: Any = None) -> AttentionHeads | None:
+    """Return the heads of an attention module, from its attributes or else its configuration; None if it has none."""
+    sources = [source for source in (module, getattr(module, "config", None), config) if source is not None]
+    queries = _first_count(sources, QUERY_NAMES)
+    if queries is None:
+        return None
+    # Without a count of key/value heads there are as many as query heads.
+    keys = _first_count(sources, KEY_VALUE_NAMES) or queries
+    size = _first_count(sources, SIZE_NAMES)
+    if size is None:
+        width = _first_count(sources, (*WIDTH_NAMES, "hidden_size", "d_model"))
+        if width is None or width % queries:
+            return None
+        size = width // queries
+    return AttentionHeads(queries, keys, size) if queries % keys == 0 else None
+
+
+def _first_count(sources: list[Any], names: tuple[str, ...]) -> int | None:
+    """Return the first positive integer that one of the sources has under one of the names."""
+    for source in sources:
+        for name in names:
+            try:
+                value = getattr(source, name, None)
+            except Exception:  # a configuration whose layers differ raises when asked for one value
+                continue
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def local_attributes(module: nn.Module, heads: AttentionHeads, group: Group) -> dict[str, int]:
+    """Return this rank's values of the attributes of an attention module that count heads or features of heads.
+
+    Attributes that the division does not change are left out.
+    """
+    start, stop = heads.query_part().split(group.size)[group.rank]
+    queries = (stop - start) // heads.size
+    start, stop = heads.key_part().split(group.size)[group.rank]
+    keys = (stop - start) // heads.size
+    values = {
+        **dict.fromkeys(QUERY_NAMES, (heads.queries, queries)),
+        **dict.fromkeys(KEY_VALUE_NAMES, (heads.keys, keys)),
+        **dict.fromkeys(WIDTH_NAMES, (heads.queries * heads.size, queries * heads.size)),
+        "num_key_value_groups": (heads.queries // heads.keys, queries // keys),
+    }
+    return {name: local for name, (full, local) in values.items() if vars(module).get(name) == full and local != full}
+
+
+# --------------------------------------------------------------------------------------------------------------- code
+
+STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+# Only the user's code is read; the classes of these packages are skipped.
+LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "builtins")
+HARMLESS = {"dtype", "device", "requires_grad", "is_cuda"}  # equal for a shard and the full tensor
+SIZES = ("weight", "bias", "in_features", "out_features", "num_embeddings")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _cached(function: Callable[P, R]) -> Callable[P, R]:
+    """Apply `functools.cache`, keeping the signature for the type checker."""
+    return cache(function)  # type: ignore[return-value]
+
+
+def computes_with_parameters(module: nn.Module) -> bool:
+    """Return whether `module` reads one of its own parameters.
+
+    Torch's own modules do; others if their code shows it.
+    """
+    # The last two classes are `nn.Module` and `object`.
+    if any(base.__module__.startswith("torch.") and "forward" in vars(base) for base in type(module).__mro__[:-2]):
+        return True
+    return any(_reads(method, name) for method in _methods(type(module)) for name in parameters_of(module))
+
+
+@_cached
+def only_wraps(kind: type[nn.Module], inherited: type[nn.Module]) -> bool:
+    """Return whether the `forward` of `kind`, if it has one, leaves the computation to that of its base `inherited`."""
+    # A forward that calls the inherited one and reads no sizes goes on working when `convert` replaces the latter.
+    bases = kind.__mro__[: kind.__mro__.index(inherited)]
+    forwards = [_parsed(vars(base)["forward"]) for base in bases if "forward" in vars(base)]
+    return all(
+        method is not None
+        and "super().forward(" in ast.unparse(method)
+        and not any(_reads(method, name) for name in SIZES)
+        for method in forwards
+    )
+
+
+def read_elsewhere(root: nn.Module, path: str) -> bool:
+    """Return whether the code of a module around `path` reads the weight of the module there directly."""
+    parts = path.split(".")
+    for depth in range(len(parts)):
+        around = root.get_submodule(".".join(parts[:depth]))
+        inside = ".".join(parts[depth:])
+        if any(pattern.fullmatch(inside) for pattern in _weights_read(type(around))):
+            return True
+    return False
+
+
+@_cached
+def _weights_read(kind: type) -> tuple[re.Pattern[str], ...]:
+    """Return patterns for the paths of the modules inside one of class `kind` whose weights its methods read."""
+    paths = {
+        _path(node.value)
+        for method in _methods(kind)
+        for node in _attributes(method)
+        if node.attr in ("weight", "bias") and not _is_self(node.value)
+    }
+    return tuple(map(re.compile, sorted(paths)))
+
+
+def _reads(method: ast.AST, name: str) -> bool:
+    return any(node.attr == name and _is_self(node.value) for node in _attributes(method))
+
+
+def _attributes(method: ast.AST) -> Iterator[ast.Attribute]:
+    """Yield the attributes that a method uses, except those that are read only for a harmless property."""
+    found = [node for node in ast.walk(method) if isinstance(node, ast.Attribute)]
+    harmless = {id(node.value) for node in found if node.attr in HARMLESS}
+    return (node for node in found if id(node) not in harmless)
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _path(node: ast.expr) -> str:
+    """Return a pattern for the path, from `self`, of the module that an expression stands for."""
+    if isinstance(node, ast.Attribute):
+        return node.attr if _is_self(node.value) else rf"{_path(node.value)}\.{node.attr}"
+    if isinstance(node, ast.Subscript) and not _is_self(node.value):
+        return rf"{_path(node.value)}\.[^.]+"
+    return ".*"  # a local name may be any module inside
+
+
+@_cached
+def _methods(kind: type) -> tuple[ast.AST, ...]:
+    """Return the syntax trees of the methods of a user's class that a step runs."""
+    wanted = list(STEPS)
+    seen = set(STEPS)
+    found = []
+    while wanted:
+        name = wanted.pop()
+        # Every class of the hierarchy, as an overridden method may call the inherited one.
+        for base in kind.__mro__:
+            parsed = None if base.__module__.startswith(LIBRARIES) else _parsed(vars(base).get(name))
+            if parsed is None:
+                continue
+            found.append(parsed)
+            used = {node.attr for node in _attributes(parsed) if _is_self(node.value)} - seen
+            seen |= used
+            wanted += used
+    return tuple(found)
+
+
+def _parsed(method: object) -> ast.AST | None:
+    """Return the syntax tree of a function or property; None for anything else, and for code without a file."""
+    function = method.fget if isinstance(method, property) else method
+    if not inspect.isroutine(function):
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    first = next(iter(inspect.signature(function).parameters), "self")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == first:
+            node.id = "self"  # whatever name its author gave the instance
+    return tree

@@ -1,0 +1,330 @@
+"""The page, the data and the trace that a run leaves behind; the same again from the command line."""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_parallel import TensorParallelStrategy, callbacks, comm
+from lightning_parallel.callbacks import ProfileReport, StepBreakdown
+from lightning_parallel.callbacks.report.profile_report import part_path, read_parts, write_part
+from lightning_parallel.callbacks.report.trace import read_trace
+from lightning_parallel.cli import main
+from lightning_parallel.tracing import StepSampler
+from tests.callbacks.conftest import TRACED_STEPS, place_rank
+from tests.harness import run
+from tests.strategies.models import Net, loader, trainer_for
+
+OTHERS = (
+    "StepBreakdown CommunicationProfiler PipelineTimeline StragglerMonitor Throughput MemoryProfiler"
+    " ReplicaDriftMonitor DataShardingMonitor HangReporter"
+)
+FILES = ["report.html", "report.json", "trace.json.gz"]
+
+
+def others(**options):
+    return [getattr(callbacks, name)(**options) for name in OTHERS.split()]
+
+
+def read(folder):
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_a_run_leaves_page_data_and_trace(profile):
+    assert sorted(path.name for path in profile.iterdir()) == FILES
+    report = read(profile)
+    facts = report["run"]
+    assert facts["mesh"] == {"data_parallel": 1, "pipeline_parallel": 2, "tensor_parallel": 2}
+    assert [facts[key] for key in ("model", "schedule", "num_microbatches", "global_batch")] == ["Net", "1f1b", 4, 8]
+    assert sorted(report["reports"]) == ["CommunicationProfiler", "PipelineTimeline", "StepBreakdown", "Throughput"]
+    assert [rank["rank"] for rank in report["reports"]["StepBreakdown"]["ranks"]] == [0, 1, 2, 3]
+    assert report["trace"] | {"file": ""} == {
+        "file": "",
+        "ranks": [0, 1, 2, 3],
+        "left_out": [],
+        "steps": TRACED_STEPS,
+        "uncertainty": 0.0,
+    }
+    assert len(report["series"]["loss"]) == 8
+    assert report["diagnosis"]
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_the_loss_is_that_of_the_steps(tmp_path, comes_first):
+    module, callback = Net().double(), ProfileReport(str(tmp_path), show_diagnosis=False)
+    callbacks = [callback, StepBreakdown(show_table=False)][:: 1 if comes_first else -1]
+    trainer_for(callbacks=callbacks).fit(module, loader())
+    points = callback.report()["series"]["loss"]
+    assert [step for step, _ in points] == list(range(8))
+    assert [value for _, value in points] == pytest.approx([float(loss) for loss in module.losses])
+
+
+class ByHand(Net):
+    """Under manual optimization a step may return what it likes."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.automatic_optimization, self.returned = False, returned
+
+    def training_step(self, batch, index):
+        return self.returned(super().training_step(batch, index))
+
+
+def sharded(loss):
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return DTensor.from_local(loss, mesh, [Partial()])
+
+
+def replicated(loss):
+    return DTensor.from_local(loss, sharded(loss).device_mesh)
+
+
+def losses_of(returned, folder):
+    callback = ProfileReport(str(folder), show_diagnosis=False)
+    trainer_for(callbacks=[callback], max_epochs=1).fit(ByHand(returned).double(), loader())
+    return len(callback.report()["series"].get("loss", ()))
+
+
+@pytest.mark.parametrize(
+    ("returned", "known"),
+    [
+        (lambda loss: {"loss": loss.expand(1, 1)}, 4),
+        (lambda loss: {"loss": loss.expand(3)}, 0),
+        (lambda loss: {"other": loss}, 0),
+        (lambda loss: None, 0),
+    ],
+    ids=["one", "several", "other", "nothing"],
+)
+def test_only_a_single_number_is_a_loss(tmp_path, returned, known):
+    assert losses_of(returned, tmp_path) == known
+
+
+def check_dtensors(folder):
+    assert losses_of(replicated, f"{folder}/replicated") == 4
+    assert losses_of(sharded, f"{folder}/sharded") == 0
+
+
+def test_reading_a_loss_never_communicates(tmp_path):
+    run(check_dtensors, 1, folder=str(tmp_path))
+
+
+def test_what_is_not_finite_is_null_in_the_files_and_said_on_the_page(tmp_path):
+    class Exploding(Net):
+        def training_step(self, batch, index):
+            loss = super().training_step(batch, index)
+            return loss * float("nan") if len(self.losses) > 4 else loss
+
+    class Undefined(StepBreakdown):
+        def accumulate(self, trainer, pl_module):
+            accumulator = super().accumulate(trainer, pl_module)
+            summarize = accumulator.summarize
+            accumulator.summarize = lambda shared: {**summarize(shared), "worst": float("inf")}
+            return accumulator
+
+    profile = ProfileReport(str(tmp_path), show_diagnosis=False)
+    trainer_for(callbacks=[profile, Undefined(dirpath=str(tmp_path))]).fit(Exploding().double(), loader())
+    for name in ("report.json", "Undefined.json"):
+        json.loads((tmp_path / name).read_text(), parse_constant=pytest.fail)
+    assert [step for step, loss in read(tmp_path)["series"]["loss"] if loss is None] == [4, 5, 6, 7]
+    assert (tmp_path / "report.html").read_text().count("not finite from step 4 on") == 3  # diagnosis, chart, its words
+    assert main(["report", str(tmp_path)]) == 0
+
+
+def test_a_long_run_keeps_values_at_equal_distances():
+    kept = StepSampler(most=100)
+    for step in range(10_000):
+        kept.add(step, 2 * step)
+    assert 50 < len(kept.values) <= 100
+    assert {later - earlier for earlier, later in pairwise(kept.values)} == {128}
+    assert all(value == 2 * step for step, value in kept.values.items())
+
+
+def test_it_works_alone_and_says_what_is_missing(tmp_path, capsys):
+    trainer_for(callbacks=[ProfileReport(str(tmp_path))]).fit(Net().double(), loader())
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    assert read(tmp_path)["reports"] == {}
+    assert "StepBreakdown()" in (tmp_path / "report.html").read_text()
+    assert str(tmp_path / "report.html") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kinds", [[], [CSVLogger], [TensorBoardLogger, CSVLogger]], ids=["none", "csv", "both"])
+def test_it_writes_beside_the_logs(tmp_path, kinds):
+    loggers = [kind(tmp_path / kind.__name__, name="run") for kind in kinds]
+    callbacks = [StepBreakdown(show_table=False), ProfileReport(show_diagnosis=False)]
+    trainer = trainer_for(callbacks=callbacks, logger=loggers or False, default_root_dir=tmp_path, log_every_n_steps=2)
+    trainer.fit(Net().double(), loader())
+    folder = tmp_path / (f"{kinds[0].__name__}/run/version_0/profile" if kinds else "profile")
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+
+
+def test_it_works_beside_lightnings_own(tmp_path):
+    """`ThroughputMonitor` and `PyTorchProfiler` measure at the same time."""
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="torch", schedule=None)
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=2)
+    options = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 2, "profiler": profiler}
+    trainer = trainer_for(callbacks=[monitor, StepBreakdown(show_table=False), ProfileReport(str(tmp_path))], **options)
+    trainer.fit(Net().double(), loader())
+    assert read(tmp_path)["reports"]["StepBreakdown"]["ranks"][0]["forward"] > 0
+    assert "device/samples_per_sec" in (Path(trainer.log_dir) / "metrics.csv").read_text()
+    assert list(tmp_path.glob("*torch*.pt.trace.json"))
+
+
+def test_it_can_be_used_again(tmp_path):
+    module, callbacks = Net().double(), [StepBreakdown(show_table=False), ProfileReport(str(tmp_path))]
+    trainer = trainer_for(callbacks=callbacks, max_epochs=1)
+    trainer.fit(module, loader())
+    trainer.validate(module, loader(), verbose=False)
+    again = trainer_for(callbacks=callbacks, max_epochs=3)
+    again.fit(module, loader())
+    assert [read(tmp_path)["reports"]["StepBreakdown"]["steps"], read(tmp_path)["run"]["steps"]] == [11, 11]
+    assert len(read(tmp_path)["series"]["loss"]) == 12
+
+
+class Stream(IterableDataset):
+    """Has no length, and ends at once."""
+
+    def __iter__(self):
+        return iter(())
+
+
+def test_a_run_without_a_step_has_a_page(tmp_path):
+    trainer = trainer_for(callbacks=[ProfileReport(str(tmp_path)), *others()])
+    trainer.fit(Net().double(), DataLoader(Stream()))
+    assert [read(tmp_path)["run"]["steps"], trainer.callbacks[0].report()["run"]["steps"]] == [0, 0]
+    assert "0 steps" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("nothing", [{"limit_train_batches": 0}, {"max_steps": 0}, {"max_epochs": 0}])
+def test_where_nothing_is_trained_the_files_are_left_alone(tmp_path, nothing):
+    """As after the resume of a run that is over."""
+    (tmp_path / "report.html").write_text("of the run")
+    trainer_for(callbacks=[ProfileReport(str(tmp_path)), *others()], **nothing).fit(Net().double(), loader())
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("report.html", "of the run")]
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+class Failing(Net):
+    """Raises in the sixth step."""
+
+    def training_step(self, batch, index):
+        if len(self.losses) == 5:
+            raise ValueError("the sixth step failed")
+        return super().training_step(batch, index)
+
+
+def fail(folder):
+    size = place_rank()
+    callbacks = [StepBreakdown(every_n_steps=2, show_table=False), ProfileReport(folder, show_diagnosis=False)]
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), size, callbacks=callbacks)
+    with pytest.raises(ValueError, match="the sixth step failed"):
+        trainer.fit(Failing().double(), loader())
+    comm.barrier(comm.Group.of())
+
+
+def test_an_error_leaves_a_page_too(tmp_path):
+    run(fail, 2, folder=str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part0.json.gz", "part1.json.gz", *FILES]
+    report = read(tmp_path)
+    assert report["run"]["error"] == "ValueError: the sixth step failed"
+    assert report["trace"]["ranks"] == [0, 1]
+    assert {event["name"] for event in read_trace(tmp_path / "trace.json.gz")["traceEvents"]} >= {"step 5"}
+    assert len(report["reports"]["StepBreakdown"]["ranks"]) == 2
+
+
+def test_the_error_shown_is_the_first_and_not_its_echo(tmp_path):
+    run(fail, 2, folder=str(tmp_path))
+    (part,) = [part for part in read_parts(tmp_path, 2, read(tmp_path)["run"]["started"], 0.0) if part["rank"] == 1]
+    earlier = {"error": "OSError: no disk", "failed_ns": part["failed_ns"] - 10**9}
+    write_part(part_path(tmp_path, 1), {**part, **earlier, "run": read(tmp_path)["run"]["started"]})
+    assert main(["report", str(tmp_path)]) == 0
+    assert (read(tmp_path)["run"]["error"], read(tmp_path)["run"]["error_rank"]) == ("OSError: no disk", 1)
+    assert "ended with an error on rank 1." in (tmp_path / "report.html").read_text()
+
+
+def test_a_part_that_came_late_is_in_the_trace_made_again(tmp_path):
+    run(fail, 2, folder=str(tmp_path))
+    late = (tmp_path / "part1.json.gz").rename(tmp_path / "late")
+    assert main(["report", str(tmp_path)]) == 0
+    assert read(tmp_path)["trace"]["ranks"] == [0]
+    late.rename(tmp_path / "part1.json.gz")
+    assert main(["report", str(tmp_path)]) == 0
+    assert read(tmp_path)["trace"]["ranks"] == [0, 1]
+    assert len(read(tmp_path)["series"]["loss"]) == 5
+
+
+class Removing(Failing):
+    """Puts a file where the folder of the profile was, and fails or not."""
+
+    def __init__(self, folder, fails):
+        super().__init__()
+        self.folder, self.fails = folder, fails
+
+    def training_step(self, batch, index):
+        if self.folder.is_dir():
+            shutil.rmtree(self.folder)
+            self.folder.write_text("")
+        return super().training_step(batch, index) if self.fails else Net.training_step(self, batch, index)
+
+
+def profiled(folder):
+    return trainer_for(callbacks=[ProfileReport(str(folder)), *others(dirpath=str(folder))])
+
+
+def test_what_cannot_be_written_does_not_hide_an_error(tmp_path):
+    with (
+        pytest.warns(UserWarning, match="the profile could not be written: FileExistsError"),
+        pytest.raises(ValueError, match="sixth step"),
+    ):
+        profiled(tmp_path / "there").fit(Removing(tmp_path / "there", fails=True).double(), loader())
+
+
+def test_what_cannot_be_written_does_not_end_a_fit_with_an_error(tmp_path):
+    with pytest.warns(UserWarning, match="could not be written") as warned:
+        profiled(tmp_path / "there").fit(Removing(tmp_path / "there", fails=False).double(), loader())
+    messages = [str(one.message) for one in warned if "could not be written" in str(one.message)]
+    assert len(messages) == len(OTHERS.split()), messages
+    assert sum("the profile could not be written" in message for message in messages) == 1
+
+
+def refuse(folder):
+    """Only rank 0 looks at the folder, every rank is told; then the Trainer can be used with another one."""
+    size, path = place_rank(), Path(folder)
+    path.joinpath("file").write_text("")
+    for given in ([ProfileReport(f"{folder}/file/a")], [StepBreakdown(), StepBreakdown(dirpath=f"{folder}/file")]):
+        trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=size), size, callbacks=given)
+        module = Net(hidden=16).double()
+        with pytest.raises((ValueError, RuntimeError), match="expected a folder that can be written to"):
+            trainer.fit(module, loader())
+        given[-1].dirpath = f"{folder}/good"
+        trainer.fit(module, loader())
+    comm.barrier(comm.Group.of())
+    return sorted(each.name for each in path.joinpath("good").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_on_all_ranks(tmp_path):
+    assert run(refuse, 2, folder=str(tmp_path)) == [["StepBreakdown.csv", "StepBreakdown.json", *FILES]] * 2
+
+
+def test_without_traced_steps_there_is_no_trace(tmp_path, capsys):
+    (tmp_path / "trace.json.gz").write_text("of another run")
+    trainer_for(callbacks=[ProfileReport(str(tmp_path), trace_steps=0)]).fit(Net().double(), loader())
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES[:2]
+    assert "trace" not in read(tmp_path)
+    assert "trace:" not in capsys.readouterr().out
+    assert "perfetto" not in (tmp_path / "report.html").read_text()
+
+
+def test_the_number_of_traced_steps_must_not_be_negative():
+    with pytest.raises(ValueError, match="trace_steps >= 0"):
+        ProfileReport(trace_steps=-1)

@@ -1,0 +1,120 @@
+"""Communication as it is recorded, and left out in a dry run."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_parallel import comm
+from lightning_parallel.tracing import Recorder, activate, span
+from tests.harness import distributed, recorded_communication
+
+
+def _late(rank, seconds):
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
+
+
+@distributed(world_size=2)
+def test_a_recorder_sees_what_was_exposed_and_what_was_hidden(group):
+    large = torch.ones(1 << 20)  # beyond what two ranks exchange directly, so that its completion is reported
+    recorder = Recorder()
+    comm.barrier(group)
+    recorder.close_step()
+    with activate(recorder):
+        _late(1, 0.08)
+        pending = comm.all_reduce_(large, group, async_op=True)
+        with span("compute", phase="forward"):
+            _late(0, 0.05)
+        pending.wait()
+        (window,) = recorder.close_step()
+    found = next(entry for entry in window.spans if entry.category == "communication")
+    assert (found.op, found.axis, found.bytes, found.dtype, found.ranks, found.sequence) == (
+        "all_reduce",
+        "world",
+        4 << 20,
+        "float32",
+        (0, 1),
+        0,
+    )
+    assert sum(window.phases.values()) == window.wall_ns
+    exposed = window.phases["communication_exposed"]
+    assert exposed == found.blocked_ns
+    computed = next(entry for entry in window.spans if entry.name == "compute")
+    late = comm.all_gather_object(found.start_ns, group)[1]  # the clock is that of the machine
+    assert max(0, late - computed.end_ns) <= exposed <= window.wall_ns - (computed.end_ns - computed.start_ns)
+    assert found.complete_ns >= late
+
+
+@distributed(world_size=2)
+def test_a_recorder_sees_messages_and_objects(group):
+    recorder = Recorder()
+    with activate(recorder):
+        comm.broadcast_object("x", group)
+        if group.rank == 0:
+            time.sleep(0.03)
+            comm.isend(torch.ones(4), group, 1).wait()
+        else:
+            comm.irecv(torch.ones(4), group, 0).wait()
+        (window,) = recorder.close_step()
+    broadcast, message = window.spans
+    assert (broadcast.op, broadcast.bytes) == ("broadcast_object", None)
+    assert (message.op, message.bytes, message.peer) == (("send", "recv")[group.rank], 16, 1 - group.rank)
+    sent = comm.all_gather_object(message.start_ns, group)[0]  # the clock is that of the machine
+    assert group.rank == 0 or window.phases["pipeline_wait"] >= sent - message.start_ns
+    assert not recorder.in_flight
+
+
+@distributed(world_size=2)
+def test_waiting_again_records_nothing(group):
+    with recorded_communication() as calls:
+        pending = comm.all_reduce_(torch.ones(7), group, async_op=True)
+        assert pending.wait().eq(2).all()
+        assert pending.wait().eq(2).all()
+    (call,) = calls
+    assert (call.op, call.axis, call.bytes, call.ranks) == ("all_reduce", "world", 28, (0, 1))
+    assert 0 <= call.blocked_ns <= call.end_ns - call.start_ns
+
+
+@distributed(world_size=2)
+def test_a_dry_run_skips_the_communication_of_its_own_thread_only(group):
+    def reduce_elsewhere():
+        found.append(comm.all_reduce(torch.ones(3), group).tolist())
+
+    found = []
+    with recorded_communication() as calls:
+        with comm.dry_run():
+            with comm.dry_run():
+                pass
+            if group.rank == 0:  # nobody answers
+                assert comm.all_gather(torch.ones(2, 3), group).shape == (4, 3)
+            thread = threading.Thread(target=reduce_elsewhere)
+            thread.start()
+            thread.join()
+        assert comm.all_reduce(torch.ones(1), group).item() == 2
+    assert found == [[2.0] * 3]
+    assert [call.bytes for call in calls] == [12, 4]
+
+
+class _Reduced(torch.autograd.Function):
+    """Notes on which thread backward runs, as a layer's collective in backward would see it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _Reduced.threads.append(threading.get_ident())
+        return gradient
+
+
+@pytest.mark.gpu
+def test_backward_on_a_device_belongs_to_the_dry_run():
+    """Autograd would run it on a thread of the device, where the flag of the caller's thread is not seen."""
+    _Reduced.threads = []
+    with comm.dry_run():
+        _Reduced.apply(torch.ones(2, device="cuda", requires_grad=True)).sum().backward()
+    assert _Reduced.threads == [threading.get_ident()]

@@ -1,0 +1,384 @@
+"""Models as their authors wrote them: divided by an automatic plan, they compute what one process computes."""
+
+import re
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.layers import Column, Row
+from lightning_parallel.tensor.plan import apply_plan
+from lightning_parallel.tensor.sharding import reduce_partial_
+from tests.harness import distributed
+
+VOCABULARY = 101  # does not divide
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+HUGGING_FACE = {
+    "GPT2LMHeadModel": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 32,
+        "vocab_size": VOCABULARY,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "LlamaForCausalLM": GROUPED,
+    "BertForMaskedLM": {**SMALL, **NO_DROPOUT},
+    "OPTForCausalLM": {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+        "max_position_embeddings": 64,
+        "vocab_size": VOCABULARY,
+        "dropout": 0.0,
+    },
+    "ViTForImageClassification": {
+        **{key: value for key, value in SMALL.items() if key != "vocab_size"},
+        **NO_DROPOUT,
+        "image_size": 16,
+        "patch_size": 8,
+        "num_labels": 7,
+    },
+    "Qwen3ForCausalLM": {**GROUPED, "head_dim": 8},
+    "GemmaForCausalLM": {**SMALL, "num_key_value_heads": 1, "head_dim": 8},
+    "GPTNeoXForCausalLM": SMALL,
+    "T5ForConditionalGeneration": {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": VOCABULARY,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    },
+    "MixtralForCausalLM": {**GROUPED, "num_local_experts": 4},
+    "Phi3ForCausalLM": GROUPED,
+}
+SINGLE_PRECISION = {"MixtralForCausalLM"}  # its experts have no double precision
+EFFICIENT = {"GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "OPTForCausalLM", "GPTNeoXForCausalLM"}
+
+
+def _hugging_face(name):
+    kind = getattr(transformers, name)
+    torch.manual_seed(0)
+    config = {**HUGGING_FACE[name], **({} if "ViT" in name or "T5" in name else TOKENS)}
+    model = kind(kind.config_class(**config))
+    return model.to(torch.float32 if name in SINGLE_PRECISION else torch.float64)
+
+
+def _loss(model):
+    generator = torch.Generator().manual_seed(1)
+    if "ViT" in type(model).__name__:
+        images = torch.randn(2, 3, 16, 16, generator=generator, dtype=torch.float64)
+        return model(pixel_values=images, labels=torch.tensor([1, 3])).loss
+    tokens = torch.randint(3, VOCABULARY, (2, 7), generator=generator)
+    if hasattr(model, "config"):
+        return model(input_ids=tokens, labels=tokens).loss
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def _train(model, sharding=None, group=None, steps=2):
+    """Losses, and the gradients of the last step by name."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = _loss(model)
+        loss.backward()
+        if sharding is not None:
+            names = [name for name, _ in model.named_parameters() if name in sharding.partial]
+            reduce_partial_({name: model.get_parameter(name).grad for name in names}, sharding.shards, group)
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _compare(group, build, rtol=1e-5, sequence_parallel=False, plan="auto"):
+    """Divide one copy, train both, compare losses and every gradient by name; returns the plan and the copy."""
+    losses, gradients = _train(build())
+    model = build()
+    plan = make_plan(model, plan, group, sequence_parallel)
+    sharding = apply_plan(model, plan, group)
+    local_losses, local = _train(model, sharding, group)
+    torch.testing.assert_close(local_losses, losses, rtol=rtol, atol=rtol)
+    for name, expected in gradients.items():
+        if expected is None:
+            continue
+        scale = expected.abs().max().clamp(min=1e-3)
+        if name in sharding.shards:
+            expected = sharding.shards[name].split(expected, group.rank)
+        torch.testing.assert_close(local[name] / scale, expected / scale, rtol=rtol, atol=rtol, msg=name)
+    return plan, model
+
+
+def _paired(plan, pattern):
+    """Whether the layers that match are divided in pairs, without gathering."""
+    styles = [style for path, style in plan.styles.items() if re.search(pattern, path)]
+    assert styles
+    return all(
+        (isinstance(style, Column) and not style.gather_output) or (isinstance(style, Row) and not style.split_input)
+        for style in styles
+        if isinstance(style, (Column, Row))
+    )
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+@distributed(world_size=2)
+def test_hugging_face_models(group, name):
+    plan, model = _compare(group, lambda: _hugging_face(name))
+    if name in EFFICIENT:
+        assert _paired(plan, r"\.\d+\.")
+        held = sum(parameter.numel() for parameter in model.parameters())
+        full = sum(parameter.numel() for parameter in _hugging_face(name).parameters())
+        assert held < 0.6 * full
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "GemmaForCausalLM", "BertForMaskedLM"])
+@distributed(world_size=4)
+def test_hugging_face_models_on_four_ranks(group, name):
+    _compare(group, lambda: _hugging_face(name))
+
+
+class Language(nn.Module):
+    """Embedding, blocks, and a head that may be tied to the embedding."""
+
+    def __init__(self, blocks, width, tied=True):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class ChunkAttention(nn.Module):
+    """Heads of a size that is written into the code; the local number follows from the features."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.size = width // heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class SeparateAttention(nn.Module):
+    """Three projections; the gradient of the keys' bias is zero but for rounding."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.size = width // heads
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        layers = (self.query, self.key, self.value)
+        q, k, v = (layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for layer in layers)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class ViewAttention(nn.Module):
+    """Takes all sizes from its input, so that heads cannot be divided under it."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.n_head = heads
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (
+            part.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for part in self.c_attn(x).split(c, 2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class Block(nn.Module):
+    def __init__(self, attention, width):
+        super().__init__()
+        self.norm, self.attention, self.mlp_norm = nn.LayerNorm(width), attention, nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width + 3), nn.GELU(), nn.Linear(4 * width + 3, width))
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def _own(attention, width=30, heads=5, tied=True):
+    torch.manual_seed(0)
+    return Language([Block(attention(width, heads), width) for _ in range(2)], width, tied).double()
+
+
+SHARING = {
+    "in the same place": (
+        [("blocks.1.mlp.0", "blocks.0.mlp.0"), ("blocks.1.attention.out", "blocks.0.attention.out")],
+        2,
+    ),
+    "one gives, one takes": ([("blocks.1.attention.out", "blocks.0.attention.query")], 0),
+    "all of one block": ([("blocks.0.attention.key", "blocks.0.attention.query")], 2),
+}
+
+
+def _sharing(pairs):
+    model = _own(SeparateAttention, width=32, heads=4)
+    for mine, theirs in pairs:
+        model.get_submodule(mine).weight = model.get_submodule(theirs).weight
+    return model
+
+
+@pytest.mark.parametrize("name", SHARING)
+@distributed(world_size=2)
+def test_layers_that_share_a_weight(group, name):
+    pairs, divided = SHARING[name]
+    plan, _ = _compare(group, lambda: _sharing(pairs), rtol=1e-10)
+    outputs = [style for path, style in plan.styles.items() if path.endswith("attention.out")]
+    assert sum(isinstance(style, Row) and not style.split_input for style in outputs) == divided
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@distributed(world_size=2)
+def test_own_blocks_with_sizes_that_do_not_divide(group, tied):
+    plan, _ = _compare(group, lambda: _own(ChunkAttention, tied=tied), rtol=1e-10)
+    assert _paired(plan, r"blocks\.")
+
+
+@distributed(world_size=2)
+def test_separate_projections(group):
+    plan, _ = _compare(group, lambda: _own(SeparateAttention, width=32, heads=4), rtol=1e-10)
+    assert _paired(plan, r"blocks\.")
+
+
+@distributed(world_size=2)
+def test_code_that_forbids_dividing_heads_is_divided_layer_by_layer(group):
+    plan, _ = _compare(group, lambda: _own(ViewAttention), rtol=1e-10)
+    assert _paired(plan, r"mlp")
+    assert plan.styles["blocks.0.attention.c_attn"] == Column(gather_output=True)
+    assert "gathered" in plan.notes["blocks.0.attention.c_attn"]
+
+
+def _torch_encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 50, dropout=0.0, batch_first=True)
+    return Language([nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)], 32).double()
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@distributed(world_size=4)
+def test_torch_transformer_encoder(group, mode):
+    _compare(group, lambda: getattr(_torch_encoder(), mode)(), rtol=1e-10)
+
+
+@distributed(world_size=2)
+def test_sequence_parallel(group):
+    plan, model = _compare(group, lambda: _own(ChunkAttention), rtol=1e-10, sequence_parallel=True)
+    assert plan.sequence_regions == [("", "blocks.0", "blocks.1")]
+    lengths = []
+    model.blocks[0].mlp_norm.register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
+    _loss(model)
+    assert lengths == [4 - group.rank], "7 positions over 2 ranks"
+
+
+@distributed(world_size=2)
+def test_sequence_parallel_is_refused_where_blocks_read_lengths_from_the_stream(group):
+    with pytest.raises(ValueError, match="finds no stack of blocks"):
+        make_plan(_own(ViewAttention), "auto", group, sequence_parallel=True)
+
+
+class Functional(nn.Module):
+    """Reads the embedding's weight by itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.mlp = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
+
+    def forward(self, tokens):
+        return F.linear(self.mlp(self.embedding(tokens)), self.embedding.weight)
+
+
+@distributed(world_size=2)
+def test_a_weight_that_is_read_by_other_code_stays_whole(group):
+    plan, _ = _compare(group, lambda: Functional().double(), rtol=1e-10)
+    assert "embedding" not in plan.styles
+    assert "read outside" in plan.notes["embedding"]
+
+
+@distributed(world_size=2)
+def test_a_users_plan_learns_how_a_fused_layer_is_packed(group):
+    plan = {"*.qkv": "column", "*.out": "row", "*.mlp.0": "column", "*.mlp.2": "row", "embedding": "vocab"}
+    found, _ = _compare(group, lambda: _own(ChunkAttention), rtol=1e-10, plan=plan)
+    assert found.styles["blocks.0.attention.qkv"].parts is not None
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+@distributed(world_size=2)
+def test_a_users_plan_that_changes_the_result(group):
+    with pytest.raises(ValueError, match="`blocks.0.mlp` computes something else"):
+        make_plan(_own(ChunkAttention), {"*.mlp.0": "column", "*.mlp.2": "row_split"}, group)
+
+
+@distributed(world_size=2)
+def test_nothing_to_shard(group):
+    with pytest.raises(ValueError, match=r"nothing to shard.*found Conv2d"):
+        make_plan(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), "auto", group)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"blocks.*.attention.qvk": "column"}, r"`blocks.\*.attention.qvk` matches no module.*blocks.0.attention.qkv"),
+        ({"blocks.*.attention.qkv": "colum"}, r"unknown style 'colum' \(did you mean 'column'"),
+        ({"embedding": "column"}, "`embedding`: `Column` applies to"),
+    ],
+)
+@distributed(world_size=2)
+def test_wrong_plans_are_refused_as_a_whole(group, plan, message):
+    model = _own(ChunkAttention)
+    with pytest.raises(ValueError, match=message):
+        make_plan(model, {"blocks.*.mlp.0": "column", **plan}, group)
+
+
+@distributed(world_size=4)
+def test_more_ranks_than_heads(group):
+    config = {**HUGGING_FACE["LlamaForCausalLM"], "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    with pytest.raises(ValueError, match="2 heads .* cannot be divided over 4 ranks"):
+        make_plan(model, "auto", group)
+
+
+@distributed(world_size=2)
+def test_ranks_that_disagree_are_told(group):
+    model = nn.Sequential(nn.Linear(8, 8 + 2 * group.rank), nn.ReLU(), nn.Linear(8 + 2 * group.rank, 8))
+    with pytest.raises(ValueError, match=r"(?s)shapes of the model's parameters.*rank 0.*rank 1"):
+        apply_plan(model, make_plan(model, {"0": "column", "2": "row"}, group), group)

@@ -1,0 +1,350 @@
+"""The gradient reducer: the mean over replicas, whatever was used, frozen, shared or accumulated."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compression import Compressor, PowerSGD, RandomK, TopK
+from lightning_parallel.compression.compressor import Dense
+from lightning_parallel.data_parallel import GradientReducer
+from tests.harness import distributed, recorded_communication
+
+
+class Branches(nn.Module):
+    """Two branches, of which a call uses those it names, and a parameter shared by both ends."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.ones(0))
+
+    def forward(self, x, use=("first", "second")):
+        for name in use:
+            x = getattr(self, name)(x).tanh() * self.scale
+        return x.sum() + self.empty.sum()
+
+
+def _data(rank, steps=1):
+    return torch.randn(steps, 3, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def _mean_gradients(group, uses, steps=1):
+    """Gradients by name of the mean over the ranks' losses, in one process."""
+    module = Branches().double()
+    for rank in range(group.size):
+        for x in _data(rank, steps):
+            (module(x, uses[rank]) / group.size).backward()
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def _assert_equal(module, expected):
+    for name, parameter in module.named_parameters():
+        if expected[name] is None:
+            assert parameter.grad is None, name
+        else:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-12)
+
+
+def _compressed(compressor, beside=True):
+    return {"compression": compressor, "side_group": Group.of(dist.new_group()) if beside else None}
+
+
+BOTH = ("first", "second")
+
+
+@pytest.mark.parametrize("compression", ["none", "after", "beside"])
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize(
+    "uses",
+    [
+        [BOTH, BOTH],
+        [BOTH, ("second", "first")],
+        [("first",), BOTH],
+        [("first",), ("second",)],
+        [("first",), ("first",)],
+    ],
+    ids=["all", "other order", "unused on one", "disjoint", "unused on all"],
+)
+@distributed(world_size=2)
+def test_gradients_are_the_mean_over_replicas(group, uses, bucket_bytes, compression):
+    module = Branches().double()
+    options = _compressed(Dense(), beside=compression == "beside") if compression != "none" else {}
+    reducer = GradientReducer(dict(module.named_parameters()), group, bucket_bytes, **options)
+    for _ in range(2):
+        module.zero_grad()
+        module(_data(group.rank)[0], uses[group.rank]).backward()
+        reducer.reduce()
+        _assert_equal(module, _mean_gradients(group, uses))
+    reducer.remove()
+
+
+@distributed(world_size=2)
+def test_accumulation_communicates_only_at_the_end(group):
+    module = Branches().double()
+    reducer = GradientReducer(dict(module.named_parameters()), group)
+    batches = _data(group.rank, steps=3)
+    with recorded_communication() as records, reducer.no_sync():
+        for x in batches[:2]:
+            module(x).backward()
+            reducer.reduce()
+    assert not records
+    module(batches[2]).backward()
+    reducer.reduce()
+    _assert_equal(module, _mean_gradients(group, [BOTH, BOTH], steps=3))
+
+
+@distributed(world_size=2)
+def test_buckets_start_while_backward_runs(group):
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+    reducer = GradientReducer(dict(layers.named_parameters()), group, bucket_bytes=1)
+    started = []
+    layers[0].weight.register_hook(lambda _: started.append(sum(b.pending is not None for b in reducer._buckets)))
+    layers(_data(group.rank)[0]).sum().backward()
+    reducer.reduce()
+    assert started[0] >= 2, "the last layers' buckets wait for the first layer"
+
+
+@distributed(world_size=2)
+def test_a_layer_that_is_recomputed_and_used_twice(group):
+    x = _data(group.rank)[0].requires_grad_()
+    module = nn.Linear(4, 4).double()
+    reducer = GradientReducer(dict(module.named_parameters()), group, bucket_bytes=1)
+    y = checkpoint(module, checkpoint(module, x, use_reentrant=True), use_reentrant=True)
+    y.sum().backward()
+    module(x).sum().backward()
+    reducer.reduce()
+    expected = nn.Linear(4, 4).double()
+    expected.load_state_dict(module.state_dict())
+    for rank in range(2):
+        x = _data(rank)[0]
+        ((expected(expected(x)).sum() + expected(x).sum()) / 2).backward()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_freezing_and_unfreezing(group):
+    module = Branches().double()
+    module.first.requires_grad_(False)
+    reducer = GradientReducer(dict(module.named_parameters()), group)
+    for frozen in (True, False):
+        module.first.requires_grad_(not frozen)
+        module.zero_grad()
+        reducer.refresh()
+        module(_data(group.rank)[0]).backward()
+        reducer.reduce()
+        expected = _mean_gradients(group, [BOTH, BOTH])
+        if frozen:
+            expected |= {"first.weight": None, "first.bias": None}
+        _assert_equal(module, expected)
+
+
+@distributed(world_size=2)
+def test_partial_gradients_are_prepared_once_before_they_are_averaged(group):
+    module = Branches().double()
+    seen = []
+
+    def double(gradients):
+        seen.append(sorted(gradients))
+        for gradient in gradients.values():
+            gradient.mul_(2)
+
+    names = frozenset({"scale", "first.bias"})
+    for reduced in (group, Group.alone("data_parallel")):
+        module.zero_grad()
+        reducer = GradientReducer(dict(module.named_parameters()), reduced, prepare=double, prepare_names=names)
+        module(_data(group.rank)[0]).backward()
+        local = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+        reducer.reduce()
+        for name, parameter in module.named_parameters():
+            factor = 2 if name in names else 1
+            torch.testing.assert_close(
+                parameter.grad, factor * comm.all_reduce(local[name], reduced) / reduced.size, rtol=1e-10, atol=1e-12
+            )
+    assert seen == [["first.bias", "scale"]] * 2
+
+
+@distributed(world_size=2)
+def test_sparse_gradients_are_refused(group):
+    module = nn.Embedding(5, 3, sparse=True)
+    reducer = GradientReducer(dict(module.named_parameters()), group)
+    with reducer.no_sync():
+        module(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match="`weight` is sparse"):
+        reducer.reduce()
+
+
+@distributed(world_size=2)
+def test_dtypes_are_kept(group):
+    module = nn.ModuleDict({"low": nn.Linear(4, 4).bfloat16(), "single": nn.Linear(4, 4)})
+    reducer = GradientReducer(dict(module.named_parameters()), group)
+    for layer in module.values():
+        layer(torch.full((1, 4), group.rank + 1.0, dtype=layer.weight.dtype)).sum().backward()
+    reducer.reduce()
+    for parameter in module.parameters():
+        assert parameter.grad.dtype == parameter.dtype
+        assert parameter.grad.unique().tolist() == ([1.5] if parameter.dim() == 2 else [1.0])
+
+
+def test_one_process_installs_nothing():
+    module = Branches()
+    reducer = GradientReducer(dict(module.named_parameters()), Group.alone("data_parallel"))
+    assert not reducer._hooks
+    assert all(not parameter._post_accumulate_grad_hooks for parameter in module.parameters())
+
+
+class Layers(nn.Module):
+    """Layers of one shape, of which a call uses some, some of them twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, use=(0, 1, 2, 3)):
+        for index in use:
+            x = self.layers[index](x).tanh()
+        return x.sum()
+
+
+def _steps(group, compressor, beside, uses=None, steps=4, **options):
+    """Gradients of some steps of a fixed model, and the compressor's state at the end."""
+    module = Layers().double()
+    options |= _compressed(compressor, beside)
+    reducer = GradientReducer(dict(module.named_parameters()), group, bucket_bytes=1, **options)
+    found = []
+    for step in range(steps):
+        module.zero_grad()
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(step + 10 * group.rank), dtype=torch.float64)
+        use = (uses or {}).get(step, (0, 1, 2, 3))
+        module(x, use[group.rank] if isinstance(use, list) else use).backward()
+        reducer.reduce()
+        found.append({name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()})
+    reducer.remove()
+    return found, _state(compressor)
+
+
+def _state(compressor):
+    return {key: value for key, value in compressor.state_dict().items() if not isinstance(value, str)}
+
+
+def _compressor(kind) -> Compressor:
+    return {
+        "powersgd": lambda: PowerSGD(2, min_numel=1),
+        "alternating": lambda: PowerSGD(2, alternate=True, min_numel=1),
+        "topk": lambda: TopK(0.25, min_numel=1),
+        "randomk": lambda: RandomK(0.25, min_numel=1),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["powersgd", "alternating", "topk", "randomk"])
+@distributed(world_size=2)
+def test_compression_beside_backward_gives_what_it_gives_after(group, kind):
+    """Also where ranks use different layers, or one after the other has been sent."""
+    uses = {1: [(0, 1, 2, 3), (2, 3)], 2: (3, 2, 3)}
+    found, state = _steps(group, _compressor(kind), beside=True, uses=uses)
+    expected, expected_state = _steps(group, _compressor(kind), beside=False, uses=uses)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(state, expected_state, rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_compression_runs_while_backward_does(group):
+    module = Layers().double()
+    reducer = GradientReducer(
+        dict(module.named_parameters()), group, bucket_bytes=1, **_compressed(PowerSGD(2, min_numel=1))
+    )
+    for _ in range(2):
+        started = []
+        hook = module.layers[0].weight.register_hook(
+            lambda _, started=started: started.append(sum(bucket.launched for bucket in reducer._buckets))
+        )
+        module(torch.ones(1, 8, dtype=torch.float64)).backward()
+        reducer.reduce()
+        hook.remove()
+        assert started[0] >= 4, "the last layers' buckets wait for the first layer"
+    reducer.remove()
+
+
+@distributed(world_size=2)
+def test_a_gradient_that_changes_after_it_was_sent_is_sent_again(group):
+    """A second backward pass before `reduce`, on one rank only."""
+
+    def gradients(beside):
+        module = Layers().double()
+        compressor = PowerSGD(2, min_numel=1)
+        reducer = GradientReducer(
+            dict(module.named_parameters()), group, bucket_bytes=1, **_compressed(compressor, beside)
+        )
+        x = torch.full((1, 8), group.rank + 1.0, dtype=torch.float64)
+        for _ in range(2):
+            module.zero_grad()
+            for _ in range(1 + group.rank):
+                module(x).backward()
+            reducer.reduce()
+        reducer.remove()
+        return {name: parameter.grad for name, parameter in module.named_parameters()}, _state(compressor)
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_compressed_steps_are_counted_once_and_unused_parameters_keep_their_residual(group):
+    compressor = TopK(0.25, min_numel=1)
+    module = Layers().double()
+    reducer = GradientReducer(dict(module.named_parameters()), group, bucket_bytes=1, **_compressed(compressor))
+    x = torch.full((1, 8), group.rank + 1.0, dtype=torch.float64)
+    with recorded_communication() as records, reducer.no_sync():
+        module(x).backward()
+        reducer.reduce()
+    assert not records
+    module(x).backward()
+    reducer.reduce()
+    before = compressor.state_dict()
+    module.zero_grad()
+    module(x, (0, 1)).backward()
+    reducer.reduce()
+    reducer.remove()
+    after = compressor.state_dict()
+    assert (before["step"], after["step"]) == (1, 2)
+    same = {name: torch.equal(before["residual"][name], value) for name, value in after["residual"].items()}
+    assert same == {f"layers.{index}.weight": index > 1 for index in range(4)}
+    assert module.layers[2].weight.grad is None
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@distributed(world_size=4)
+def test_an_overflow_anywhere_in_a_replica_makes_all_its_compressors_forget_the_step(group, beside):
+    """Ranks 0 and 1 hold one half of the model, 2 and 3 the other."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    side = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    half, replica = divmod(group.rank, 2)
+    compressor = PowerSGD(2, min_numel=1)
+    module = Layers().double()
+    reducer = GradientReducer(
+        dict(module.named_parameters()),
+        Group.of(pairs[half]),
+        bucket_bytes=1,
+        compression=compressor,
+        side_group=Group.of(side[half]) if beside else None,
+        replica_group=Group.of(across[replica]),
+    )
+    states = []
+    for step in range(3):
+        module.zero_grad()
+        x = torch.full((1, 8), group.rank + step + 1.0, dtype=torch.float64)
+        factor = torch.inf if step == 1 and group.rank == 3 else 1.0
+        (module(x) * factor).backward()
+        reducer.reduce()
+        states.append(_state(compressor))
+    reducer.remove()
+    assert [state["step"] for state in states] == [1, 1, 2]
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+    assert all(parameter.grad.isfinite().all() for parameter in module.parameters())

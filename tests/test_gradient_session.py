@@ -1,0 +1,133 @@
+"""The session through which all gradients go: buckets, steps, verdicts, errors, and where it runs."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_parallel.comm import (
+    GradientSession,
+    Group,
+    InlineExecutor,
+    ThreadExecutor,
+    fill_buckets,
+    overlapping_executor,
+)
+from lightning_parallel.compression import TopK
+from tests.harness import distributed
+
+ALONE = Group.alone("data_parallel")
+CPU = torch.device("cpu")
+
+
+def _gradient(value=1.0):
+    return {"w": torch.full((8, 8), value)}
+
+
+@pytest.fixture(params=["inline", "thread"])
+def executor(request):
+    made = InlineExecutor() if request.param == "inline" else ThreadExecutor(CPU)
+    yield made
+    made.close()
+
+
+def test_calls_run_in_order_and_give_their_results(executor):
+    order = []
+    results = [executor.submit(lambda index=index: order.append(index) or index) for index in range(20)]
+    assert [result() for result in results] == list(range(20)) == order
+
+
+def test_a_thread_keeps_the_first_error_until_it_is_waited_for():
+    executor = overlapping_executor(CPU)
+    assert executor.submit(threading.get_ident)() != threading.get_ident()
+    first = executor.submit(lambda: 1 / 0)
+    executor.submit(lambda: {}["second"])
+    with pytest.raises(ZeroDivisionError):
+        executor.wait()
+    executor.wait()
+    with pytest.raises(ZeroDivisionError):
+        first()
+    executor.close()
+
+
+def test_all_buckets_until_finish_are_one_step(executor):
+    compressor = TopK(0.1, min_numel=1)
+    session = GradientSession(compressor, ALONE, executor)
+    for _ in range(2):
+        for name in ("a", "b"):
+            session.add({name: torch.ones(8, 8)})
+        assert session.finish()
+    assert compressor.step == 2
+    assert session.finish(), "nothing was added: the last verdict stands"
+    assert compressor.step == 2
+
+
+def test_a_gradient_that_comes_again_begins_the_next_step(executor):
+    compressor = TopK(0.1, min_numel=1)
+    session = GradientSession(compressor, ALONE, executor)
+    session.add(_gradient(torch.inf))
+    session.add(_gradient())
+    assert not session.finish(), "the first of the two steps was dropped"
+    assert compressor.step == 1
+    session.add(_gradient())
+    assert session.finish()
+
+
+def test_copies_leave_the_gradients_alone(executor):
+    session = GradientSession(TopK(0.1, min_numel=1), ALONE, executor)
+    gradients = _gradient()
+    means = session.add(gradients, copy=True)
+    session.wait()
+    assert torch.equal(gradients["w"], torch.ones(8, 8))
+    assert torch.count_nonzero(means()["w"]) == 6
+    assert session.finish()
+
+
+def test_a_step_that_is_discarded_or_fails_leaves_no_trace(executor):
+    compressor = TopK(0.1, min_numel=1)
+    session = GradientSession(compressor, ALONE, executor)
+    session.add(_gradient())
+    session.wait()
+    session.discard()
+    assert compressor.state_dict()["step"] == 0
+    assert compressor.residual_norm == 0
+
+    def fail():
+        session.add({"w": torch.ones(3, dtype=torch.int64)})
+        session.finish()
+
+    with pytest.raises(TypeError, match="floating-point"):
+        fail()
+    session.add(_gradient())
+    assert session.finish()
+    assert compressor.step == 1
+
+
+def test_the_loss_scale_is_read_when_a_step_begins():
+    compressor, scales = TopK(0.1, min_numel=1), iter([2.0, 8.0])
+    session = GradientSession(compressor, ALONE, loss_scale=lambda: next(scales))
+    for expected in (2.0, 8.0):
+        session.add({"a": torch.ones(8, 8)})
+        session.add({"b": torch.ones(8, 8)})
+        assert session.finish()
+        assert compressor.scale == expected
+
+
+@distributed(world_size=2)
+def test_ranks_with_other_parts_of_the_model_agree_on_the_verdict(group):
+    compressor = TopK(0.1, min_numel=1)
+    session = GradientSession(compressor, ALONE, ThreadExecutor(CPU), verdict_group=Group.of(dist.new_group()))
+    for step, value in enumerate((1.0, torch.inf, 1.0)):
+        session.add(_gradient(value if group.rank == 0 else 1.0))
+        assert session.finish() == (step != 1)
+    assert compressor.step == 2
+    session.close()
+
+
+def test_buckets_are_filled_in_order_by_kind_and_the_first_is_small():
+    sizes = dict.fromkeys("abcdefg", 1 << 20)
+    assert fill_buckets(sizes, 2 << 20) == [["a"], ["b", "c"], ["d", "e"], ["f", "g"]]
+    by_kind = fill_buckets(sizes, 2 << 20, kind=lambda name: name in "bd")
+    assert by_kind == [["a"], ["b", "d"], ["c", "e"], ["f", "g"]]
+    assert fill_buckets({}, 1) == []
