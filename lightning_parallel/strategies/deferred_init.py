@@ -39,7 +39,7 @@ from lightning_parallel.strategies.deferred_tensor import (
     without_rest,
 )
 
-__all__ = ["THRESHOLD", "deferred_init", "is_deferred", "materialize", "materialize_module", "release"]
+__all__ = ["THRESHOLD", "deferred_init", "is_deferred", "materialize", "materialize_module", "release", "replace_data"]
 
 # Constructors read small tensors (`linspace(...).tolist()`), and the vectors of a layer weigh little next to its
 # matrices. 16 Ki elements are 64 KiB in float32; the record of a random operation takes 5 KiB, a generator's state.
@@ -54,7 +54,10 @@ def deferred_init(device: torch.device | str | None = None, threshold: int = THR
 
     Tensors that the code itself puts on the meta device (`torch.device("meta")`, `skip_init`) have no record and stay
     there. The context may be entered again for a model that is still deferred, such as to change its dtype. Outside of
-    it changes in place are still recorded, but whatever else is computed from deferred tensors is computed at once.
+    it changes in place are still recorded, but whatever else is computed from deferred tensors is computed at once,
+    and the data are kept until the tensor is written or replaced.
+
+    Tensors are deferred in this thread only. Subclasses of `nn.Parameter` get their data at once.
 
     Args:
         device: Where tensors are made for which the code gives no device, as by `with torch.device(device)`.
@@ -110,14 +113,14 @@ def release(module: nn.Module) -> None:
 
 
 class _AssignmentMode(TorchFunctionMode):
-    """Sees `tensor.data = value`, which never reaches the dispatcher, if only one of the two is deferred."""
+    """Handles `tensor.data = value`, which never reaches the dispatcher, if only one of the two is deferred."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func != _SET_DATA or is_deferred(args[0]) == is_deferred(args[1]):
             return func(*args, **(kwargs or {}))
         target, value = args
         if type(target) in (Tensor, nn.Parameter, DeferredTensor):
-            _replace(target, value.detach())
+            replace_data(target, value.detach())
         else:  # lazy parameters and the like give themselves another class afterwards
             target.data = materialize(value)
         return None
@@ -125,9 +128,9 @@ class _AssignmentMode(TorchFunctionMode):
 
 @contextmanager
 def _parameter_subclasses_made() -> Iterator[None]:
-    """Make the data at once that a class of its own, derived from `nn.Parameter`, is constructed from.
+    """Make the data at once that a subclass of `nn.Parameter` is constructed from.
 
-    Deferred tensors have the class `DeferredTensor`, and become `nn.Parameter` afterwards.
+    A deferred parameter has the class `DeferredTensor` and becomes an `nn.Parameter` later: the subclass would be lost.
     """
 
     def construct(cls: type, data: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -152,12 +155,12 @@ def _materialize_together(
     storage = group[0][0].untyped_storage()
     for tensor, names in group:
         if not names:
-            _replace(tensor, Layout.of(tensor).empty(META))
+            replace_data(tensor, Layout.of(tensor).empty(META))
     is_kept_whole = bool(needed)
     for (tensor, name), full in zip(needed, fulls):
         kept = without_rest(keep(name, full), full).to(device)
         is_kept_whole = is_kept_whole and kept.untyped_storage() is data
-        _replace(tensor, kept)
+        replace_data(tensor, kept)
     # A view of these tensors that only a function knows goes on as a view, or else must not give initial values.
     settle_history(storage, data if is_kept_whole else None)
 
@@ -173,7 +176,7 @@ _REGISTRIES = frozenset(vars(nn.Module()))
 
 
 def _tensors_of(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Return all tensors of a model, each once, with the names they are registered under, or an attribute's."""
+    """Return all tensors of a model, each once, with all its registered names, or with that of an attribute."""
     found = _registered_tensors("", module)
     seen: set[int] = set()
 
@@ -214,7 +217,7 @@ def _registered_tensors(prefix: str, root: nn.Module) -> dict[int, tuple[Tensor,
     return found
 
 
-def _replace(target: Tensor, value: Tensor) -> None:
+def replace_data(target: Tensor, value: Tensor) -> None:
     """Give `target` the data of `value` and the class that goes with it; it stays the same object everywhere."""
     is_parameter = isinstance(target, nn.Parameter)
     before = type(target)

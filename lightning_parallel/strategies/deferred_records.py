@@ -307,8 +307,8 @@ _free_places: dict[int, list[Tensor]] = {}
 def packed_state(state: Tensor) -> Tensor:
     """Copy a generator's state into memory that 256 of them share.
 
-    Each with memory of its own, they would lie between the temporaries of a build and leave holes in the heap that are
-    never quite large enough for the next: it would grow by the size of the model.
+    Allocated one by one between the temporaries of a build, they would leave holes in the heap that are never quite
+    large enough for the next temporary: it would grow by the size of the model.
     """
     places = _free_places.setdefault(state.numel(), [])
     if not places:

@@ -196,7 +196,7 @@ class _Invocation:
 
     def run(self) -> Any:
         """Record the operation, or execute it."""
-        if self.device == META or any(tensor.is_meta for tensor in self.others):
+        if self.device == META:
             return self._on_meta()
         if not self.deferred:
             return self.func(*self.args, **self.kwargs) if self.threshold is None else self._create()
@@ -212,7 +212,8 @@ class _Invocation:
         device = self.kwargs.get("device")
         if device is None:
             tensors = [*self.deferred, *self.others]
-            device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+            devices = [tensor.device for tensor in tensors if tensor.device.type != "cpu"]
+            device = META if META in devices else devices[0] if devices else "cpu"
         device = torch.device(device)
         if device.type not in ("cpu", "meta") and device.index is None:
             device = torch.device(device.type, torch.get_device_module(device).current_device())
@@ -252,7 +253,7 @@ class _Invocation:
         """Whether a record may take the place of the outputs, which all have to be large and new."""
         if self.threshold is None or self.written or self.func.namespace != "aten" or not outputs:
             return False
-        if any(map(self._is_large, self.others)):
+        if any(self._is_large(tensor) and not tensor.is_meta for tensor in self.others):
             return False  # data that the user brought: the record would hold another copy of them
         return all(
             type(output) is Tensor

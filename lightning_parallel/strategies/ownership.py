@@ -17,45 +17,40 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat.initialization import materialize, set_data
-from lightning_parallel.compat.torch import buffers_of, parameters_of
-from lightning_parallel.pipeline.fake_forward import parameter_lists
+from lightning_parallel.compat.torch import buffers_of
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.strategies.deferred_init import is_deferred
+from lightning_parallel.strategies.deferred_init import is_deferred, replace_data
 from lightning_parallel.strategies.deferred_init import materialize as make
 from lightning_parallel.tensor.plan import Sharding, materialize_shards
 
 __all__ = ["HeldBack", "hold_back", "materialize_owned"]
 
 HeldBack = dict[int, tuple[nn.Parameter, Tensor]]
-"""By `id` of a parameter on the meta device: it, and the deferred tensor that it stands for."""
+"""By `id` of a parameter that is on the meta device now: it, and the deferred tensor that it was."""
 
 
 def hold_back(module: nn.Module, device: torch.device) -> HeldBack:
-    """Put parameters on the meta device in the places of deferred ones; tied ones stay tied.
+    """Move deferred parameters to the meta device, as which they are planned and divided; they stay the same objects.
 
     Deferred buffers are made at once: the analysis of a pipeline computes masks and positions with them.
 
     Returns:
         What `materialize_owned` needs.
     """
-    found: dict[int, nn.Parameter] = {}
     held: HeldBack = {}
     for child in module.modules():
-        parameters = parameters_of(child)
-        for name, value in parameters.items():
-            if value is None or not is_deferred(value):
-                continue
-            if id(value) not in found:
-                stand_in = nn.Parameter(torch.empty_like(value, device="meta"), value.requires_grad)
-                found[id(value)] = stand_in
-                held[id(stand_in)] = (stand_in, value)
-            parameters[name] = found[id(value)]
+        for parameter in child.parameters(recurse=False):
+            if is_deferred(parameter):
+                deferred = parameter.detach()
+                meta = torch.empty_strided(
+                    parameter.shape, parameter.stride(), dtype=parameter.dtype, device=torch.device("meta")
+                )
+                replace_data(parameter, meta)
+                held[id(parameter)] = (parameter, deferred)
         buffers = buffers_of(child)
         for name, buffer in buffers.items():
             if buffer is not None and is_deferred(buffer):
                 buffers[name] = make(buffer).to(device)
-    for child in module.modules():
-        child.__dict__.update(parameter_lists(child, dict(found)))
     return held
 
 
