@@ -43,10 +43,10 @@ from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, processes
 from lightning_parallel.strategies.deferred_init import deferred_init
 from lightning_parallel.strategies.mesh_compression import MeshCompression
-from lightning_parallel.strategies.mesh_processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.ownership import hold_back, materialize_owned
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
 from lightning_parallel.strategies.precision import ReplicaNorm, span_replica
+from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.setup import (
     PipelineOptions,
     TensorOptions,
