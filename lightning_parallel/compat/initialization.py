@@ -20,9 +20,32 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.compat.torch import buffers_of, parameters_of
-from lightning_parallel.compat.transformers import weight_initializer_of
 
-__all__ = ["initializer_of", "materialize", "set_data"]
+__all__ = [
+    "initializer_of",
+    "materialize",
+    "set_data",
+    "tensor_parallel_plan_of",
+    "weight_initializer_of",
+]
+
+
+def tensor_parallel_plan_of(model: nn.Module) -> dict[str, str]:
+    """Return the tensor-parallel plan that a model carries, module pattern to style name; empty if it has none.
+
+    The public `supports_tp_plan` only says whether there is one.
+    """
+    plan = getattr(model, "_tp_plan", None)
+    return dict(plan) if isinstance(plan, dict) else {}
+
+
+def weight_initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
+    """Return the function by which a model initialises each module inside it; None if it has none.
+
+    The public `init_weights` initialises a whole model at once, which would then have to be in memory as a whole.
+    """
+    initialize = getattr(model, "_init_weights", None)
+    return initialize if callable(initialize) else None
 
 
 def initializer_of(root: nn.Module, path: str) -> Callable[[], object] | None:

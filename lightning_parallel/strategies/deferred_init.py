@@ -28,8 +28,14 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.torch import mark_as_parameter, move_tensor_hooks, swap_tensor_impl
-from lightning_parallel.strategies.deferred_records import META, Layout, history_of, settle_history
-from lightning_parallel.strategies.deferred_replay import memory_reused, values_of
+from lightning_parallel.strategies.deferred_records import (
+    META,
+    Layout,
+    history_of,
+    memory_reused,
+    settle_history,
+    values_of,
+)
 from lightning_parallel.strategies.deferred_tensor import (
     BuildMode,
     DeferredTensor,

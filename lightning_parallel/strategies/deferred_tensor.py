@@ -29,8 +29,10 @@ from lightning_parallel.strategies.deferred_records import (
     has_history,
     history_of,
     packed_state,
+    read_values,
+    scratch_tensor,
+    values_of,
 )
-from lightning_parallel.strategies.deferred_replay import read_values, scratch_tensor, values_of
 
 __all__ = ["BuildMode", "DeferredTensor", "is_deferred", "making_data", "materialize", "without_rest"]
 

@@ -41,11 +41,11 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, processes
+from lightning_parallel.strategies.compressed import MeshCompression
 from lightning_parallel.strategies.deferred_init import deferred_init
-from lightning_parallel.strategies.mesh_compression import MeshCompression
+from lightning_parallel.strategies.optimization import ReplicaNorm, remove_placeholders, span_replica, whole_parameters
 from lightning_parallel.strategies.ownership import hold_back, materialize_owned
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
-from lightning_parallel.strategies.precision import ReplicaNorm, span_replica
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.setup import (
     PipelineOptions,
@@ -55,7 +55,6 @@ from lightning_parallel.strategies.setup import (
     shard_tensors,
     show_stages,
 )
-from lightning_parallel.strategies.stage_optimizers import remove_placeholders, whole_parameters
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 from lightning_parallel.tensor.verify import StepAudit

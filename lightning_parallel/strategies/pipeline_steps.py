@@ -42,8 +42,7 @@ from lightning_parallel.pipeline.microbatch import merge_outputs, num_samples
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.runtime import StepResult, loss_of
 from lightning_parallel.pipeline.stage import StageExit
-from lightning_parallel.strategies.checks import positional_arguments
-from lightning_parallel.strategies.first_batch import STEPS, first_batch
+from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
 from lightning_parallel.strategies.setup import PipelineOptions
 from lightning_parallel.tensor.verify import StepAudit
 

@@ -41,8 +41,7 @@ from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_sche
 from lightning_parallel.pipeline.search import Balance, Choice, Workload, choose_schedule
 from lightning_parallel.pipeline.simulate import simulate
 from lightning_parallel.strategies import processes
-from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument
-from lightning_parallel.strategies.first_batch import warn_unless_mean
+from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, warn_unless_mean
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, sharding_table
 from lightning_parallel.tracing.text import bytes_text, show
