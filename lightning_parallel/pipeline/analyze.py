@@ -371,7 +371,7 @@ class _StageDryRun(StageForward):
             with sites.handled_by(self):
                 result = step(microbatch)
         except StageExit as exit_:
-            self.lost = {place: leaf.provenance for place, leaf in enumerate(exit_.leaves) if missing(leaf)}
+            self.lost = {place: leaf.provenance for place, leaf in enumerate(exit_.end.leaves) if missing(leaf)}
         except MissingLossError:
             raise
         except Exception as error:

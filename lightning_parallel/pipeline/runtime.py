@@ -37,6 +37,7 @@ from lightning_parallel.pipeline.stage import (
     CutError,
     NextStageDryRun,
     PipelineStages,
+    StageEnd,
     StageExit,
     StageForward,
     StageInputs,
@@ -165,7 +166,9 @@ class ScheduleRun:
             try:
                 result = self.step(self.microbatches[microbatch])
             except StageExit as exit_:
-                end = exit_
+                # Not the exception itself: with its traceback it would make a circle through this frame, and keep
+                # activations, and what the frames of callers hold, until the garbage collector comes.
+                end = exit_.end
             else:
                 self._require_end(stage, handler, is_last)
         if is_last:
@@ -240,7 +243,7 @@ class ScheduleRun:
             self.losses[microbatch] = state.loss.detach()
         self.outputs[microbatch] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), result)
 
-    def _send(self, stage: int, microbatch: int, state: _MicrobatchState, end: StageExit) -> None:
+    def _send(self, stage: int, microbatch: int, state: _MicrobatchState, end: StageEnd) -> None:
         positions = self._inputs_of_next(stage, microbatch, end).positions
         tensors = [end.leaves[position] for position in positions]
         for tensor in tensors:
@@ -256,7 +259,7 @@ class ScheduleRun:
         message = Message(layout, tuple(tensor.detach() for tensor in tensors))
         self.messages.send_activations(stage, microbatch, message)
 
-    def _inputs_of_next(self, stage: int, microbatch: int, end: StageExit) -> StageInputs:
+    def _inputs_of_next(self, stage: int, microbatch: int, end: StageEnd) -> StageInputs:
         """Find what the next stage lacks by a dry run of its forward, once per structure of arguments."""
         known = self.stage_inputs.setdefault(stage + 1, [])
         for inputs in known:
@@ -267,7 +270,7 @@ class ScheduleRun:
             try:
                 self.step(self.microbatches[microbatch])
             except StageExit as exit_:
-                inputs = StageInputs.at(exit_)
+                inputs = StageInputs.at(exit_.end)
         if not inputs.fits(end.index, end.leaves, end.tree):
             raise RuntimeError(
                 f"`{self.model.plan.layers[end.index]}` is called with other arguments on stage {stage + 1} than on "

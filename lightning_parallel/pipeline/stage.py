@@ -35,6 +35,7 @@ __all__ = [
     "InterceptedModel",
     "NextStageDryRun",
     "PipelineStages",
+    "StageEnd",
     "StageExit",
     "StageForward",
     "StageInputs",
@@ -53,20 +54,28 @@ class CutError(PlaceholderError):
     """The model cannot be cut, or not here: a connection skips over the cut, or a layer runs twice."""
 
 
-class StageExit(BaseException):
-    """Ends a step at the first layer of a later stage.
-
-    Not an `Exception`, so that no handler in the model stops it.
+@dataclass(frozen=True)
+class StageEnd:
+    """Where a stage ends: the call of the first layer of a later one.
 
     Attributes:
         index: The layer.
         leaves, tree: Its arguments, flattened.
     """
 
-    def __init__(self, index: int, leaves: list[Any], tree: pytree.TreeSpec) -> None:
-        self.index = index
-        self.leaves = leaves
-        self.tree = tree
+    index: int
+    leaves: list[Any]
+    tree: pytree.TreeSpec
+
+
+class StageExit(BaseException):
+    """Ends a step at the first layer of a later stage.
+
+    Not an `Exception`, so that no handler in the model stops it.
+    """
+
+    def __init__(self, end: StageEnd) -> None:
+        self.end = end
 
 
 Receive = Callable[[int, list[Any], list[int]], list[Tensor]]
@@ -117,7 +126,7 @@ class StageForward:
             arguments = reveal(call.args), reveal(call.kwargs)
         if stage > self.stage:
             leaves, tree = pytree.tree_flatten(arguments)
-            raise StageExit(index, leaves, tree)
+            raise StageExit(StageEnd(index, leaves, tree))
         _require_data(call.site.name, arguments)
         return self._run(call.with_arguments(arguments))
 
@@ -176,9 +185,9 @@ class StageInputs:
     positions: tuple[int, ...]
 
     @classmethod
-    def at(cls, exit_: StageExit) -> StageInputs:
+    def at(cls, end: StageEnd) -> StageInputs:
         """Read off where a dry run of the stage ended."""
-        return cls(exit_.index, exit_.tree, are_tensors(exit_.leaves), tuple(positions_to_receive(exit_.leaves)))
+        return cls(end.index, end.tree, are_tensors(end.leaves), tuple(positions_to_receive(end.leaves)))
 
     def fits(self, index: int, leaves: list[Any], tree: pytree.TreeSpec) -> bool:
         """Tell whether this was found for a call with arguments of this structure."""
@@ -193,7 +202,7 @@ class NextStageDryRun(StageForward):
 
     def _enter(self, index: int, call: Call) -> tuple[Any, Any]:
         leaves, tree = pytree.tree_flatten((call.args, call.kwargs))
-        raise StageExit(index, leaves, tree)
+        raise StageExit(StageEnd(index, leaves, tree))
 
     def _receive_nothing(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
         raise AssertionError("a dry run receives nothing")

@@ -223,7 +223,7 @@ class _StageStep:
         try:
             output = self.step(microbatch)
         except StageExit as exit_:
-            self._check(audit, exit_.leaves, "what this stage sends")
+            self._check(audit, exit_.end.leaves, "what this stage sends")
             raise
         loss = output.get("loss") if isinstance(output, Mapping) else output
         self._check(audit, [loss], "the loss")
