@@ -1,6 +1,8 @@
 """What a rank owns gets memory and the values of one process; the rest never does."""
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
@@ -134,3 +136,27 @@ def test_a_model_built_before_the_ranks_meet_is_that_of_the_first(group):
     if group.rank == 0:
         for name, value in weights.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class Remembering(Built):
+    """Sees whether gradients of the step before are still there when the next one begins."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.last = [weakref.ref(value.grad) for value in self.parameters() if value.grad is not None]
+
+    def training_step(self, ids, index):
+        if index:
+            assert self.last
+            assert not any(gradient() is not None for gradient in self.last), "held through the next step"
+        return super().training_step(ids, index)
+
+
+@distributed(world_size=2)
+def test_gradients_of_the_last_step_are_not_held_through_the_next(group):
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    strategy = HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, balance="uniform")
+    gc.disable()
+    try:
+        run(Remembering("plain"), strategy, 2)
+    finally:
+        gc.enable()
