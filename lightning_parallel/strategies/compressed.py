@@ -1,4 +1,4 @@
-"""Gradient compression under Lightning's `DDPStrategy`, and what all strategies with compression have in common."""
+"""Gradient compression under Lightning's `DDPStrategy`, and the base classes of all strategies with compression."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ __all__ = ["BUILD", "CompressedDDPStrategy", "SavesCompression", "SavesShardedCo
 
 
 class SavesCompression(Strategy):
-    """Keeps the state of `compression` in Lightning's checkpoints, beside that of the optimizers.
+    """Base class that saves the state of `compression` in Lightning's checkpoints, next to that of the optimizers.
 
-    It also names the ranks that are gone when a collective fails.
+    It also runs the heartbeat, by which the error of a failed collective can name the ranks that are gone.
     """
 
     compression: Reducer
@@ -53,6 +53,7 @@ class SavesCompression(Strategy):
         super().setup_environment()
         heartbeat.start()
         module = self.lightning_module
+        # For fitting only: to evaluate another module must not reset the compressor.
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
             bind_to_module(module, self.compression)
 
@@ -72,12 +73,14 @@ class SavesCompression(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
-        if "optimizer_states" in checkpoint:  # absent where only weights are saved
+        if "optimizer_states" in checkpoint:  # missing if only weights are saved
+            # Before the rank check in Lightning: all ranks have to gather, rank 0 writes.
             checkpoint[KEY] = self._gather_compression()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        # Lightning has no hook for a strategy's own state in a checkpoint: it is taken out where the file is read.
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -88,21 +91,21 @@ class SavesCompression(Strategy):
         return checkpoint
 
     def _gather_compression(self) -> dict[str, Any]:
-        """The state of all ranks, on the first; every rank must call it."""
+        """Gather the state of all ranks on the first; every rank must call it."""
         return self.compression.gather_state()
 
     def _load_compression(self, state: dict[str, Any]) -> None:
-        """Continue from `_gather_compression()`."""
+        """Load a state that `_gather_compression` returned."""
         self.compression.load_state_dict(state)
 
     def _skip_step(self, names: Optional[Collection[str]] = None) -> None:
-        """Leave no gradient of `names`, or none at all, behind: optimizers pass over parameters without one."""
+        """Drop the gradients of `names`, or all: optimizers skip parameters without a gradient."""
         assert self.lightning_module is not None
         drop_gradients(self.lightning_module, names)
 
 
 class SavesShardedCompression(SavesCompression):
-    """As above, where gradients are compressed for ranks that share parameters out."""
+    """Base class of the strategies that shard parameters: the compressor's state belongs to a session."""
 
     _state: ShardedSession | None = None
 
@@ -126,10 +129,10 @@ class SavesShardedCompression(SavesCompression):
 class CompressedDDPStrategy(SavesCompression, DDPStrategy):
     """Lightning's `DDPStrategy` with compressed gradients, on CPU too.
 
-    Gradients are compressed while backward still runs; on one rank too. A step in which a gradient is not finite on
-    some rank is skipped on all of them and leaves no trace; under `16-mixed` the gradient scaler does that, otherwise
-    the strategy. Parameters may be unfrozen on the way, as finetuning callbacks do: the module is then wrapped anew.
-    The compressor's memory is part of the checkpoint: training resumes bit for bit on as many ranks.
+    Gradients are compressed while backward is still running, also on a single rank. A step in which a gradient is not
+    finite on some rank is skipped on all of them and changes nothing; under `16-mixed` the gradient scaler skips it,
+    otherwise the strategy. Parameters may be unfrozen during training, as finetuning callbacks do: the module is then
+    wrapped again. The compressor's state is part of the checkpoint: training resumes bit for bit on as many ranks.
 
     Args:
         compression: Computes the mean of the gradients.
@@ -156,7 +159,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        # Lightning registers none on CPU.
+        # Overridden as a whole: Lightning's method does nothing on CPU.
         assert isinstance(self.model, DistributedDataParallel)
         self._hook_state = HookState(
             self.compression,
@@ -174,13 +177,15 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         self._wrap_unfrozen()
 
     def _wrap_unfrozen(self) -> None:
-        """Wrap the module anew if it has more to train than before: DDP reduces what it met when it wrapped it."""
-        module, wrapper = self.lightning_module, self.model
+        """Wrap the module again if more parameters are trained: DDP reduces those that it found when it wrapped it."""
+        module = self.lightning_module
+        wrapper = self.model
         assert module is not None
         if all(id(parameter) in self._wrapped for parameter in module.parameters() if parameter.requires_grad):
             return
         assert isinstance(wrapper, DistributedDataParallel)
         assert self._hook_state is not None
+        # The old wrapper's hooks would reduce every gradient a second time.
         self._hook_state.close()
         remove_ddp_hooks(wrapper)
         self.model = module
@@ -189,6 +194,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        # While batches accumulate, DDP reduces nothing, and a compressor counts optimizer steps.
         if self._hook_state is None or not self.model.require_backward_grad_sync:  # type: ignore[union-attr]
             return
         if not self._hook_state.finish() and getattr(self.precision_plugin, "scaler", None) is None:
@@ -214,9 +220,9 @@ BUILD: dict[str, Callable[[], Reducer]] = {
     "sign": Sign,
     "topk": TopK,
 }
-"""Compressors as they come, by the ending of a strategy's name."""
+"""Compressors with their default arguments, by the ending of a strategy's name."""
 
 
 def with_compressor(strategy: Callable[[Reducer], Strategy], build: Callable[[], Reducer]) -> Callable[[], Strategy]:
-    """Builds a strategy with a compressor of its own, as compressors remember."""
+    """Return a function that builds the strategy with a new compressor each time, since compressors have a state."""
     return lambda: strategy(build())
