@@ -165,6 +165,8 @@ def main() -> None:
     parser.add_argument("--parameters", type=float, default=1.1e9)
     parser.add_argument("--built-in", choices=("configure_model", "init"), default="configure_model")
     options = parser.parse_args()
+    # Blocks go back to the system as soon as they are freed: what is measured is what is held, not what malloc keeps.
+    os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536", MALLOC_ARENA_MAX="1")
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:

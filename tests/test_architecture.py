@@ -42,16 +42,6 @@ SMALL_MODULES = {}
 # that were not started by `threading`, such as autograd's.
 STANDARD_LIBRARY = {"_asdict", "_replace", "_fields", "_exit", "_getframe", "_current_frames", "_DummyThread"}
 
-# Files whose private names of dependencies are not in `compat` yet: they were rewritten when the rule was made.
-NOT_IN_COMPAT_YET = {
-    "pipeline/engine.py",
-    "pipeline/measure.py",
-    "pipeline/stage.py",
-    "strategies/mesh_strategy.py",
-    "strategies/pipeline_steps.py",
-    "strategies/setup.py",
-}
-
 
 @cache
 def parsed(root):
@@ -172,11 +162,8 @@ def private_names(root):
             declared |= _declared(tree)
     defined = set().union(*map(_defined, outside.values()))
     for path, tree in outside.items():
-        if str(path) not in NOT_IN_COMPAT_YET:
-            own = _defined(tree)
-            yield from (
-                f"{path}:{line} {what}" for line, what in _private_uses(root.name, tree, own, declared, defined)
-            )
+        own = _defined(tree)
+        yield from (f"{path}:{line} {what}" for line, what in _private_uses(root.name, tree, own, declared, defined))
 
 
 def _is_private(name):
@@ -238,7 +225,7 @@ def test_the_package_keeps_the_rule(rule):
 
 
 def test_the_list_of_exceptions_names_files():
-    listed = {*SMALL_MODULES, *NOT_IN_COMPAT_YET, *PURE}
+    listed = {*SMALL_MODULES, *PURE}
     assert {path for path in listed if not (PACKAGE / path).exists()} == set()
 
 

@@ -1,6 +1,7 @@
 """The contract with the dependencies: every private name that is used exists, with the expected signature."""
 
 import inspect
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -393,3 +394,70 @@ def test_samplers_and_hook_states_of_lightning():
     assert wrapped_sampler(DistributedSamplerWrapper(sampler, num_replicas=2, rank=0)) is sampler
     assert ddp_hook_state(DDPStrategy(ddp_comm_state="state")) == "state"
     assert ddp_hook_state(SingleDeviceStrategy()) is None
+
+
+# -- used by strategies.deferred_init -----
+
+
+class _ClaimsDevice(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert func is torch.ops.prim.device.default
+        return torch.device("cpu")
+
+
+def test_a_meta_tensor_can_claim_a_device_and_shares_its_storage():
+    plain = torch.empty(4, device="meta")
+    plain.untyped_storage().mark = "kept with the storage"
+    tensor = compat_torch.make_subclass(
+        _ClaimsDevice, plain, False, dispatch_device=True, device_for_backend_keys=torch.device("cpu")
+    )
+    assert type(tensor) is _ClaimsDevice
+    assert tensor.device.type == "cpu"
+    del plain
+    with compat_torch.DisableTorchFunctionSubclass():
+        assert tensor.untyped_storage().mark == "kept with the storage"
+
+
+def test_tensors_exchange_what_they_stand_for_despite_weak_references():
+    parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
+    reference = weakref.ref(parameter)
+    parameter.mark = True
+    compat_torch.swap_tensor_impl(parameter, other)
+    assert reference() is parameter
+    assert parameter.shape == (3,)
+    assert parameter.mark
+
+
+def test_data_access_can_be_forbidden():
+    tensor = torch.empty(2, device="meta")
+    compat_torch.forbid_data_access(tensor)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        tensor.data_ptr()
+
+
+def test_gradient_hooks_move():
+    source, target = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    seen = []
+    source.register_hook(lambda grad: grad * 3)
+    source.register_post_accumulate_grad_hook(seen.append)
+    compat_torch.move_tensor_hooks(source, target)
+    target.sum().backward()
+    assert target.grad.item() == 3
+    assert seen == [target]
+
+
+def test_the_schema_of_an_operator_says_what_it_writes():
+    schema = compat_torch.schema_of(torch.ops.aten.add_.Tensor)
+    assert [argument.name for argument in schema.arguments if argument.alias_info] == ["self"]
+    assert schema.arguments[0].alias_info.is_write
+    assert schema.arguments[2].kwarg_only
+    assert [str(returned.type) for returned in schema.returns] == ["Tensor"]
+
+
+def test_a_tensor_can_be_marked_as_a_parameter():
+    tensor = torch.ones(2).as_subclass(_ClaimsDevice)
+    compat_torch.mark_as_parameter(tensor, True)
+    assert isinstance(tensor, nn.Parameter)
+    compat_torch.mark_as_parameter(tensor, False)
+    assert not isinstance(tensor, nn.Parameter)

@@ -3,6 +3,15 @@
 session = GradientSession(reducer, executor)
 session.add({name: gradient})        # from our own hooks, DDP, FSDP or DeepSpeed, as gradients become ready
 session.finish()                     # whether the step counts: False if a gradient was not finite on some rank
+
+Executors run communication while the host or the device goes on with backward:
+
+    InlineExecutor    in the calling thread, at once
+    ThreadExecutor    on a second thread, which on CUDA has a second stream
+    StreamExecutor    in the calling thread, on a second CUDA stream
+
+All run calls in the order of submission, so ranks that submit the same calls in the same order issue their
+collectives in the same order. Calls that overlap with other communication need a group that nobody else uses.
 """
 
 from __future__ import annotations

@@ -20,9 +20,32 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.compat.torch import buffers_of, parameters_of
-from lightning_parallel.compat.transformers import weight_initializer_of
 
-__all__ = ["initializer_of", "materialize"]
+__all__ = [
+    "initializer_of",
+    "materialize",
+    "set_data",
+    "tensor_parallel_plan_of",
+    "weight_initializer_of",
+]
+
+
+def tensor_parallel_plan_of(model: nn.Module) -> dict[str, str]:
+    """Return the tensor-parallel plan that a model carries, module pattern to style name; empty if it has none.
+
+    The public `supports_tp_plan` only says whether there is one.
+    """
+    plan = getattr(model, "_tp_plan", None)
+    return dict(plan) if isinstance(plan, dict) else {}
+
+
+def weight_initializer_of(model: nn.Module) -> Callable[[nn.Module], None] | None:
+    """Return the function by which a model initialises each module inside it; None if it has none.
+
+    The public `init_weights` initialises a whole model at once, which would then have to be in memory as a whole.
+    """
+    initialize = getattr(model, "_init_weights", None)
+    return initialize if callable(initialize) else None
 
 
 def initializer_of(root: nn.Module, path: str) -> Callable[[], object] | None:
@@ -121,7 +144,7 @@ def _initialize(
         full = full_parameters.pop(name)
         local = keep(parameter, full.detach()) if full is not None and parameter.is_meta else None
         if local is not None:
-            _set_data(parameter, local)
+            set_data(parameter, local)
     for name, buffer in buffers.items():
         full_buffer = full_buffers.pop(name)
         local = keep(buffer, full_buffer) if full_buffer is not None else None
@@ -135,7 +158,7 @@ def _empty(tensor: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device=device)
 
 
-def _set_data(parameter: nn.Parameter, data: Tensor) -> None:
+def set_data(parameter: nn.Parameter, data: Tensor) -> None:
     """Move a parameter from the meta device: `parameter.data = data` is refused between kinds of devices."""
     moved = nn.Parameter(data, parameter.requires_grad)
     vars(moved).update(vars(parameter))  # `swap_tensors` exchanges the attributes too, such as a shard rule

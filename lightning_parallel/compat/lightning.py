@@ -20,7 +20,7 @@ from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as FunctionLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.trainer import call
@@ -43,6 +43,8 @@ __all__ = [
     "metric_state_of",
     "move_optimizers",
     "prepared_batch",
+    "reset_optimizers",
+    "synchronizes_layers",
     "restore_metric_state",
     "set_batch_value",
     "set_device_mesh",
@@ -103,6 +105,16 @@ def is_compiled(module: LightningModule) -> bool:
     return (
         getattr(module, "_compiler_ctx", None) is not None or getattr(module, "_compiled_call_impl", None) is not None
     )
+
+
+def reset_optimizers(strategy: Strategy) -> None:
+    """Forget the optimizers and schedulers of an earlier run: `setup_optimizers` adds to them under some plugins."""
+    strategy._reset_optimizers_and_schedulers()
+
+
+def synchronizes_layers(strategy: ParallelStrategy) -> bool:
+    """Tell whether `Trainer(sync_batchnorm=True)` was given; it reaches strategies as a private plugin only."""
+    return strategy._layer_sync is not None
 
 
 # -- strategies: DDP, FSDP ---------------------------------------------------------------------------------------------

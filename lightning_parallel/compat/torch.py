@@ -25,12 +25,20 @@ from torch._C import DisableTorchFunctionSubclass
 # -- used by tensor: imports -----
 # The id of the backward pass that is running, -1 outside of one: no public function tells two passes apart.
 from torch._C import _current_graph_task_id as current_graph_task_id
+
+# Lets C++ code that asks for the address of a tensor's data raise an error instead of reading address zero.
+from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
+
+# Exchanges what two tensor objects stand for. `torch.utils.swap_tensors` refuses tensors with weak references, which
+# recurrent layers keep of their weights, and exchanges attributes too.
+from torch._C import _swap_tensor_impl as swap_tensor_impl
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 
 # -- used by callbacks: imports -----
 # The one base of all batch and instance normalization: a list of their public classes would miss those of users.
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormalization
 from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
@@ -44,19 +52,17 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from lightning_parallel.compat import Patches
 
 __all__ = [
-    "TOTAL_NORM",
-    "clip_grad",
-    "non_persistent_buffers_of",
-    "norms_of",
-    "patch_unscale",
     "CPU_FLASH_ATTENTION",
     "DisableTorchFunctionSubclass",
     "FullyShardedGroup",
     "FullyShardedParameter",
+    "BatchNormalization",
     "NormalizationBase",
+    "TOTAL_NORM",
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",
     "buffers_of",
+    "clip_grad",
     "children_of",
     "current_graph_task_id",
     "ddp_comm_hooks",
@@ -64,6 +70,7 @@ __all__ = [
     "default_store",
     "device_of_scaler",
     "flight_recorder_entries",
+    "forbid_data_access",
     "forward_hooks_of",
     "fsdp1_comm_hook",
     "fsdp1_gradient_views",
@@ -76,14 +83,21 @@ __all__ = [
     "install_fsdp1_comm_hook",
     "intercepted_all_reduce",
     "is_backward_running",
+    "make_subclass",
+    "mark_as_parameter",
+    "move_tensor_hooks",
+    "non_persistent_buffers_of",
+    "norms_of",
     "make_wrapper_subclass",
     "overload_packet",
     "parameters_of",
+    "patch_unscale",
     "pytree",
     "remove_ddp_hooks",
     "schema_of",
     "sharded_flat_parameters",
     "storage_address",
+    "swap_tensor_impl",
     "unsafe_view",
     "version_of",
 ]
@@ -311,6 +325,21 @@ def is_backward_running() -> bool:
     return current_graph_task_id() != -1
 
 
+# -- used by strategies.deferred_init -----
+
+# Makes a tensor of another class, and lets the class answer for the device, in C++ as well: what fake tensors are made
+# with. The public `as_subclass` cannot claim a device.
+make_subclass = Tensor._make_subclass
+
+
+def move_tensor_hooks(source: Tensor, target: Tensor) -> None:
+    """Register on `target` the hooks for gradients that `source` has; they can be added in public, but not read."""
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook)
+    for hook in (source._post_accumulate_grad_hooks or {}).values():
+        target.register_post_accumulate_grad_hook(hook)
+
+
 # -- torch.amp, torch.optim --------------------------------------------------------------------------------------------
 
 # The function inside torch's `clip_grad_norm_` that takes the norm of a list of gradients: replacing it is the only
@@ -420,3 +449,10 @@ def _intercept_all_reduce(tensors: list[Tensor], process_group: Any, *arguments:
 
     _interceptors[-1](tensors, dist.ProcessGroup.unbox(process_group), call)
     return results[0]
+
+
+def mark_as_parameter(tensor: Tensor, is_parameter: bool) -> None:
+    """Let `isinstance(tensor, nn.Parameter)` hold for a tensor of another class: torch asks for this attribute."""
+    vars(tensor).pop("_is_param", None)
+    if is_parameter:
+        tensor._is_param = True

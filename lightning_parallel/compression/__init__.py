@@ -22,8 +22,6 @@ A step that is dropped leaves non-finite gradients on every rank and makes `redu
 """
 
 from lightning_parallel.compression.compressor import Compressor, Dense, StepValue
-from lightning_parallel.compression.ddp import HookState, compression_hook
-from lightning_parallel.compression.deepspeed_engine import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.compression.fsdp import (
     ShardedSession,
     compress_fsdp,
@@ -35,6 +33,12 @@ from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Cast, Quantize, Sign
 from lightning_parallel.compression.reducer import Reducer, ReductionStep, check_reducer
 from lightning_parallel.compression.sparsifiers import BlockTopK, RandomK, TopK
+from lightning_parallel.compression.whole_gradients import (
+    DeepSpeedSession,
+    HookState,
+    compress_deepspeed,
+    compression_hook,
+)
 
 __all__ = [
     "Auto",

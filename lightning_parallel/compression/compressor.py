@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Optional, Union
 import torch
 from torch import Tensor
 
-from lightning_parallel.compression.feedback import Feedback, FeedbackName, GradientBlock
-from lightning_parallel.compression.method import Method
+from lightning_parallel.compression.feedback import Feedback, FeedbackName, GradientBlock, Method
 from lightning_parallel.compression.reducer import Reducer
 from lightning_parallel.compression.wire import (
     AllReduceRequest,

@@ -20,7 +20,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compression.compressor import Compressor, Dense, check_fraction, check_integer
 from lightning_parallel.compression.compressor_state import Memory
-from lightning_parallel.compression.method import Method
+from lightning_parallel.compression.feedback import Method
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Quantize
 from lightning_parallel.compression.reducer import GroupLike, Reducer, ReductionStep

@@ -20,8 +20,15 @@ from torch import Tensor
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compression.compressor_state import Memory, gather_state, local_state, values_for
-from lightning_parallel.compression.feedback import CompressionError, GradientBlock, working_dtype
-from lightning_parallel.compression.method import Method, Outcome, ReducedBlock, estimate_method
+from lightning_parallel.compression.feedback import (
+    CompressionError,
+    GradientBlock,
+    Method,
+    Outcome,
+    ReducedBlock,
+    estimate_method,
+    working_dtype,
+)
 from lightning_parallel.compression.wire import SEPARATE_BYTES, Seconds, run
 
 __all__ = [

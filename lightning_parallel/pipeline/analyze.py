@@ -33,6 +33,7 @@ from lightning_parallel.pipeline.layer_stack import (
 from lightning_parallel.pipeline.measure import count_parameters, measure
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, TensorLayout, device_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, dry_run, missing, watch_parameters
+from lightning_parallel.pipeline.runtime import MissingLossError
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.search import Balance, cut_layers
 from lightning_parallel.pipeline.simulate import Cost, Link
@@ -268,6 +269,8 @@ def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any,
     with named_placeholders(module, device), watch_parameters(tracer.note), sites.handled_by(tracer):
         try:
             step(microbatch)
+        except MissingLossError:
+            raise
         except Exception as error:
             # After the last layer a step may need data, for a metric say: all that matters has been seen by then.
             if isinstance(error, CutError) or tracer.position + 1 != len(stack.layers):
@@ -378,6 +381,8 @@ class _StageDryRun(StageForward):
                 result = step(microbatch)
         except StageExit as exit_:
             self.lost = {place: leaf.provenance for place, leaf in enumerate(exit_.leaves) if missing(leaf)}
+        except MissingLossError:
+            raise
         except Exception as error:
             # Once it has data, the step may branch on them, which a dry run cannot follow.
             if not self.entered or isinstance(error, CutError) or getattr(error, "lost", False):

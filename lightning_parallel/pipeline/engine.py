@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import BatchNormalization
 from lightning_parallel.pipeline.actions import Schedule, forward_only
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
@@ -190,7 +190,7 @@ class PipelineEngine:
         return known[num_microbatches]
 
     def _warn_of_batch_norm(self) -> None:
-        if self.schedule.num_microbatches > 1 and any(isinstance(m, _BatchNorm) for m in self.module.modules()):
+        if self.schedule.num_microbatches > 1 and any(isinstance(m, BatchNormalization) for m in self.module.modules()):
             warnings.warn(
                 "the model has batch normalisation, which sees one microbatch at a time in a pipeline: its statistics, "
                 "and so the gradients, differ from those of the whole batch. Use group or layer normalisation for "

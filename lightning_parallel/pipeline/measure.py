@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import buffers_of, parameters_of, pytree
 from lightning_parallel.pipeline.fake_forward import has_listeners, parameter_lists, replaced
 from lightning_parallel.pipeline.interception import Call
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
@@ -176,7 +176,7 @@ class TruncatedModel:
         else:
             with self.loaded(call.module):
                 output = self._outputs[key] = self.run_layer(key, call)
-        output = tree_map_only(Tensor, cut_off, output)
+        output = pytree.tree_map_only(Tensor, cut_off, output)
         if call.site.layer_index == len(self.stack.layers) - 1:
             self._load_end(1)
             self.enter_epilogue()
@@ -200,7 +200,7 @@ class TruncatedModel:
         self._loaded.enter_context(replaced(self._module, data))
 
     def _is_read(self, child: nn.Module, end: int) -> bool:
-        return any(self._names.get(id(value)) in self._ends[end] for value in child._parameters.values())
+        return any(self._names.get(id(value)) in self._ends[end] for value in parameters_of(child).values())
 
     def _data(self, module: nn.Module, names: set[str] | None) -> dict[str, Any]:
         """Return the own tensors of `module`, without its children's, on the device.
@@ -210,13 +210,13 @@ class TruncatedModel:
         """
         loaded: dict[str, Any] = {}
         by_original: dict[int, Any] = {}
-        for key, value in module._parameters.items():
+        for key, value in parameters_of(module).items():
             if value is None or key in vars(module):
                 continue
             name = self._names[id(value)]
             if names is None or name in names:
                 loaded[key] = by_original[id(value)] = self._parameter(name, value)
-        for key, buffer in module._buffers.items():
+        for key, buffer in buffers_of(module).items():
             if buffer is not None and key not in vars(module):
                 loaded[key] = _copied(buffer, self.device)
         return {**loaded, **parameter_lists(module, by_original)}
@@ -265,7 +265,7 @@ def _copied(buffer: Tensor, device: torch.device) -> Tensor:
 
 
 def _shapes(value: Any) -> tuple[Any, ...]:
-    leaves = tree_leaves(value)
+    leaves = pytree.tree_leaves(value)
     return tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
@@ -310,7 +310,7 @@ class _Clock(TruncatedModel):
         forward_s = self._now() - self.begun_s
         arguments = (call.args, call.kwargs)
         self.prologues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(arguments), keep=True)))
-        return call.with_arguments(tree_map_only(Tensor, cut_off, arguments))
+        return call.with_arguments(pytree.tree_map_only(Tensor, cut_off, arguments))
 
     def enter_epilogue(self) -> None:
         """Start the clock of the epilogue."""
@@ -324,7 +324,7 @@ class _Clock(TruncatedModel):
     def run_layer(self, key: Any, call: Call) -> Any:
         """Note the first call of each kind with its arguments, before the layer may change them."""
         if key not in self.noted:
-            arguments = tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
+            arguments = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
             self.noted[key] = _NotedCall(call.with_arguments(arguments), autocast_dtype(self.device))
         return super().run_layer(key, call)
 
@@ -349,7 +349,7 @@ class _Clock(TruncatedModel):
     def _run(self, noted: _NotedCall, later: WeightGradients | None = None) -> Cost:
         """Time forward and backward, noted as an I, without what can be left for `later`."""
         call = noted.call
-        args, kwargs = tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
+        args, kwargs = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -360,12 +360,12 @@ class _Clock(TruncatedModel):
         with autocast, saved_tensors_hooks(note, lambda tensor: tensor):
             forward_s, result = self._timed(lambda: call.function(*args, **kwargs))
         for child in call.module.modules():
-            for key in child._parameters:
+            for key in parameters_of(child):
                 # What stands for a parameter is saved without a copy; it is counted as resident.
                 value = vars(child).get(key)
                 if isinstance(value, Tensor) and type(value) is not PlaceholderTensor:
                     saved.pop(value.untyped_storage().data_ptr(), None)
-        sent = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        sent = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         with nullcontext() if later is None else deferring(later):
             backward_s = self._backward_s(_differentiable(result))
         return Cost(forward_s, backward_s, 0.0, sum(saved.values()), _bytes(sent))
@@ -393,7 +393,7 @@ def _seconds(cost: Cost) -> float:
 
 
 def _differentiable(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def cut_off(tensor: Tensor) -> Tensor:

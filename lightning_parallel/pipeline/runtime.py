@@ -43,7 +43,7 @@ from lightning_parallel.pipeline.stage import (
 )
 from lightning_parallel.pipeline.zero_bubble import WeightGradients, deferring
 
-__all__ = ["ScheduleRun", "StepResult", "loss_of"]
+__all__ = ["MissingLossError", "ScheduleRun", "StepResult", "loss_of"]
 
 
 @dataclass
@@ -353,15 +353,19 @@ class _Received(torch.autograd.Function):
         return (None,) * (3 + len(gradients))
 
 
+class MissingLossError(ValueError):
+    """A training step returned no loss."""
+
+
 def loss_of(result: Any) -> Tensor:
     """Return the loss of a training step's result: the tensor itself, or the entry `loss`.
 
     Raises:
-        ValueError: If there is none.
+        MissingLossError: If there is none.
     """
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
-        raise ValueError(
+        raise MissingLossError(
             f"expected the step to return its loss, or a dict with the key `loss`, got {type(result).__name__}; "
             "a pipeline cannot skip a microbatch"
         )

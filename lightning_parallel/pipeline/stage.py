@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
+from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
 from lightning_parallel.pipeline.fake_forward import SavedForwards
 from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallHandler, CallSite, intercept
 from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
@@ -63,7 +63,7 @@ class StageExit(BaseException):
         leaves, tree: Its arguments, flattened.
     """
 
-    def __init__(self, index: int, leaves: list[Any], tree: TreeSpec) -> None:
+    def __init__(self, index: int, leaves: list[Any], tree: pytree.TreeSpec) -> None:
         self.index = index
         self.leaves = leaves
         self.tree = tree
@@ -116,7 +116,7 @@ class StageForward:
         else:
             arguments = reveal(call.args), reveal(call.kwargs)
         if stage > self.stage:
-            leaves, tree = tree_flatten(arguments)
+            leaves, tree = pytree.tree_flatten(arguments)
             raise StageExit(index, leaves, tree)
         _require_data(call.site.name, arguments)
         return self._run(call.with_arguments(arguments))
@@ -151,7 +151,7 @@ class StageForward:
 
     def _enter(self, index: int, call: Call) -> tuple[Any, Any]:
         self.on_entry()
-        leaves = tree_leaves((call.args, call.kwargs))
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
         positions = positions_to_receive(leaves)
         for position, value in zip(positions, self.receive(index, leaves, positions)):
             leaves[position].receive(value)
@@ -171,7 +171,7 @@ class StageInputs:
     """
 
     index: int
-    tree: TreeSpec
+    tree: pytree.TreeSpec
     kinds: tuple[bool, ...]
     positions: tuple[int, ...]
 
@@ -180,7 +180,7 @@ class StageInputs:
         """Read off where a dry run of the stage ended."""
         return cls(exit_.index, exit_.tree, are_tensors(exit_.leaves), tuple(positions_to_receive(exit_.leaves)))
 
-    def fits(self, index: int, leaves: list[Any], tree: TreeSpec) -> bool:
+    def fits(self, index: int, leaves: list[Any], tree: pytree.TreeSpec) -> bool:
         """Tell whether this was found for a call with arguments of this structure."""
         return self.index == index and self.kinds == are_tensors(leaves) and self.tree == tree
 
@@ -192,7 +192,7 @@ class NextStageDryRun(StageForward):
         super().__init__(stage, stage_of, stubs, self._receive_nothing)
 
     def _enter(self, index: int, call: Call) -> tuple[Any, Any]:
-        leaves, tree = tree_flatten((call.args, call.kwargs))
+        leaves, tree = pytree.tree_flatten((call.args, call.kwargs))
         raise StageExit(index, leaves, tree)
 
     def _receive_nothing(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
@@ -388,9 +388,10 @@ class PipelineStages:
     def _free_buffers(self, module: nn.Module, name: str, keep_constants: bool) -> None:
         """Free buffers, or only those that a checkpoint holds: the others are constants that any stage may read."""
         for path, child in module.named_modules(prefix=name):
-            for key, value in list(child._buffers.items()):
-                if value is not None and not (keep_constants and key in child._non_persistent_buffers_set):
-                    del child._buffers[key]
+            buffers = buffers_of(child)
+            for key, value in list(buffers.items()):
+                if value is not None and not (keep_constants and key in non_persistent_buffers_of(child)):
+                    del buffers[key]
                     provenance = f"the buffer `{path}.{key}`"
                     child.__dict__[key] = PlaceholderTensor.like(value, provenance, self.device)
 
@@ -402,7 +403,7 @@ class PipelineStages:
         for child in self.module.modules():
             if id(child) in inside:
                 continue
-            for name, parameter in child._parameters.items():
+            for name, parameter in parameters_of(child).items():
                 if parameter is not None:
                     placeholder = PlaceholderTensor.like(parameter, f"the parameter `{name}`", self.device)
                     stand_ins.append((child, name, placeholder))

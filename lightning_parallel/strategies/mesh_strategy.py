@@ -32,26 +32,29 @@ from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
     PathLike,
     move_optimizers,
+    reset_optimizers,
+    synchronizes_layers,
 )
 from lightning_parallel.compression import check_reducer
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, processes
-from lightning_parallel.strategies.mesh_compression import MeshCompression
-from lightning_parallel.strategies.mesh_processes import MeshProcesses, StartMethod
+from lightning_parallel.strategies.compressed import MeshCompression
+from lightning_parallel.strategies.deferred_init import deferred_init
+from lightning_parallel.strategies.optimization import ReplicaNorm, remove_placeholders, span_replica, whole_parameters
+from lightning_parallel.strategies.ownership import hold_back, materialize_owned
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
-from lightning_parallel.strategies.precision import ReplicaNorm, span_replica
+from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.setup import (
     PipelineOptions,
     TensorOptions,
     cut_stages,
-    materialize_owned,
     save_plan,
     shard_tensors,
     show_stages,
 )
-from lightning_parallel.strategies.stage_optimizers import remove_placeholders, whole_parameters
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 from lightning_parallel.tensor.verify import StepAudit
@@ -136,9 +139,10 @@ class MeshStrategy(MeshProcesses):
         module = self.module
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        if self._layer_sync is not None and fitting:
+        if synchronizes_layers(self) and fitting:
             processes.synchronize_batch_norm(module, self.groups.data_parallel)
-        self.precision_plugin.convert_module(module)
+        with deferred_init(self.root_device):
+            self.precision_plugin.convert_module(module)
         self.parallelize(module)
         self.model_to_device()
         processes.start_equal(module, self.groups.data_parallel)
@@ -163,10 +167,15 @@ class MeshStrategy(MeshProcesses):
 
     def parallelize(self, module: LightningModule) -> None:
         """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""
+        held = hold_back(module, self.root_device)
         self._sharding = shard_tensors(module, self.tensor_options, self.groups)
         self._rules = {} if self._sharding is None else rules_by_name(module, self._sharding.shards)
+
+        def materialize(plan: PipelinePlan | None) -> None:
+            materialize_owned(module, self.root_device, self.groups, self._sharding, plan, held, self._built_apart)
+
         if self.pipeline_options is None or self.groups.pipeline_parallel.size == 1:
-            materialize_owned(module, self.root_device, self.groups, self._sharding)
+            materialize(None)
             return
         steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
         is_new = ParallelState.of(module).engine is None
@@ -177,6 +186,7 @@ class MeshStrategy(MeshProcesses):
                 self.groups,
                 self.root_device,
                 lambda: steps.example(module.trainer),
+                materialize,
             )
         steps.bind(self.engine, self._patches)
         self._steps = steps
@@ -189,7 +199,7 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        self._reset_optimizers_and_schedulers()
+        reset_optimizers(self)
         failure: Exception | None = None
         try:
             self._build_optimizers(trainer)

@@ -21,7 +21,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from lightning_parallel import comm
@@ -36,15 +35,14 @@ from lightning_parallel.compat.lightning import (
     states_of,
     update_count_of,
 )
-from lightning_parallel.compat.torch import version_of
+from lightning_parallel.compat.torch import pytree, version_of
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.microbatch import merge_outputs, num_samples
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.runtime import StepResult, loss_of
 from lightning_parallel.pipeline.stage import StageExit
-from lightning_parallel.strategies.checks import positional_arguments
-from lightning_parallel.strategies.first_batch import STEPS, first_batch
+from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
 from lightning_parallel.strategies.setup import PipelineOptions
 from lightning_parallel.tensor.verify import StepAudit
 
@@ -284,7 +282,7 @@ class StepEffects:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return `value` with all its tensors on `device`."""
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 # ------------------------------------------------------------------------------------------------------------ logging
@@ -388,7 +386,7 @@ def _changes(
             changed[name] = value[:start] + _merged_entries(value[start:], samples, weights)
         else:
             changed[name] = value
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), changed)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), changed)
 
 
 def _merged_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:

@@ -22,15 +22,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from rich import box
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import ModelNames
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
-from lightning_parallel.compat.initialization import materialize
-from lightning_parallel.compat.torch import buffers_of
+from lightning_parallel.compat.torch import BatchNormalization, buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.actions import Kind
 from lightning_parallel.pipeline.analyze import analyze
@@ -43,10 +41,9 @@ from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_sche
 from lightning_parallel.pipeline.search import Balance, Choice, Workload, choose_schedule
 from lightning_parallel.pipeline.simulate import simulate
 from lightning_parallel.strategies import processes
-from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument
-from lightning_parallel.strategies.first_batch import warn_unless_mean
+from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, warn_unless_mean
 from lightning_parallel.tensor.auto_plan import make_plan
-from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, materialize_shards, sharding_table
+from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, sharding_table
 from lightning_parallel.tracing.text import bytes_text, show
 
 __all__ = [
@@ -55,7 +52,6 @@ __all__ = [
     "TensorOptions",
     "choice_table",
     "cut_stages",
-    "materialize_owned",
     "message_groups",
     "save_plan",
     "shard_tensors",
@@ -175,6 +171,7 @@ def cut_stages(
     groups: MeshGroups,
     device: torch.device,
     example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
+    materialize: Callable[[PipelinePlan], None],
 ) -> PipelineEngine:
     """Divide `module` over the pipeline axis, once; only what this rank owns is moved to the device.
 
@@ -184,6 +181,7 @@ def cut_stages(
         groups: The mesh's groups.
         device: Where the stages compute.
         example: Gives a step, and the first batch for it; None if there is none to look at.
+        materialize: Gives memory to what this rank owns by a plan.
 
     Raises:
         ValueError: On every rank: see `analyze`; also if the module was cut for other ranks.
@@ -209,7 +207,7 @@ def cut_stages(
         failure = error
     comm.raise_together(failure, groups.world)
     assert plan is not None
-    materialize_owned(module, device, groups, state.sharding, plan)
+    materialize(plan)
     state.engine = PipelineEngine(
         module,
         plan,
@@ -222,36 +220,6 @@ def cut_stages(
     module.to(device)
     _check_cut(state.engine)
     return state.engine
-
-
-def materialize_owned(
-    module: LightningModule,
-    device: torch.device,
-    groups: MeshGroups,
-    sharding: Sharding | None,
-    plan: PipelinePlan | None = None,
-) -> None:
-    """Allocate and initialise what this rank owns of parameters without data, as one process would have.
-
-    Args:
-        module: The divided module, before other stages are freed: their random numbers are drawn, and dropped.
-        device: Where the parameters are allocated.
-        groups: The mesh's groups.
-        sharding: How its layers are divided.
-        plan: How it is cut into stages.
-    """
-    owned: set[int] | None = None
-    if plan is not None:
-        mine = set(plan.stages_of_rank(groups.pipeline_parallel.rank))
-        owned = {id(value) for name, value in module.named_parameters() if mine & set(plan.parameters[name].stages)}
-
-    def holds(tensor: Tensor) -> bool:
-        return owned is None or not isinstance(tensor, nn.Parameter) or id(tensor) in owned
-
-    if sharding is not None:
-        materialize_shards(module, device, sharding, groups.tensor_parallel, holds)
-    else:
-        materialize(module, device, keep=lambda tensor, full: full if holds(tensor) else None)
 
 
 def message_groups(groups: MeshGroups, device: torch.device) -> MessageGroups | None:
@@ -300,7 +268,7 @@ def _plan(
         return options.plan
     ranks = groups.pipeline_parallel.size
     samples = None if example is None else _samples(options.split_batch(example[1], 1))
-    if samples is not None and any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+    if samples is not None and any(isinstance(layer, BatchNormalization) for layer in module.modules()):
         samples //= 2  # batch normalisation needs two samples in each microbatch
     request = _request(module, options, groups, samples)
     known = _plan_of_checkpoint(module, request, groups.world)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.transformers import tensor_parallel_plan_of
+from lightning_parallel.compat.initialization import tensor_parallel_plan_of
 from lightning_parallel.tensor.attention import divide_by_heads
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,

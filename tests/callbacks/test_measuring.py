@@ -105,7 +105,7 @@ def a_rank_is_missing():
     Session.DEADLINE = timedelta(seconds=2)
     try:
         callback = StepBreakdown(show_table=False)
-        trainer_for(TensorParallelStrategy(size), size, callbacks=[Mute(), callback]).fit(
+        trainer_for(TensorParallelStrategy(tensor_parallel_size=size), size, callbacks=[Mute(), callback]).fit(
             Net(hidden=16).double(), loader()
         )
     finally:

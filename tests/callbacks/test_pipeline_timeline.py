@@ -68,7 +68,11 @@ def measure(schedule, microbatches, forward_s, virtual_stages=1, slow=None, step
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
     callback = PipelineTimeline(show_table=False)
     strategy = PipelineParallelStrategy(
-        group.size, schedule=schedule, num_microbatches=microbatches, virtual_stages=virtual_stages, balance="uniform"
+        pipeline_parallel_size=group.size,
+        schedule=schedule,
+        num_microbatches=microbatches,
+        virtual_stages=virtual_stages,
+        balance="uniform",
     )
     module = Sleepers(group.size * virtual_stages, forward_s, slow)
     data = DataLoader(torch.randn(microbatches * (steps + 1), 4), batch_size=microbatches)

@@ -144,7 +144,10 @@ def rank_and_size():
 def every_rank_reports(strategy, module):
     _, size = rank_and_size()
     callback = StepBreakdown(show_table=False, every_n_steps=2)
-    strategies = {"tensor": lambda: TensorParallelStrategy(size), "pipeline": lambda: PipelineParallelStrategy(size)}
+    strategies = {
+        "tensor": lambda: TensorParallelStrategy(tensor_parallel_size=size),
+        "pipeline": lambda: PipelineParallelStrategy(pipeline_parallel_size=size),
+    }
     modules = {"net": lambda: Net(hidden=16).double(), "deep": Deep}
     trainer_for(strategies[strategy](), size, callbacks=[callback]).fit(modules[module](), loader(), loader())
     return callback.report()

@@ -1,0 +1,136 @@
+"""What a rank owns gets memory and the values of one process; the rest never does."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import HybridParallelStrategy
+from tests.harness import distributed
+from tests.harness import run as run_on_ranks
+from tests.strategies.models import trainer_for
+
+WIDTH = 160  # matrices have more elements than what is deferred
+CONFIG = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+    "use_cache": False,
+}
+
+
+class Plain(nn.Module):
+    """Constructors that draw in several ways: a parameter made of random numbers, an initialiser, a tied head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(128, WIDTH)
+        self.position = nn.Parameter(0.02 * torch.randn(128, WIDTH))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4)
+        )
+        for layer in self.layers:
+            nn.init.trunc_normal_(layer[0].weight, std=0.02)
+        self.scale = torch.rand(()).item()
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.position[: ids.shape[1]]
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.scale * F.linear(x, self.embed.weight)
+
+
+class Built(LightningModule):
+    """Built in `configure_model`, as large models are."""
+
+    def __init__(self, kind, model=None):
+        super().__init__()
+        self.kind, self.model = kind, model
+        self.after = []
+
+    def configure_model(self):
+        if self.model is None:
+            self.model = build(self.kind)
+            self.after = [torch.rand(3)]
+
+    def training_step(self, ids, index):
+        out = self.model(ids)
+        logits = out if isinstance(out, torch.Tensor) else out.logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def build(kind):
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    return Plain()
+
+
+def data():
+    return DataLoader(torch.randint(128, (8, 6), generator=torch.Generator().manual_seed(3)), batch_size=4)
+
+
+def run(module, strategy, devices):
+    trainer = trainer_for(strategy, devices, max_epochs=1)
+    trainer.fit(module, data())
+    return {name: value.float() for name, value in trainer.strategy.lightning_module_state_dict().items()}
+
+
+def expected_run(kind):
+    torch.manual_seed(7)
+    module = Built(kind)
+    return module, run(module, "auto", 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("plain", (2, 1)), ("plain", (1, 2)), ("llama", (2, 2))], ids=["pipeline", "tensor", "both"]
+)
+def test_a_model_built_in_configure_model_trains_as_in_one_process(kind, layout):
+    run_on_ranks(_trains_as_in_one_process, layout[0] * layout[1], kind=kind, layout=layout)
+
+
+def _trains_as_in_one_process(group, kind, layout):
+    pipeline, tensor = layout
+    expected, weights = expected_run(kind)
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
+    torch.manual_seed(7)
+    module = Built(kind)
+    strategy = HybridParallelStrategy(
+        pipeline_parallel_size=pipeline, tensor_parallel_size=tensor, num_microbatches=2, balance="uniform"
+    )
+    found = run(module, strategy, group.size)
+    if group.rank == 0:
+        assert torch.equal(module.after[0], expected.after[0]), "random numbers go on as in one process"
+        assert found.keys() == weights.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    held = sum(value.numel() for value in module.parameters())
+    assert not any(value.is_meta for value in module.parameters())
+    assert held < 0.8 * sum(value.numel() for value in expected.parameters())
+
+
+@distributed(world_size=2)
+def test_a_model_built_before_the_ranks_meet_is_that_of_the_first(group):
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    strategy = HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, balance="uniform")
+    trainer = trainer_for(strategy, 2, max_epochs=1)
+    torch.manual_seed(7 + group.rank)
+    with trainer.init_module(empty_init=True):
+        module = Built("llama", build("llama"))
+    trainer.fit(module, data())
+    found = trainer.strategy.lightning_module_state_dict()
+    torch.manual_seed(7)
+    weights = run(Built("llama", build("llama")), "auto", 1)
+    if group.rank == 0:
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
