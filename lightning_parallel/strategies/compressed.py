@@ -1,4 +1,4 @@
-"""Gradient compression in strategies: base classes, between the replicas of a mesh, and under Lightning's `DDPStrategy`.
+"""Gradient compression in strategies: the base classes, between replicas of a mesh, and under Lightning's DDP.
 
 On a mesh every rank of a replica compresses the gradients it holds, so there is one state per position in the replica.
 A checkpoint has, under `compression`, the state of the only position as `gather_state()` returns it, or
@@ -66,7 +66,7 @@ KEY = "compression"
 
 @dataclass
 class MeshCompression:
-    """A compressor at work between the replicas of a mesh.
+    """A compressor that averages gradients over the replicas of a mesh.
 
     Args:
         reducer: The user's compressor.
@@ -80,7 +80,7 @@ class MeshCompression:
 
     @classmethod
     def of(cls, reducer: Optional[Reducer], module: LightningModule, groups: MeshGroups) -> MeshCompression | None:
-        """Return None without a compressor; every rank of the mesh must ask."""
+        """Return None without a compressor; every rank of the mesh must call it."""
         if reducer is None:
             return None
         if groups.data_parallel.size == 1:
@@ -90,17 +90,19 @@ class MeshCompression:
         return cls(reducer, module, groups)
 
     def reducer_options(self) -> dict[str, Any]:
-        """Return what a `GradientReducer` has to know; every rank of the mesh must ask."""
+        """Return the arguments for a `GradientReducer`; every rank of the mesh must call it."""
         if self.groups.data_parallel.size == 1:
             return {}
         return {
             "compression": self.reducer,
+            # Its own group, since it communicates while backward still uses the others.
             "side_group": self.groups.extra(DATA, "compression"),
             "replica_group": self.groups.replica,
         }
 
     def follow_scale(self, precision: Precision) -> None:
-        """Tell the compressor what gradients will be multiplied by: what it remembers is not scaled."""
+        """Tell the compressor the loss scale of the coming step: its residuals are kept without it."""
+        # Before each step, since the scaler changes the scale after steps.
         scaler = getattr(precision, "scaler", None)
         self.reducer.scale = 1.0 if scaler is None else float(scaler.get_scale())
 
@@ -115,6 +117,7 @@ class MeshCompression:
             return
         state = self.reducer.gather_state(self.groups.data_parallel)
         if self.groups.replica.size > 1:
+            # On the CPU: each rank would otherwise load the others' tensors to its own device.
             state = pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), state)
             positions = comm.all_gather_object(state, self.groups.replica)
             state = {"layout": "mesh", "model": self._sizes, "step": self.reducer.step, "positions": positions}
@@ -135,6 +138,7 @@ class MeshCompression:
             f"The checkpoint's compression state is that of {saved[0]} pipeline x {saved[1]} tensor ranks per replica, "
             f"there are {' x '.join(map(str, self._sizes))} now: what was not sent yet is forgotten."
         )
+        # Residuals belong to shards that no longer exist. The step goes on: it decides what warm-up and schedules do.
         self.reducer.step = int(state["step"])
 
     @property
@@ -143,7 +147,7 @@ class MeshCompression:
 
 
 def drop_gradients(module: LightningModule, names: Optional[Collection[str]]) -> None:
-    """Take the gradients of `names`, or all, away from the optimizers: the step changes nothing."""
+    """Drop the gradients of `names`, or all: optimizers skip parameters without one, so the step changes nothing."""
     for name, parameter in module.named_parameters():
         if names is None or name in names:
             parameter.grad = None
@@ -151,7 +155,8 @@ def drop_gradients(module: LightningModule, names: Optional[Collection[str]]) ->
 
 
 def warn_of_dropped_step(module: LightningModule) -> None:
-    """Warn of a step that changes nothing, the 1st, 2nd, 4th, 8th, ... time."""
+    """Warn of a skipped step, the 1st, 2nd, 4th, 8th, ... time."""
+    # On the module, so that the count goes on in the next run.
     state = ParallelState.of(module)
     state.skipped_steps += 1
     count = state.skipped_steps
