@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Kind(str, Enum):
-    """What an action computes."""
+    """The kinds of actions, by what they compute."""
 
     F = "F"
     """Forward."""
@@ -110,7 +110,7 @@ Channel = tuple[int, int, Kind]
 
 
 def run_order(rows: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """Play the rows and yield (rank, action, what it depended on) in an order that respects `dependencies`.
+    """Play the rows and yield (rank, action, its dependencies) in an order that respects the dependencies.
 
     Ends early, without the blocked actions, where ranks wait for each other. Dependencies are named as by `producer`.
     """
@@ -197,12 +197,12 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart from input gradients."""
+        """True if weight gradients are computed separately from input gradients."""
         return any(action.kind is Kind.I for row in self.rows for action in row)
 
     @property
     def is_training(self) -> bool:
-        """Whether there is any backward."""
+        """True if the schedule has any backward."""
         return any(action.kind is not Kind.F for row in self.rows for action in row)
 
     @cached_property

@@ -351,7 +351,7 @@ def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
 
 
 class _StageDryRun(StageForward):
-    """A stage's forward on placeholders. From its entry on, those of data that it would have are available.
+    """A stage's forward on placeholders; from its entry on, those for data that it would have are available.
 
     Attributes:
         entry: Positions of its first layer's arguments that it has to receive.

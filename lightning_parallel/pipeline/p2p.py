@@ -58,7 +58,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:
-        """Allocate a buffer, also for training if Lightning is validating in inference mode now."""
+        """Allocate a buffer that can be used in training, even inside Lightning's inference mode."""
         # Receives are posted ahead: the buffer of a training step may be made while inference mode is still on.
         with torch.inference_mode(False):
             return torch.empty(self.shape, dtype=self.dtype, device=device)

@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 Balance = Literal["auto", "measured", "parameters", "uniform"] | Sequence[int]
-"""What a cut balances: measured seconds (`auto`, `measured`), parameters, or the number of layers (`uniform`); or the
-layers of each stage."""
+"""The quantity that a cut balances: measured seconds (`auto`, `measured`), parameters, or the number of layers
+(`uniform`); or the layers of each stage."""
 
 _FREE = Cost()
 _INFINITE = float("inf")
@@ -290,7 +290,8 @@ class Choice:
         return [self._row(candidate) for candidate in self.candidates]
 
     def _row(self, candidate: Candidate) -> tuple[str, ...]:
-        schedule, timeline = candidate.schedule, candidate.timeline
+        schedule = candidate.schedule
+        timeline = candidate.timeline
         slower = timeline.makespan_s / self.best.timeline.makespan_s - 1
         verdict = "chosen" if candidate is self.best else f"{slower:+.1%}"
         if not candidate.fits and self.memory_limit_bytes is not None:

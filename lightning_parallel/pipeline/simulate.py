@@ -106,7 +106,7 @@ class Link:
 
 @dataclass
 class Timeline:
-    """When each action of a schedule started and ended, rank by rank, in the order in which they ran.
+    """Start and end of each action of a schedule, rank by rank, in the order in which they ran.
 
     Args:
         schedule: What was to run.
@@ -128,12 +128,12 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """When the first action of any rank started."""
+        """Start of the first action of any rank."""
         return min((start for row in self.spans for start, _ in row.values()), default=0.0)
 
     @property
     def end_s(self) -> float:
-        """When the last action of any rank ended."""
+        """End of the last action of any rank."""
         return max((end for row in self.spans for _, end in row.values()), default=0.0)
 
     @property
@@ -233,7 +233,7 @@ def simulate(
         schedule: What to run.
         costs: One per stage, or one for all stages.
         link: Between any two ranks; by default instant. Stages on one rank hand over without it.
-        overhead_s: Seconds that every action takes besides its cost.
+        overhead_s: Seconds that every action takes in addition to its cost.
 
     Returns:
         The timeline, starting at 0.

@@ -78,7 +78,7 @@ class StubOutputs:
         """
         if self.repeats or has_listeners(self._all_submodules(call.module)):
             return self.run_stub(call)
-        # What an output's shapes and dtypes depend on besides the arguments.
+        # Together with the arguments, this decides the shapes and dtypes of an output.
         state = (call.site.kind, call.module.training, autocast_dtype(self.device))
         recipe = self._recipe_of_last(state, call)
         if recipe is None:

@@ -75,7 +75,8 @@ def describe_waits(schedule: Schedule) -> str:
         waits[rank] = next(need for need in needs if producer(need) not in done)
     lines = []
     for rank in _circle_first(schedule, waits):
-        index, need = stuck[rank], waits[rank]
+        index = stuck[rank]
+        need = waits[rank]
         at = schedule.rows[rank][index]
         owner = schedule.stage_ranks[need.stage]
         actual = need
@@ -252,7 +253,8 @@ def _marked(schedule: Schedule, rank: int, index: int) -> str:
 
 def _draw_marked(rank: int, row: Sequence[Action | str], index: int) -> str:
     """Draw the part of a row around one action, with arrows under it."""
-    start, stop = max(0, index - _WINDOW), index + _WINDOW + 1
+    start = max(0, index - _WINDOW)
+    stop = index + _WINDOW + 1
     words = [str(word) for word in row[start:stop]]
     line = f"  rank {rank}: " + ("... " if start else "")
     marked = index - start

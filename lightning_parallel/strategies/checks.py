@@ -73,7 +73,7 @@ def check_same_batch(batch: Any, group: Group) -> None:
             f"the ranks {list(group.ranks)} hold one replica and must get the same batch, but the epoch's first batch"
             f" of rank {', '.join(map(str, different))} differs from that of rank {group.ranks[0]} (shapes: {shapes})."
             " Shard data by the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by"
-            " the global rank, and seed every rank alike"
+            " the global rank, and use the same seed on every rank"
         )
 
 

@@ -80,7 +80,7 @@ class MeshCompression:
 
     @classmethod
     def of(cls, reducer: Optional[Reducer], module: LightningModule, groups: MeshGroups) -> MeshCompression | None:
-        """Return None without a compressor; every rank of the mesh must call it."""
+        """Return the object for `reducer`, None without a compressor; every rank of the mesh must call it."""
         if reducer is None:
             return None
         if groups.data_parallel.size == 1:
@@ -101,7 +101,7 @@ class MeshCompression:
         }
 
     def follow_scale(self, precision: Precision) -> None:
-        """Tell the compressor the loss scale of the coming step: its residuals are kept without it."""
+        """Set the compressor's loss scale for the coming step: its residuals are kept without it."""
         # Before each step, since the scaler changes the scale after steps.
         scaler = getattr(precision, "scaler", None)
         self.reducer.scale = 1.0 if scaler is None else float(scaler.get_scale())

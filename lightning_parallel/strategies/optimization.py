@@ -158,7 +158,7 @@ def total_norm(
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that scales gradients of the given norm down to `max_norm`; 1 if they are below it."""
-    # The same formula as torch's, so that results are equal to the last bit.
+    # The formula of torch's `clip_grad_norm_`.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

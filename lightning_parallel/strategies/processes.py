@@ -353,7 +353,7 @@ class MeshProcesses(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several replicas: if so, Lightning divides the data between them."""
+        """True if there are several replicas, between which Lightning then divides the data."""
         return self.mesh.data_parallel > 1
 
     @property
