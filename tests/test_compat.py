@@ -25,9 +25,9 @@ from torch.utils.data import SequentialSampler
 
 from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat import deepspeed as compat_deepspeed
+from lightning_parallel.compat import initialization as compat_initialization
 from lightning_parallel.compat import lightning as compat_lightning
 from lightning_parallel.compat import torch as compat_torch
-from lightning_parallel.compat import transformers as compat_transformers
 from lightning_parallel.compat.lightning import ddp_hook_state, logged_step, should_update_logs, wrapped_sampler
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
@@ -181,11 +181,11 @@ def test_private_names_of_transformers():
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
     )
     model = transformers.LlamaForCausalLM(config)
-    plan = compat_transformers.tensor_parallel_plan_of(model)
+    plan = compat_initialization.tensor_parallel_plan_of(model)
     assert plan["model.layers.*.self_attn.q_proj"] == "colwise"
-    compat_transformers.weight_initializer_of(model)(model.lm_head)
-    assert compat_transformers.tensor_parallel_plan_of(nn.Linear(2, 2)) == {}
-    assert compat_transformers.weight_initializer_of(nn.Linear(2, 2)) is None
+    compat_initialization.weight_initializer_of(model)(model.lm_head)
+    assert compat_initialization.tensor_parallel_plan_of(nn.Linear(2, 2)) == {}
+    assert compat_initialization.weight_initializer_of(nn.Linear(2, 2)) is None
 
 
 def test_a_class_and_a_refused_value_are_put_back():

@@ -1,4 +1,4 @@
-"""What a pipeline schedule is made of: actions, what each must wait for, and the rows of the ranks.
+"""Pipeline schedules as data: actions, what each action waits for, and one row of actions per rank.
 
     rank 0:  0F0 0F1 0F2 0F3 0B0 0F4 0B1 ...        2F0 = stage 2, forward, microbatch 0
     rank 1:  1F0 1F1 1F2 1B0 1F3 1B1 ...
@@ -33,16 +33,16 @@ __all__ = [
 
 
 class Kind(str, Enum):
-    """What an action computes."""
+    """The kinds of actions, by what they compute."""
 
     F = "F"
     """Forward."""
     B = "B"
     """Whole backward: gradients of the stage's input and of its weights."""
     I = "I"  # noqa: E741 - the literature's letter
-    """Gradient of the stage's input only, which the previous stage waits for."""
+    """Gradient of the stage's input only; the previous stage waits for it."""
     W = "W"
-    """Gradient of the stage's weights, which nobody waits for."""
+    """Gradient of the stage's weights; no other stage waits for it."""
 
     # Enum's own hash is Python code and shows in simulations of 10^5 actions.
     __hash__ = str.__hash__
@@ -77,18 +77,18 @@ _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """Give the actions that must end before `action` may start, nearest first.
+    """Return the actions that must end before `action` may start, nearest first.
 
         F(s)  <- F(s-1)             the previous stage's output
         B(s)  <- F(s), B(s+1)       what forward saved, and the gradient of the output
         I(s)  <- F(s), I(s+1)
         W(s)  <- I(s)
 
-    The gradient of the output is named by the kind of the asker; a stage that splits its backward and one
-    that does not may be neighbours, see `producer`.
+    The gradient of the output is named by the kind of `action`. The next stage may make it by another kind, since a
+    stage that splits its backward and one that does not may be neighbours; `producer` gives both the same name.
 
     Args:
-        action: The action that asks.
+        action: The action that waits.
         num_stages: Stages of the whole pipeline.
     """
     kind, stage, microbatch = action
@@ -101,7 +101,7 @@ def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
 
 
 def producer(action: Action) -> Action:
-    """Name an action by what it hands on: `B` and `I` both produce the gradient of the stage's input."""
+    """Return `I` for `B`, and other actions as they are: both produce the gradient of the stage's input."""
     return action._replace(kind=Kind.I) if action.kind is Kind.B else action
 
 
@@ -110,15 +110,16 @@ Channel = tuple[int, int, Kind]
 
 
 def run_order(rows: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
-    """Play the rows and yield (rank, action, what it needed) in an order that respects `dependencies`.
+    """Play the rows and yield (rank, action, its dependencies) in an order that respects the dependencies.
 
-    Ends early, without the blocked actions, where the ranks wait for each other. What was needed is named as by
-    `producer`.
+    Ends early, without the blocked actions, where ranks wait for each other. Dependencies are named as by `producer`.
     """
     done: set[Action] = set()
     waiting: dict[Action, list[int]] = {}
     rests = [iter(row) for row in rows]
     blocked: list[Action | None] = [next(rest, None) for rest in rests]
+    # A rank is looked at again only when the one action it waits for is done: searching all ranks after each action
+    # would be quadratic, and the search for a schedule plays many.
     ready = deque(range(len(rows)))
     while ready:
         rank = ready.popleft()
@@ -137,7 +138,7 @@ def run_order(rows: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank does, in order. Two schedules are equal if they run the same actions under the same limits.
+    """The actions of each rank, in order. Two schedules are equal if they run the same actions under the same limits.
 
     Args:
         rows: Actions of each rank, in the order in which it runs them.
@@ -153,6 +154,7 @@ class Schedule:
     stage_ranks: tuple[int, ...]
     num_microbatches: int
     max_in_flight: tuple[int, ...]
+    # Not compared: with few microbatches several builders and warm-ups make the same schedule.
     name: str = field(default="custom", compare=False)
     warmup: float | None = field(default=None, compare=False)
 
@@ -190,25 +192,26 @@ class Schedule:
 
     @property
     def virtual_stages(self) -> int:
-        """V: stages on each rank (the most on any, for a table of one's own)."""
+        """V: stages on each rank; in a custom table, the most on any rank."""
         return max(self.stage_ranks.count(rank) for rank in range(self.num_ranks))
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are computed apart from input gradients."""
+        """True if weight gradients are computed separately from input gradients."""
         return any(action.kind is Kind.I for row in self.rows for action in row)
 
     @property
     def is_training(self) -> bool:
-        """Whether there is any backward."""
+        """True if the schedule has any backward."""
         return any(action.kind is not Kind.F for row in self.rows for action in row)
 
     @cached_property
     def channels(self) -> dict[Channel, tuple[Action, ...]]:
-        """What each rank sends to each other rank, in the order in which it is made: `F`, or `B` / `I`."""
+        """The actions (`F`, or `B` and `I`) whose results each rank sends to each other rank, in order."""
         sent: dict[Channel, list[Action]] = {}
         for rank, row in enumerate(self.rows):
             for action in row:
+                # Activations go to the next stage, gradients to the one before; a W sends nothing.
                 target = action.stage + (1 if action.kind is Kind.F else -1)
                 if action.kind is Kind.W or not 0 <= target < self.num_stages:
                     continue
@@ -219,12 +222,12 @@ class Schedule:
 
     @cached_property
     def forwards(self) -> Schedule:
-        """See `forward_only`."""
+        """The forward actions alone, built once; see `forward_only`."""
         rows = tuple(tuple(action for action in row if action.kind is Kind.F) for row in self.rows)
         return Schedule(rows, self.stage_ranks, self.num_microbatches, (0,) * self.num_ranks, "forward_only")
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Give the stages that `rank` holds, in model order."""
+        """Return the stages that `rank` holds, in model order."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
     def __str__(self) -> str:
@@ -246,7 +249,7 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
-        """Read a schedule from its text form. Without the header line, its facts are read off the rows.
+        """Read a schedule from its text form. Without the header line, `from_rows` derives the rest from the rows.
 
         Raises:
             ValueError: If a word is not an action, or the rank lines are not 0, 1, 2, ... in order.
@@ -272,12 +275,13 @@ class Schedule:
 
 
 def activations_held(row: Sequence[Action]) -> list[int]:
-    """Count the activations held after each action: from `F` to `B` or `W`; none where nothing goes back."""
+    """Count the activations held after each action: from `F` to `B` or `W`; none in a schedule without backward."""
     if all(action.kind is Kind.F for action in row):
         return [0] * len(row)
     return list(accumulate(_HELD[action.kind] for action in row))
 
 
+# A split backward holds what forward saved until its W, which needs the inputs of the linear layers.
 _HELD = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
 
 
@@ -287,5 +291,5 @@ def in_flight_peaks(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Keep the forward actions, in their order: validation, test and prediction. Nothing is held for a backward."""
+    """Return the schedule's forward actions, in order, for evaluation: no activation is held for a backward."""
     return schedule.forwards

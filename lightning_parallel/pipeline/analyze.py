@@ -2,10 +2,10 @@
 
     analyze(module, num_ranks, example=(step, microbatch)) -> PipelinePlan
 
-The user's step runs on placeholders, so nothing is computed and the model may be on the meta device. What is computed
-with before the first layer belongs to the first stage, after the last layer to the last stage, between two layers to
-the stage of the former. Then every stage is run alone, also without data, so that a model that cannot be cut is refused
-before anything is communicated.
+The user's step runs on placeholders, so nothing is computed and the parameters may be on the meta device. A parameter
+used before the first layer belongs to the first stage, after the last layer to the last stage, and between two layers
+to the stage of the first of the two. Then every stage is run alone, also without data, so that a model that cannot be
+cut is refused before anything is communicated.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ Step = Callable[[Any], Any]
 
 @dataclass
 class ModuleUse:
-    """At which layers' stages the parameters, and the modules outside of the layers, are used.
+    """The layers at whose stages the parameters, and the modules outside of the layers, are used.
 
     Attributes:
-        parameters: Parameter name -> the layers at whose stages it is computed with.
+        parameters: Parameter name -> the layers at whose stages it is used.
         modules: Module name -> the layers at whose stages it is called.
     """
 
@@ -83,13 +83,13 @@ def analyze(
         schedule: For as many ranks, by name or as it is, or a function that makes one, given the costs of the layers.
         num_microbatches: For a schedule by name; by default four per rank.
         virtual_stages: For a schedule by name.
-        example: A step and a microbatch for it, from which is learned where each module belongs. Without it, modules
-            registered before the layers are taken for used before them.
+        example: A step and a microbatch for it, to trace where each module is used. Without it, modules registered
+            before the layers are assumed to be used before them.
         layers: Dotted name of the repeated layers, or `auto`; several that follow each other are joined by commas.
         balance: How to divide the layers, see `cut_layers`. `auto` measures where there is an `example`, and counts
             parameters otherwise.
         memory_limit_bytes: Most bytes that a stage may hold, for a measured cut.
-        device: Where the stages will compute; by default where the parameters are.
+        device: Where the stages will compute; by default the device of the parameters.
         link: Between neighbouring ranks, for predictions.
         sync_group: The ranks that must decide the same although each measures for itself; the measurements of its
             first rank count.
@@ -102,11 +102,13 @@ def analyze(
     if device is None:
         device = device_of(module)
     num_stages = num_ranks if callable(schedule) else schedule.num_stages
+    # Only a trace can tell whether several containers follow each other; without one, the user has to name them.
     if example is None:
         stacks = [find_layer_stack(module, num_stages, layers)]
     else:
         stacks = find_layer_stacks(module, num_stages, layers)
     analysis = _Analysis(module, num_ranks, schedule, example, balance, memory_limit_bytes, device, sync_group)
+    # The first failure is reported: it is about the most likely layers, the others are attempts.
     failure: ValueError | None = None
     for stack in stacks:
         try:
@@ -119,6 +121,8 @@ def analyze(
 
 @dataclass
 class _Analysis:
+    """The arguments of `analyze`, and its steps."""
+
     module: nn.Module
     num_ranks: int
     schedule: Schedule | Callable[[Costs], Schedule]
@@ -129,7 +133,7 @@ class _Analysis:
     sync_group: Group | None
 
     def plan_for(self, stack: LayerStack, link: Link) -> PipelinePlan:
-        """Return the plan if it is `stack` that is cut."""
+        """Return the plan for cutting `stack`."""
         module = self.module
         if self.example is None:
             use = use_by_registration(module, stack)
@@ -175,6 +179,7 @@ class _Analysis:
             return count_parameters(self.module, stack, use.parameters)
         if self.example is not None:
             measured = measure(self.module, stack, use.parameters, *self.example, self.device)
+            # Measured times differ from rank to rank, and all ranks must cut in the same place.
             return measured if self.sync_group is None else comm.broadcast_object(measured, self.sync_group)
         if self.balance == "measured" or callable(self.schedule):
             raise ValueError(
@@ -186,6 +191,7 @@ class _Analysis:
     def _schedule_for(self, stack: LayerStack, costs: Costs) -> Schedule:
         schedule = self.schedule
         if callable(schedule):
+            # Chosen for the layers that can be cut apart, so that it gets no more stages than those.
             in_units = _summed(costs, cut_units(stack))
             has_enough = len(in_units.layers) >= self.num_ranks
             schedule = schedule(in_units if has_enough else _summed(costs, stack.blocks))
@@ -198,7 +204,7 @@ class _Analysis:
         return schedule
 
     def _layers_per_stage(self, stack: LayerStack, costs: Costs, schedule: Schedule) -> tuple[int, ...]:
-        """Cut by cost; every stage gets parameters, where there are enough layers with some."""
+        """Cut by cost; every stage gets parameters if there are enough layers with some."""
         runs = cut_units(stack)
         if len(runs) < schedule.num_stages or self.balance not in ("auto", "measured", "parameters"):
             runs = stack.blocks
@@ -235,7 +241,7 @@ def _in_flight(schedule: Schedule) -> list[int]:
 def _buffer_stages(
     module: nn.Module, stack: LayerStack, stage_of: tuple[int, ...], module_stages: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the stages that hold each buffer; those of modules around the layers are everywhere."""
+    """Return the stages that hold each buffer; buffers of modules that contain the layers are on all stages."""
     owners = {name: (stage_of[index],) for index, name in enumerate(stack.names)} | module_stages
     everywhere = tuple(range(stage_of[-1] + 1))
     found = {}
@@ -249,13 +255,13 @@ def _buffer_stages(
 
 
 def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any, device: torch.device) -> ModuleUse:
-    """Run `step` once on placeholders and see where each parameter and module is used.
+    """Run `step` once on placeholders and note where each parameter and module is used.
 
-    What follows the layers runs as far as it goes without data; parameters that are not reached belong with the last
-    layer.
+    What follows the layers runs as far as it goes without data; parameters that are not reached are taken for used
+    after the last layer.
 
     Raises:
-        ValueError: If the step cannot be run up to the last layer, or calls a layer twice; says why.
+        ValueError: If the step cannot be run up to the last layer, or calls a layer twice; with the reason.
     """
     tracer = _UseTracer(stack, device)
     sites = InterceptedModel(module, stack)
@@ -266,6 +272,7 @@ def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any,
         except MissingLossError:
             raise
         except Exception as error:
+            # After the last layer a step may need data, for a metric say: all that matters has been seen by then.
             if isinstance(error, CutError) or tracer.position + 1 != len(stack.layers):
                 raise ValueError(
                     f"cannot cut at `{stack.path}`: running the step on tensors without data stopped "
@@ -287,16 +294,16 @@ def dry_run_stages(
     microbatch: Any,
     device: torch.device,
 ) -> list[tuple[TensorLayout, ...]]:
-    """Run each stage alone on placeholders, and see that it gets all that it needs.
+    """Run each stage alone on placeholders, and check that it gets all that it needs.
 
     Args:
         stage_of: The stage of each layer.
 
     Returns:
-        What passes from each stage to the next.
+        The layouts of the tensors that pass from each stage to the next.
 
     Raises:
-        ValueError: If a connection skips over a cut, or a stage cannot get to its layers; says which and why.
+        ValueError: If a connection skips over a cut, or a stage cannot reach its layers; with the reason.
     """
     stubs = StubOutputs(device, repeats=True)
     sites = InterceptedModel(module, stack)
@@ -304,12 +311,14 @@ def dry_run_stages(
     with dry_run(), named_placeholders(module, device) as placeholders:
         for stage in range(stage_of[-1] + 1):
             here = {name for name, places in use.parameters.items() if stage in {stage_of[place] for place in places}}
+            # Modules of other stages become stubs, as they will be in training.
             for site in sites.outer:
                 site.present = stage in {stage_of[place] for place in use.modules[site.name]}
             held = [placeholder for placeholder in placeholders if placeholder.parameter in here]
             run = _StageDryRun(stage, stage_of, stubs, held)
             run.run(step, microbatch, sites)
             runs.append(run)
+    # What a stage has to receive, the stage before must have; each run alone cannot see that.
     for before, after in pairwise(runs):
         lost = next((before.lost[position] for position in after.entry if position in before.lost), None)
         if lost is not None:
@@ -322,7 +331,7 @@ def dry_run_stages(
 
 
 def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
-    """Guess from the order of registration: what is registered before the layers is used before them."""
+    """Guess the use from the order of registration: what is registered before the layers is used before them."""
     use = ModuleUse(modules={name: set() for name, _ in outer_modules(module, stack)})
     order = {name: place for place, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
     starts = [order[name] for name in stack.names]
@@ -342,12 +351,12 @@ def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
 
 
 class _StageDryRun(StageForward):
-    """A stage's forward on placeholders. From its entry on, what it would have is available.
+    """A stage's forward on placeholders; from its entry on, those for data that it would have are available.
 
     Attributes:
-        entry: Which of its first layer's arguments it has to receive.
-        received: What they look like.
-        lost: Those arguments of the next stage's first layer that it does not have, with what they are.
+        entry: Positions of its first layer's arguments that it has to receive.
+        received: Their layouts.
+        lost: Position and provenance of the arguments of the next stage's first layer that it does not have.
     """
 
     def __init__(
@@ -375,7 +384,7 @@ class _StageDryRun(StageForward):
         except MissingLossError:
             raise
         except Exception as error:
-            # Once it has data, a stage may look at them, which a dry run cannot follow.
+            # Once it has data, the step may branch on them, which a dry run cannot follow.
             if not self.entered or isinstance(error, CutError) or getattr(error, "lost", False):
                 raise ValueError(f"cannot run stage {self.stage} of the pipeline on its own: {error}") from error
         else:
@@ -391,6 +400,7 @@ class _StageDryRun(StageForward):
 
     def _pretend_to_receive(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
         wanted = [leaves[position] for position in positions]
+        # Inside a reentrant checkpoint there is no graph, so no gradient would reach what is received here.
         if not torch.is_grad_enabled() and any(placeholder.requires_grad for placeholder in wanted):
             raise CutError(REENTRANT)
         self.entry = positions
@@ -403,6 +413,7 @@ class _StageDryRun(StageForward):
             placeholder.available = True
 
     def _infer(self, call: Call) -> Any:
+        # In a real run these outputs have a graph on their own stage, so what is received may require a gradient.
         output = super()._infer(call)
         return pytree.tree_map_only(PlaceholderTensor, _differentiable, output) if torch.is_grad_enabled() else output
 
@@ -416,12 +427,12 @@ def _layout_of(placeholder: PlaceholderTensor) -> TensorLayout:
 
 
 def _differentiable(placeholder: PlaceholderTensor) -> Tensor:
-    """Return one that requires a gradient and is no leaf, as the output of a layer with parameters."""
+    """Return a placeholder that requires a gradient and is no leaf, like the output of a layer with parameters."""
     return placeholder.requires_grad_() * 1 if placeholder.signature[1].is_floating_point else placeholder
 
 
 class _UseTracer:
-    """Notes what is used at which layer; every module is a stub."""
+    """Notes what is used at which layer, as a handler of calls; every module is a stub."""
 
     entered = False
 
@@ -433,15 +444,15 @@ class _UseTracer:
         self.use = ModuleUse()
 
     def note(self, parameter: str) -> None:
-        """Note that a parameter is computed with outside of intercepted modules."""
+        """Note that a parameter is used outside of intercepted modules."""
         self.use.parameters.setdefault(parameter, set()).add(self.position)
 
     def where(self) -> str:
-        """Say how far the step has come."""
+        """Describe how far the step has come."""
         return f"after `{self.stack.names[self.position]}`" if self.called else "before the first layer"
 
     def layer(self, call: Call) -> Any:
-        """Note which layer follows."""
+        """Note which layer is called."""
         index = call.site.layer_index
         if self.called and index <= self.position:
             raise CutError(
@@ -453,13 +464,13 @@ class _UseTracer:
         return self.stubs.run_stub(call)
 
     def outer_module(self, call: Call) -> Any:
-        """Note which module is called here."""
+        """Note that the module is called at this layer."""
         self.use.modules[call.site.name].add(self.position)
         return self.stubs.run_stub(call)
 
 
 def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse) -> ModuleUse:
-    """Add the parameters of layers and outer modules, and what was not seen: it belongs with the last layer."""
+    """Add the parameters of layers and of outer modules; what was not seen is taken for used with the last layer."""
     last = len(stack.layers) - 1
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for index, layer in enumerate(stack.layers):
@@ -468,6 +479,7 @@ def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse) -> ModuleUs
     for name, outer in outer_modules(module, stack):
         for parameter in outer.parameters():
             use.parameters.setdefault(names[id(parameter)], set()).update(use.modules[name])
+    # Unused parameters have to be somewhere too: a checkpoint holds them.
     for name in names.values():
         use.parameters[name] = use.parameters.get(name) or {last}
     for name, outer in outer_modules(module, stack):

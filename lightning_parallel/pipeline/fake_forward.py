@@ -1,7 +1,7 @@
-"""Run a module on random data where its true data are on other ranks; only the shapes of its outputs are kept.
+"""Run a module on random data if its true data are on other ranks; only the shapes of its outputs are kept.
 
-Whatever the module leaves behind besides its outputs (attributes, entries of a list it was given, arguments of hooks)
-would be random as well, so placeholders take its place there.
+Whatever the module leaves elsewhere (attributes, entries of a list among its arguments, arguments of hooks) would be
+random as well, so it is replaced by placeholders.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ _TensorFunction = Callable[[Tensor], Tensor]
 
 
 def run_with_fake_data(call: Call, device: torch.device, available: bool) -> tuple[Any, Any]:
-    """Call a module with random data for every placeholder among its arguments and for parameters that are not here.
+    """Call a module with random data in place of placeholders among its arguments and of missing parameters.
 
     Args:
         call: The call; the module may write into containers among its arguments.
         device: Where it runs.
-        available: Whether the placeholders that come of it count as data that are here.
+        available: Whether the resulting placeholders count as available.
 
     Returns:
-        What it returned, and the arguments as it left them; placeholders for all tensors but those that it was given.
+        Its output, and the arguments as it left them, with placeholders for all tensors but those it was called with.
     """
     inputs, tree = pytree.tree_flatten((call.args, call.kwargs))
     data = [fake_data(leaf, device) if isinstance(leaf, PlaceholderTensor) else leaf for leaf in inputs]
     given = {id(fake): leaf for fake, leaf in zip(data, inputs)}
 
+    # An argument that is passed on comes out as the placeholder that it was.
     def as_placeholder(tensor: Tensor) -> Tensor:
         if id(tensor) in given:
             return given[id(tensor)]
@@ -68,13 +69,13 @@ def run_with_fake_data(call: Call, device: torch.device, available: bool) -> tup
 
 @contextmanager
 def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, Any]]) -> Iterator[None]:
-    """Put attributes in front of a module's own inside the block: an instance attribute hides a registered parameter.
+    """Set attributes of a module's submodules inside the block: they hide registered parameters of the same name.
 
-    Tensors that the module sets anew inside the block stay; buffers are what they were.
+    Tensors that the module assigns to its attributes inside the block stay; its buffers are restored.
 
     Args:
         module: The module.
-        stand_ins: Gives the attributes of each submodule, from its path and itself.
+        stand_ins: Returns the attributes of a submodule, called with its path and itself.
     """
     done = []
     buffers = [(child, dict(buffers_of(child))) for child in module.modules()]
@@ -87,6 +88,8 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
     finally:
         for child, before, attributes in done:
             for name, stand_in in attributes.items():
+                # Something else is there if the module has assigned to it; lists, such as the weights of a recurrent
+                # layer, are restored in any case.
                 if vars(child).get(name) is stand_in or isinstance(stand_in, list):
                     child.__dict__.pop(name, None)
                     child.__dict__.update({name: before[name]} if name in before else {})
@@ -104,7 +107,7 @@ def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, l
 
 
 def has_listeners(modules: list[nn.Module]) -> bool:
-    """Tell whether code outside of this package sees the modules' outputs, by a hook or a `forward` put in place."""
+    """Return whether code outside of this package sees the modules' outputs, by a hook or a replaced `forward`."""
     for module in modules:
         # Asked at each call of a stub: most modules have no hooks.
         after, before = forward_hooks_of(module)
@@ -116,20 +119,21 @@ def has_listeners(modules: list[nn.Module]) -> bool:
 
 
 def _is_replaced(module: nn.Module) -> bool:
+    # A bound method of the class may have been assigned to the instance by those who put a `forward` back.
     return getattr(module.forward, "__func__", None) is not type(module).forward
 
 
 class SavedForwards:
-    """The `forward` attributes of a model's modules, restored after a step that ended before it could do so itself.
+    """Saves the `forward` attributes of a model's modules, to restore them after a step that was ended early.
 
-    Libraries that record outputs replace `forward` for one call and put it back; `StageExit` comes in between.
+    Libraries that record outputs replace `forward` for one call and restore it afterwards; `StageExit` may skip that.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.before = [(child, vars(child).get("forward")) for child in module.modules()]
 
     def restore(self) -> None:
-        """Put back what was there when this was made."""
+        """Restore the attributes as they were when this object was made."""
         for child, forward in self.before:
             if vars(child).get("forward") is not forward:
                 del child.__dict__["forward"]
@@ -137,6 +141,7 @@ class SavedForwards:
 
 
 def _is_from_outside(hook: Callable[..., Any]) -> bool:
+    # Hooks of this package, such as those of sequence parallelism, collect nothing.
     return getattr(hook, "__module__", "").partition(".")[0] != _PACKAGE
 
 
@@ -155,7 +160,7 @@ def _with_tensors(value: Any, function: _TensorFunction) -> Any:
 
 
 def _change_inside(value: Any, function: _TensorFunction, seen: set[int]) -> None:
-    """Do the same inside objects such as a key-value cache, and all that they refer to."""
+    """Apply `function` to the tensors inside an object such as a key-value cache, and inside all it refers to."""
     attributes = getattr(value, "__dict__", None)
     if attributes is None or callable(value) or isinstance(value, Tensor) or id(value) in seen:
         return
@@ -167,7 +172,7 @@ def _change_inside(value: Any, function: _TensorFunction, seen: set[int]) -> Non
 
 @contextmanager
 def _hooks_on_placeholders(module: nn.Module, as_placeholder: _TensorFunction, device: torch.device) -> Iterator[None]:
-    """Give hooks placeholders instead of random data; a hook that has to see data is skipped."""
+    """Pass placeholders to hooks instead of random data; a hook that needs data is skipped."""
 
     def wrapped(hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(owner: nn.Module, *seen: Any) -> Any:
@@ -195,7 +200,7 @@ def _hooks_on_placeholders(module: nn.Module, as_placeholder: _TensorFunction, d
 def _forwards_on_placeholders(
     module: nn.Module, as_placeholder: _TensorFunction, device: torch.device
 ) -> Iterator[None]:
-    """Give placeholders to functions that others put in place of a `forward`, since they may collect what they see."""
+    """Pass placeholders to functions that replace a `forward`, since they may collect their arguments."""
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -232,6 +237,7 @@ def _attributes_as_placeholders(module: nn.Module, as_placeholder: _TensorFuncti
             child.__dict__.update(_with_tensors(_own_attributes(child), changed))
 
 
+# Parameters, buffers, submodules and hooks: all that a module without attributes has.
 _REGISTRIES = frozenset(vars(nn.Module()))
 
 
@@ -240,9 +246,9 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def data_of(module: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Return tensors with data for the parameters and buffers of `module` itself: random where they are not here.
+    """Return tensors with data for the parameters and buffers of `module` itself, random ones for missing data.
 
-    Buffers are copies, as a forward pass may write into them. Nothing is moved: `device` is for random data.
+    Buffers are copies, since a forward pass may write into them. Nothing is moved: `device` is for random data.
     """
     data: dict[str, Any] = {}
     by_original: dict[int, Any] = {}
@@ -261,7 +267,7 @@ def data_of(module: nn.Module, device: torch.device) -> dict[str, Any]:
 
 
 def fake_data(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return normal random numbers, or zeros for integers, in the shape of `tensor`; a received placeholder's data."""
+    """Return the data of a received placeholder; else random numbers, or zeros for integers, in its shape."""
     if isinstance(tensor, PlaceholderTensor) and tensor.value is not None:
         return tensor.value
     shape, dtype = tensor.signature if isinstance(tensor, PlaceholderTensor) else (tensor.shape, tensor.dtype)

@@ -49,7 +49,7 @@ class Call:
 
 
 class CallHandler(Protocol):
-    """Decides what intercepted calls do."""
+    """Interface of the objects that decide what intercepted calls do."""
 
     def layer(self, call: Call) -> Any:
         """Handle the call of a repeated layer."""
@@ -62,13 +62,13 @@ class CallHandler(Protocol):
 
 @dataclass
 class ActiveHandler:
-    """The handler in use, shared by all sites of a model; None outside of steps."""
+    """The current handler, shared by all sites of a model; None outside of steps."""
 
     handler: CallHandler | None = None
 
     @contextmanager
     def use(self, handler: CallHandler) -> Iterator[None]:
-        """Let `handler` decide inside the block."""
+        """Pass calls to `handler` inside the block."""
         self.handler = handler
         try:
             yield
@@ -78,10 +78,10 @@ class ActiveHandler:
 
 @dataclass
 class CallSite:
-    """An intercepted module.
+    """An intercepted module of a model.
 
     Attributes:
-        active: The model's handler in use.
+        active: The model's current handler.
         name: Of the module in the model.
         kind: Modules of equal kind return outputs of equal shapes for inputs of equal shapes.
         index: Of the layer in the stack; None for a module outside of it.
@@ -107,14 +107,14 @@ class CallSite:
 
     @property
     def provenance(self) -> str:
-        """What a placeholder for the module's output stands for, in the words of an error message."""
+        """Name of the module's output in error messages."""
         return f"the output of `{self.name}`"
 
     def dispatch(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call `module` as the handler in use decides.
+        """Pass the call to the current handler; without one, run the module if this rank holds it.
 
         Raises:
-            RuntimeError: If there is none, and the module is on another stage.
+            RuntimeError: If there is no handler and the module is on another stage.
         """
         handler = self.active.handler
         if handler is not None:
@@ -125,12 +125,13 @@ class CallSite:
                 f"`{self.name}` is on another pipeline stage and cannot be called on its own; "
                 "run the model through the trainer, or save a checkpoint and load it into an uncut model"
             )
-        # Activation checkpointing calls layers again during backward, when no step is running.
+        # Activation checkpointing calls layers again during backward, when no step is running, with the arguments of
+        # the first call: placeholders among them have been received since.
         return function(*reveal(args), **reveal(kwargs))
 
 
 class _Intercepted(nn.Module):
-    """Put in front of a module's class, so that it is called before anything a class does in its own `__call__`.
+    """First base of the class of every intercepted module, so that its `__call__` comes before that of the class.
 
     A forward hook would come too late: checkpointing wrappers and `nn.Module.__call__` itself would already have run.
     """
@@ -140,6 +141,7 @@ class _Intercepted(nn.Module):
         return site.dispatch(self, super().__call__, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # `copy` would go by `__reduce__`, which refuses; a class with a copy function of its own keeps it.
         inherited = getattr(super(), "__deepcopy__", None)
         if inherited is not None:
             return inherited(memo)
@@ -149,7 +151,7 @@ class _Intercepted(nn.Module):
         return duplicate
 
     def __reduce__(self) -> Any:
-        """Refuse to be pickled: the parameters of other stages would be missing from the copy."""
+        """Refuse to be pickled, since the parameters of other stages would be missing."""
         raise RuntimeError(
             f"`{self.__dict__['_pipeline_site'].name}` is cut into pipeline stages, and this rank holds its own stage "
             "only, so it cannot be pickled or saved whole; write a checkpoint (`trainer.save_checkpoint(path)`) and "
@@ -157,12 +159,14 @@ class _Intercepted(nn.Module):
         )
 
 
+# One subclass for each class of modules, so that layers of one type stay of one type.
 _intercepted_classes: dict[type, type] = {}
 
 
 def intercept(module: nn.Module, site: CallSite) -> None:
-    """Let every call of `module` pass through `site`. Its class becomes a subclass that shows the same name."""
+    """Pass every call of `module` through `site`. Its class becomes a subclass with the same name."""
     kind = type(module)
+    # A model may be intercepted again, by the analysis and then by the engine: only the site is replaced.
     if not issubclass(kind, _Intercepted):
         if kind not in _intercepted_classes:
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}

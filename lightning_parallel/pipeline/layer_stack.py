@@ -13,6 +13,7 @@ from lightning_parallel.compat.torch import children_of
 
 __all__ = ["LayerStack", "find_layer_stack", "find_layer_stacks", "cut_units", "layer_kinds", "outer_modules"]
 
+# A container with at least this share of the parameters of the largest may be meant as well.
 _RIVAL_SHARE = 0.5
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -22,7 +23,7 @@ class LayerStack:
     """The repeated layers of a model.
 
     Attributes:
-        path: Name of their container in the model; several, joined by commas, where one follows the other.
+        path: Name of their container in the model; several that follow each other are joined by commas.
         names: Name of each layer in the model, in order.
         layers: The layers.
         blocks: How many layers each entry of the containers has: one, or those of a nested list.
@@ -40,9 +41,10 @@ class LayerStack:
         Raises:
             ValueError: If there is no such module, it is not a container of layers, or a layer is in it twice.
         """
-        entries = [
-            entry for part in path.split(",") for entry in _entries(part.strip(), _container(module, part.strip()))
-        ]
+        entries = []
+        for part in path.split(","):
+            name = part.strip()
+            entries += _entries(name, _container(module, name))
         layers = {name: layer for entry in entries for name, layer in entry}
         seen: dict[nn.Module, str] = {}
         for name, layer in layers.items():
@@ -64,7 +66,7 @@ def find_layer_stack(module: nn.Module, num_stages: int, path: str = "auto") -> 
         path: Dotted name of the container, or `auto`; names of several that follow each other, joined by commas.
 
     Raises:
-        ValueError: If there is none, or several that could be it; says which, and how to name one.
+        ValueError: If there is none, or several candidates; with their names, and how to choose one.
     """
     stacks = find_layer_stacks(module, num_stages, path)
     if len(stacks) > 1:
@@ -78,10 +80,10 @@ def find_layer_stack(module: nn.Module, num_stages: int, path: str = "auto") -> 
 
 
 def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto") -> list[LayerStack]:
-    """Find all stacks to try: all containers that could be it in a row, and the largest alone.
+    """Find the candidates: all similar containers in a row, and the largest alone.
 
     Raises:
-        ValueError: If there is none; says how to name one.
+        ValueError: If there is none; with how to name one.
     """
     if path != "auto":
         return [_with_layers(LayerStack.at(module, path), num_stages)]
@@ -90,12 +92,14 @@ def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto") ->
     if not candidates:
         raise ValueError(
             f"found no `ModuleList` or `Sequential` with repeated layers in {type(module).__name__} to cut into "
-            f"{num_stages} stages; put the layers into one and call them in turn, or name it: layers='model.blocks'"
+            f"{num_stages} stages; put the layers into one and call them one after the other, or name it: "
+            "layers='model.blocks'"
         )
     paths = [candidates[0]]
     row = _containers_in_a_row(module, candidates, sizes)
     if len(row) > 1:
         paths.insert(0, ", ".join(row))
+    # The row first: whether its containers do follow each other, the trace of the step will show.
     stacks = [LayerStack.at(module, path) for path in paths]
     enough = [stack for stack in stacks if len(stack.blocks) >= num_stages]
     return enough or [_with_layers(stacks[0], num_stages)]
@@ -118,25 +122,29 @@ def _containers_in_a_row(module: nn.Module, candidates: list[str], sizes: dict[s
 
 
 def layer_kinds(stack: LayerStack) -> list[int]:
-    """Give layers that cost the same and return outputs of the same shapes the same number.
+    """Number the kinds of layers: those of one kind cost the same and return outputs of the same shapes.
 
     Two layers are of one kind if they have the same structure, parameter shapes and plain attributes. An attribute
     that counts the layers of a container (`layer_idx`) is left out.
     """
     described = [_attributes(layer) for layer in stack.layers]
     owners = [name.rpartition(".")[0] for name in stack.names]
-    counting = {owner: _counting([d for d, other in zip(described, owners) if other == owner]) for owner in set(owners)}
+    counting = {}
+    for owner in set(owners):
+        counting[owner] = _counting([attributes for attributes, other in zip(described, owners) if other == owner])
     numbers: dict[object, int] = {}
     kinds = []
     for layer, attributes, owner in zip(stack.layers, described, owners):
         shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in layer.named_parameters())
         plain = tuple((key, value) for key, value in attributes.items() if key not in counting[owner])
+        # `repr` has the structure, and what modules tell of themselves, such as a stride.
         kinds.append(numbers.setdefault((repr(layer), shapes, plain), len(numbers)))
     return kinds
 
 
 def _counting(described: list[dict[str, object]]) -> set[str]:
     """Return the attributes that count the layers of a container: 0, 1, 2, ..."""
+    # One layer cannot show whether its 0 is a count.
     if len(described) < 2:
         return set()
     counting = set()
@@ -148,7 +156,7 @@ def _counting(described: list[dict[str, object]]) -> set[str]:
 
 
 def cut_units(stack: LayerStack) -> tuple[int, ...]:
-    """Return the layers of each shortest run of blocks with parameters: an activation goes with the layer before it."""
+    """Return the sizes of the shortest runs of blocks with parameters: an activation stays with the layer before it."""
     bounds = [0, *accumulate(stack.blocks)]
     starts = [
         start
@@ -166,13 +174,15 @@ def outer_modules(
     Args:
         module: The model.
         stack: Its layers.
-        with_parameters: Yield those that have some now. Otherwise those that had some when they were intercepted.
+        with_parameters: Yield those that have parameters now; if False, those that had some when they were intercepted,
+            since a stage frees the parameters of others.
     """
     layers = set(stack.layers)
 
     def walk(name: str, child: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if child in layers:
             return
+        # A module that contains layers runs on every stage, so what is inside it is looked at one by one.
         holds_layers = any(other in layers for other in child.modules())
         if holds_layers or not name or _is_list(child):
             for key, grandchild in child.named_children():
@@ -203,7 +213,7 @@ def _container(module: nn.Module, path: str) -> nn.Module:
 
 
 def _entries(path: str, container: nn.Module) -> list[list[tuple[str, nn.Module]]]:
-    """The layers of each entry of a container, with their names."""
+    """Return the layers of each entry of a container, with their names; a nested list is one entry."""
     entries = []
     for key, child in children_of(container).items():
         name = f"{path}.{key}" if path else key
@@ -214,7 +224,7 @@ def _entries(path: str, container: nn.Module) -> list[list[tuple[str, nn.Module]
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether `module` is there to be looked into, and never called itself."""
+    """Return whether `module` is only a container, which is never called itself."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 
@@ -225,13 +235,14 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_namespace(container: nn.Module) -> bool:
+    """Return whether a `ModuleDict` only names parts, such as `embed` and `blocks`, instead of holding layers."""
     entries = list(container.children())
     is_run = len(_kinds(container)) == 1 and not any(isinstance(entry, _CONTAINERS) for entry in entries)
     return isinstance(container, nn.ModuleDict) and not is_run
 
 
 def _kinds(container: nn.Module) -> Counter[object]:
-    """The parameters in the container's entries of each type."""
+    """Return the number of parameters in the container's entries, by type of entry."""
     sizes: Counter[object] = Counter()
     for child in children_of(container).values():
         size = 0 if child is None else sum(parameter.numel() for parameter in child.parameters())
@@ -241,11 +252,12 @@ def _kinds(container: nn.Module) -> Counter[object]:
 
 
 def _kind(entry: nn.Module | None) -> object:
+    # The type of a nested container does not tell its layers, so all types inside it count.
     return tuple(map(type, entry.modules())) if isinstance(entry, _CONTAINERS) else type(entry)
 
 
 def _repeated_size(container: nn.Module) -> int:
-    """Most parameters in the container's entries of one type; 0 if no type that has any is repeated."""
+    """Return the most parameters in entries of one type; 0 if no type with parameters is repeated."""
     counts: Counter[object] = Counter()
     for child in children_of(container).values():
         if child is not None and next(child.parameters(), None) is not None:
@@ -254,7 +266,7 @@ def _repeated_size(container: nn.Module) -> int:
 
 
 def _related(one: str, other: str) -> bool:
-    """Whether one module lies inside the other."""
+    """Return whether one module lies inside the other, by their names."""
     short, long = sorted((one, other), key=len)
     return short == "" or long == short or long.startswith(f"{short}.")
 
@@ -268,6 +280,7 @@ def _with_layers(stack: LayerStack, num_stages: int) -> LayerStack:
     return stack
 
 
+# Attributes that can tell layers apart: a size, a flag, the name of an activation.
 _PLAIN = (int, float, str, bool, tuple, type(None))
 
 

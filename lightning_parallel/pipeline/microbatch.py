@@ -1,7 +1,7 @@
-"""SplitBatch a batch of any structure into microbatches along the sample dimension.
+"""Split a batch of any structure into microbatches along the sample dimension, and merge their outputs.
 
-{"ids": (7, 32), "mask": (7, 32), "names": 7 strings, "temperature": 0.5}   into 3
-{"ids": (3, 32), "mask": (3, 32), "names": 3 strings, "temperature": 0.5}, (2, ...), (2, ...)
+batch      {"ids": (7, 32), "mask": (7, 32), "names": 7 strings, "temperature": 0.5}   into 3
+parts      {"ids": (3, 32), "mask": (3, 32), "names": 3 strings, "temperature": 0.5}, (2, ...), (2, ...)
 
 outputs    {"loss": 0.5, "logits": (3, 10)}, {"loss": 0.7, "logits": (2, 10)}   weights .6, .4
 merged     {"loss": 0.58, "logits": (5, 10)}
@@ -25,8 +25,9 @@ from torch.nn.utils.rnn import PackedSequence
 __all__ = ["SplitBatch", "merge_outputs", "num_samples", "split_batch"]
 
 SplitBatch = Callable[[Any, int], list[Any]]
-"""(batch, microbatches) -> at most so many microbatches, the same on every rank."""
+"""(batch, n) -> at most n microbatches, the same on every rank."""
 
+# Repeated in every microbatch. Other types are refused, since it is not known whether they have samples.
 _WHOLE = (type(None), str, bytes, bool, int, float, complex, Enum, torch.dtype, torch.device, np.generic)
 
 
@@ -40,6 +41,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     Raises:
         ValueError: If two entries differ in their number of samples, or an entry cannot be cut; names its key.
     """
+    # Every rank splits the same batch by itself, so the sizes must not depend on anything but the batch.
     samples = num_samples(batch)
     count = min(num_microbatches, samples)
     if count <= 1:
@@ -105,6 +107,7 @@ def _quote(key: str) -> str:
 def _part(value: Any, start: int, stop: int, samples: int) -> Any:
     if isinstance(value, (Tensor, np.ndarray)):
         return value[start:stop] if len(value.shape) else value
+    # Copies keep the class and the attributes of what the user made, whose constructor is not known.
     if isinstance(value, UserDict):
         part: Any = copy.copy(value)
         part.data = {name: _part(item, start, stop, samples) for name, item in value.data.items()}
@@ -119,10 +122,12 @@ def _part(value: Any, start: int, stop: int, samples: int) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         part = copy.copy(value)
         for field in dataclasses.fields(value):
+            # Also on frozen dataclasses.
             object.__setattr__(part, field.name, _part(getattr(value, field.name), start, stop, samples))
         return part
     if isinstance(value, (tuple, list)):
         is_named = hasattr(value, "_fields")
+        # A list such as one string per sample; with tensors of samples inside, its length equals theirs by chance.
         if len(value) == samples and not is_named and not any(len(entry.shape) for _, entry in _entries(value, "")):
             return value[start:stop]
         items_of = [_part(item, start, stop, samples) for item in value]
@@ -131,16 +136,16 @@ def _part(value: Any, start: int, stop: int, samples: int) -> Any:
 
 
 def merge_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
-    """Merge what a step gave for each microbatch into what it would have given for the whole batch.
+    """Merge the outputs of a step for each microbatch into its output for the whole batch.
 
     Tensors and lists with one entry per sample are concatenated; floating-point scalars, and tensors without a sample
-    dimension, become the mean by `weights`; integers are counts and are added, but for Python's that are equal in all
-    microbatches and not their sizes. Containers are merged entry by entry, arrays as tensors are. What is equal for all
-    microbatches stays; anything else becomes a list with an entry per microbatch.
+    dimension, become the mean by `weights`. Integers are counts and are added, except Python integers that are equal in
+    all microbatches and are not their sizes. Containers are merged entry by entry, arrays like tensors. Other values
+    that are equal in all microbatches stay; anything else becomes a list with an entry per microbatch.
 
     Args:
-        values: What the step gave for each microbatch.
-        samples: Samples in each microbatch; empty where nothing is one entry per sample.
+        values: The output for each microbatch.
+        samples: Samples in each microbatch; empty if no value has one entry per sample.
         weights: Share of each in the batch; they sum to 1.
     """
     first = values[0]
@@ -165,6 +170,7 @@ def merge_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequen
         return _merge_sequences(values, samples, weights)
     if isinstance(first, float):
         return sum(weight * value for weight, value in zip(weights, values))
+    # A number of samples or tokens is added up; a constant such as the number of classes is not.
     if type(first) is int and (len(set(values)) > 1 or list(values) == list(samples)):
         return sum(values)
     return first if all(value == first for value in values) else list(values)

@@ -1,14 +1,14 @@
 """Point-to-point messages between stages: activations forward, gradients back.
 
-One channel for each (sender, receiver, direction), with its own tag. The schedule says in which order messages are
-made, and that is the order in which they are used, so both ends know what comes next:
+Each (sender, receiver, direction) is a channel with its own tag. Messages are used in the order in which they are
+made, which the schedule says, so both ends know what comes next:
 
-    header      stage, microbatch, bytes of a new description (0: as last time)      always
-    tensors     as described last time; in the header's message if they are small    receives posted ahead
-    description, tensors    only after a header that announces one
+    header      stage, microbatch, bytes of a new layout (0: the last one)          always
+    tensors     in the last layout; in the header's message if they are small       receives posted ahead
+    layout, tensors         only after a header that announces them
 
-Where the description has changed, the tensors that the receiver already waits for carry nothing. Gradients need no
-header: they look like the activations that they belong to.
+If the layout has changed, the tensors that the receiver already waits for are sent without meaning. Gradients need no
+header: their shapes are those of the activations that they belong to.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["MessageLayouts", "MessageLayout", "MessageGroups", "StageMessages", 
 
 _TAGS = {Kind.F: 1, Kind.I: 2}
 _HEADER_BYTES = 24
-_SMALL_BYTES = 1 << 16  # up to here a message costs more than a copy
+_SMALL_BYTES = 1 << 16  # up to this size a message of its own takes longer than a copy
 _Key = tuple[int, int]
 MessageGroups = Mapping[tuple[Kind, bool], Group]
 """A group of the same ranks for each kind of message (F or I) and direction (to a higher rank?).
 
-For NCCL, which knows no tags: between two ranks, messages of one group are carried one after the other, both ways.
+For NCCL, which has no tags: between two ranks, it carries the messages of one group one after the other, both ways.
 """
 
 
@@ -58,19 +58,20 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:
-        """A new buffer; usable in training even if made while Lightning validates in inference mode."""
+        """Allocate a buffer that can be used in training, even inside Lightning's inference mode."""
+        # Receives are posted ahead: the buffer of a training step may be made while inference mode is still on.
         with torch.inference_mode(False):
             return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """What passes from one stage to the next: arguments of a layer.
+    """The tensors that pass from one stage to the next, which are arguments of a layer.
 
     Attributes:
         index: The layer.
         positions: Which leaves of its arguments.
-        tensors: What they look like.
+        tensors: Their shapes and dtypes.
     """
 
     index: int
@@ -79,13 +80,13 @@ class MessageLayout:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes that travel in the message of the header: all or none."""
+        """Bytes of the tensors if they are sent in the header's message, 0 if they are sent by themselves."""
         num_bytes = sum(spec.num_bytes for spec in self.tensors)
         return num_bytes if num_bytes <= _SMALL_BYTES else 0
 
 
 class Message(NamedTuple):
-    """A layout and its data."""
+    """Tensors that pass from stage to stage, and their layout."""
 
     layout: MessageLayout
     tensors: tuple[Tensor, ...]
@@ -93,14 +94,14 @@ class Message(NamedTuple):
 
 @dataclass
 class MessageLayouts:
-    """What was last sent out of, and received into, each stage. Outlives the steps."""
+    """The last layout sent by and received by each stage; kept from step to step."""
 
     sent: dict[int, MessageLayout] = field(default_factory=dict)
     received: dict[int, MessageLayout] = field(default_factory=dict)
 
 
 class _Sends(NamedTuple):
-    """What an action has made, on its way to another rank."""
+    """The result of an action, being sent to another rank."""
 
     action: Action
     receiver: int
@@ -145,16 +146,20 @@ class StageMessages:
                     self._gradients[sender] = _Gradients(self, sender, made)
 
     def channel(self, kind: Kind, sender: int, receiver: int) -> Group:
-        """The group through which messages of a kind go from one rank to another."""
+        """Return the group for messages of a kind from one rank to another."""
         return self.message_groups.get((kind, receiver > sender), self.group)
 
     def send_activations(self, stage: int, microbatch: int, message: Message) -> None:
-        """Hand the output of `stage` on to the next."""
+        """Send the output of `stage` to the next stage."""
         receiver = self.stage_ranks[stage + 1]
+        # Stages of one rank exchange their tensors by reference.
         if receiver == self.group.rank:
             self._local[Kind.F, stage, microbatch] = message
             return
-        layout, last = message.layout, self.layouts.sent.get(stage)
+        layout = message.layout
+        last = self.layouts.sent.get(stage)
+        # The receiver has posted receives for the last layout: they are filled in any case, or the order of messages on
+        # the channel would differ between the two ends.
         description = b"" if layout == last else pickle.dumps(layout)
         wire = [_header(stage, microbatch, len(description), self.device)]
         if last is not None:
@@ -169,22 +174,24 @@ class StageMessages:
             wire += message.tensors
         sends = self._send(Action(Kind.F, stage, microbatch), wire, receiver)
         self._sent[stage, microbatch] = (layout, sends)
+        # Now the shapes of the gradients that will come back are known.
         for gradients in self._gradients.values():
             gradients.post()
 
     def receive_activations(self, action: Action) -> Message:
-        """The input of `action`'s stage."""
+        """Receive the input of `action`'s stage."""
         _, stage, microbatch = action
         sender = self.stage_ranks[stage - 1]
         if sender == self.group.rank:
             return self._local.pop((Kind.F, stage - 1, microbatch))
         message = self._activations[sender].take(action)
-        for _ in range(next(self._used[sender])):  # these have arrived, so this does not wait; it frees the gradients
+        # The sender used these gradients before it made what has just come: waiting takes no time, and frees them.
+        for _ in range(next(self._used[sender])):
             self._finish_sends(self._returned[sender].popleft())
         return message
 
     def send_gradients(self, stage: int, microbatch: int, gradients: Sequence[Tensor]) -> None:
-        """Hand the gradients of the input of `stage` back to the stage before."""
+        """Send the gradients of the input of `stage` to the stage before."""
         receiver = self.stage_ranks[stage - 1]
         if receiver == self.group.rank:
             self._local[Kind.I, stage, microbatch] = list(gradients)
@@ -192,21 +199,23 @@ class StageMessages:
         self._returned[receiver].append(self._send(Action(Kind.I, stage, microbatch), gradients, receiver))
 
     def receive_gradients(self, action: Action) -> list[Tensor]:
-        """The gradients of the output of `action`'s stage, for those tensors of it that need one."""
+        """Receive the gradients of the output of `action`'s stage, of those tensors that need one."""
         _, stage, microbatch = action
         sender = self.stage_ranks[stage + 1]
         if sender == self.group.rank:
             return self._local.pop((Kind.I, stage + 1, microbatch))
         gradients = self._gradients[sender].take(action)
-        # The next stage has used what it was sent, so this does not wait; it frees the activation.
+        # The next stage has used what it was sent: waiting takes no time, and frees the activation.
         self._finish_sends(self._sent.pop((stage, microbatch))[1])
         return gradients
 
     def _send(self, action: Action, tensors: Sequence[Tensor], receiver: int) -> _Sends:
-        """Begin to send what `action` has made."""
-        to, tag = self.channel(action.kind, self.group.rank, receiver), _TAGS[action.kind]
+        """Begin to send the result of `action`."""
+        channel = self.channel(action.kind, self.group.rank, receiver)
+        tag = _TAGS[action.kind]
         try:
-            pending = [comm.isend(tensor.contiguous(), to, receiver, tag) for tensor in tensors if tensor.numel()]
+            # Empty tensors are not sent: both ends know from the layout which these are.
+            pending = [comm.isend(tensor.contiguous(), channel, receiver, tag) for tensor in tensors if tensor.numel()]
         except RuntimeError as error:
             raise self._not_sent(action, receiver, error) from error
         return _Sends(action, receiver, pending)
@@ -226,7 +235,7 @@ class StageMessages:
         )
 
     def post(self) -> None:
-        """Begin to receive whatever comes next."""
+        """Post the first receive of each channel."""
         for activations in self._activations.values():
             activations.post()
         for gradients in self._gradients.values():
@@ -242,12 +251,12 @@ class StageMessages:
         self._sent.clear()
 
     def layout_sent(self, stage: int, microbatch: int) -> MessageLayout | None:
-        """What the output of `stage` looked like, if it has been sent already."""
+        """Return the layout of the output of `stage`, None if it has not been sent yet."""
         sent = self._sent.get((stage, microbatch))
         return None if sent is None else sent[0]
 
     def wait(self, pending: Pending, action: Action, sender: int) -> None:
-        """Wait for a part of what `action` needs.
+        """Wait for a message that `action` needs.
 
         Raises:
             RuntimeError: If it does not come; says who waits for whom.
@@ -264,7 +273,10 @@ class StageMessages:
 
 
 def _used_before(schedule: Schedule, sender: int, receiver: int) -> Iterator[int]:
-    """Count, for each activation that `sender` makes for `receiver`, the gradients from there used since the last."""
+    """Count, for each activation that `sender` makes for `receiver`, the gradients of `receiver` that it used before.
+
+    Counted since the activation before, in the order of the sender's row.
+    """
     used = 0
     for kind, stage, _ in schedule.rows[sender]:
         if kind is Kind.W or stage + 1 == schedule.num_stages or schedule.stage_ranks[stage + 1] != receiver:
@@ -287,7 +299,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 @dataclass
 class _Posted:
-    """A buffer being filled; nothing is under way for an empty one."""
+    """A buffer and the receive that fills it; None for an empty buffer, which is never sent."""
 
     tensor: Tensor
     pending: Pending | None
@@ -298,16 +310,18 @@ class _Posted:
 
 
 class _Activations:
-    """The activations that one rank sends here, in order."""
+    """Receives the activations of one rank, in order."""
 
     def __init__(self, messages: StageMessages, sender: int, made: Sequence[Action]) -> None:
-        self.messages, self.sender = messages, sender
+        self.messages = messages
+        self.sender = sender
         self.group = messages.channel(Kind.F, sender, messages.group.rank)
         self.coming = deque((action.stage, action.microbatch) for action in made)
         self.header: _Posted | None = None
         self.expected: list[_Posted] = []
 
     def post(self) -> None:
+        """Begin to receive the next message, if none is under way: header first, then tensors of the last layout."""
         if self.header is None and self.coming:
             known = self.messages.layouts.received.get(self.coming[0][0] + 1)
             packed_bytes = 0 if known is None else known.packed_bytes
@@ -315,6 +329,7 @@ class _Activations:
             self.expected = [] if known is None or packed_bytes else self._begin_all(known)
 
     def take(self, action: Action) -> Message:
+        """Wait for the next message, and begin to receive the one after it."""
         self.post()
         assert self.header is not None
         packet = self._finish(self.header, action)
@@ -328,9 +343,11 @@ class _Activations:
             )
         received = self.messages.layouts.received
         if num_bytes:
+            # These were in the old layout; their receives have to end before others are posted on the channel.
             for posted in self.expected:
                 self._finish(posted, action)
             description = self._finish(self._begin(self._bytes(num_bytes)), action)
+            # From a rank of the same run, never from a file: what it runs is code that this rank trusts already.
             received[action.stage] = pickle.loads(description.cpu().numpy().tobytes())
             self.expected = self._begin_all(received[action.stage])
         tensors = [self._finish(posted, action) for posted in self.expected]
@@ -342,11 +359,14 @@ class _Activations:
         return Message(received[action.stage], tuple(tensors))
 
     def _unpacked(self, packet: Tensor, layout: MessageLayout) -> list[Tensor]:
-        tensors, at = [], _HEADER_BYTES
+        tensors = []
+        start = _HEADER_BYTES
+        # Copies, since views into the packet would keep all of it alive, and may not be aligned for their dtype.
         for spec in layout.tensors:
-            tensors.append(spec.empty(self.messages.device))
-            _as_bytes(tensors[-1]).copy_(packet[at : at + spec.num_bytes])
-            at += spec.num_bytes
+            tensor = spec.empty(self.messages.device)
+            _as_bytes(tensor).copy_(packet[start : start + spec.num_bytes])
+            tensors.append(tensor)
+            start += spec.num_bytes
         return tensors
 
     def _bytes(self, count: int) -> Tensor:
@@ -365,15 +385,17 @@ class _Activations:
 
 
 class _Gradients:
-    """The gradients that one rank sends here, in order."""
+    """Receives the gradients of one rank, in order."""
 
     def __init__(self, messages: StageMessages, sender: int, made: Sequence[Action]) -> None:
-        self.messages, self.sender = messages, sender
+        self.messages = messages
+        self.sender = sender
         self.group = messages.channel(Kind.I, sender, messages.group.rank)
         self.coming = deque((action.stage - 1, action.microbatch) for action in made)
         self.expected: list[_Posted] | None = None
 
     def post(self) -> None:
+        """Begin to receive the next gradients, once the activations that they belong to have been sent."""
         if self.expected is None and self.coming:
             layout = self.messages.layout_sent(*self.coming[0])
             if layout is not None:
@@ -384,6 +406,7 @@ class _Gradients:
                 ]
 
     def take(self, action: Action) -> list[Tensor]:
+        """Wait for the next gradients, and begin to receive those after them."""
         assert self.coming[0] == (action.stage, action.microbatch)
         self.post()
         assert self.expected is not None

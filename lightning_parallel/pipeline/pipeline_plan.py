@@ -1,4 +1,4 @@
-"""What a pipeline does with a model, as plain data: made by `analyze`, carried out by `engine`.
+"""The plan of a pipeline: how a model is divided, as plain data. Made by `analyze`, applied by `PipelineEngine`.
 
 plan = analyze(module, group.size, example=(step, microbatch))
 print(plan)                                  # a line per stage
@@ -30,7 +30,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Costs:
-    """Cost of one microbatch in each layer, and in what comes before and after them.
+    """Cost of one microbatch in each layer, in the prologue, and in the epilogue.
 
     Attributes:
         layers: One per layer.
@@ -44,7 +44,7 @@ class Costs:
 
     @property
     def are_measured(self) -> bool:
-        """Whether there are seconds, and not bytes only."""
+        """True if the costs have seconds, and not bytes only."""
         return any(cost.total_s for cost in (*self.layers, self.prologue, self.epilogue))
 
     def per_stage(self, layers_per_stage: Sequence[int]) -> list[Cost]:
@@ -54,7 +54,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor that passes from one stage to the next.
+    """Shape and dtype of a tensor that passes from one stage to the next.
 
     Attributes:
         shape: Of one microbatch of the example.
@@ -67,13 +67,13 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class PlannedParameter:
-    """A parameter and where it goes.
+    """A parameter and the stages that hold it.
 
     Attributes:
         stages: The stages that compute with it; several for a tied parameter.
         count: Elements, of this rank's tensor-parallel shard.
         num_bytes: Their size.
-        is_trained: Whether it has a gradient.
+        is_trained: Whether it requires a gradient.
     """
 
     stages: tuple[int, ...]
@@ -84,7 +84,7 @@ class PlannedParameter:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How a model is divided over the stages of a pipeline, and what that is expected to cost.
+    """How a model is divided over the stages of a pipeline, with the predicted costs.
 
     Attributes:
         model: Class of the model.
@@ -126,7 +126,7 @@ class PipelinePlan:
 
     @property
     def stage_costs(self) -> list[Cost]:
-        """The cost of each stage for a microbatch as large as the example; without seconds if none was measured."""
+        """Cost of each stage for a microbatch as large as the example; without seconds if none were measured."""
         return self.costs.per_stage(self.layers_per_stage)
 
     @property
@@ -139,7 +139,7 @@ class PipelinePlan:
         return sum(parameter.count for parameter in self.parameters.values() if stage in parameter.stages)
 
     def stage_bytes(self, stage: int, copies: float) -> tuple[float, float]:
-        """Predict the memory of a stage: what it holds always, and the activations that it holds at most, in bytes.
+        """Predict the memory of a stage, in bytes: what it always holds, and the most activations.
 
         Args:
             stage: The stage.
@@ -148,6 +148,7 @@ class PipelinePlan:
         held = 0.0
         for parameter in self.parameters.values():
             if stage in parameter.stages:
+                # A frozen parameter has neither a gradient nor a state.
                 held += parameter.num_bytes * (copies if parameter.is_trained else 1)
         return held, self.in_flight(stage) * self.stage_costs[stage].activation_bytes
 
@@ -166,7 +167,8 @@ class PipelinePlan:
         return self.layers[ends[stage]], self.layers[ends[stage + 1] - 1]
 
     def outer_names(self, stage: int) -> list[str]:
-        """Return the modules of a stage that hold parameters outside of the layer stack."""
+        """Return the modules of a stage that have parameters outside of the layer stack."""
+        # The dot matters: `layers.1` is no prefix of `layers.10`.
         inside = tuple(f"{layer}." for layer in self.layers)
         owners = []
         for name, parameter in self.parameters.items():
@@ -175,7 +177,7 @@ class PipelinePlan:
         return list(dict.fromkeys(owners))
 
     def check_fits(self, module: nn.Module, num_ranks: int) -> None:
-        """Require that the plan was made for a model of this structure, on as many ranks.
+        """Check that the plan was made for a model of this structure and for this number of ranks.
 
         Raises:
             ValueError: With what the plan expects and what was found.
@@ -196,11 +198,12 @@ class PipelinePlan:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as what JSON can hold.
+        """Return the plan as values that JSON can hold.
 
         Raises:
             ValueError: If its schedule is a table of actions that no builder makes.
         """
+        # A schedule is saved as the arguments of its builder, which are much shorter than its rows.
         schedule = self.schedule
         if schedule.name not in SCHEDULES:
             raise ValueError(

@@ -1,12 +1,12 @@
 """Placeholder tensors: a shape, a dtype and a device, without data.
 
-On a stage that does not own the embedding, its stub returns a placeholder. What is computed from a placeholder is one
-too, so the model's own code runs up to the first layer that the stage owns, at no cost in memory or arithmetic:
+On a stage that does not own the embedding, its stub returns a placeholder. Operations on placeholders return
+placeholders, so the model's own code runs up to the first layer that the stage owns, without memory or arithmetic:
 
     ids (real) -> embed (stub) -> placeholder -> layer 0 (stub) -> placeholder -> layer 1 (owned) receives the data
     ids (real) -> positions, masks, rotary angles: computed from the batch, real on every stage
 
-Once its data have been received, a placeholder has a `value`, which then stands for it in every operation.
+Once its data have been received, a placeholder has a `value`, which replaces it in every operation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PlaceholderError(RuntimeError):
     """A computation on this stage needs data that are on another stage.
 
     Attributes:
-        lost: Whether the data would also be missing in a real run.
+        lost: True if the data would be missing in a real run too.
     """
 
     def __init__(self, message: str, placeholders: Iterable[PlaceholderTensor] = ()) -> None:
@@ -42,10 +42,10 @@ class PlaceholderTensor(Tensor):
     Args:
         meta: Tensor on the meta device, whose shape, strides and dtype the placeholder takes.
         device: The device that the placeholder claims to be on.
-        provenance: What it stands for, in the words of an error message ("the output of `model.embed`").
-        parameter: Name of the parameter that it stands in for, if it does.
-        available: In a dry run, whether the data would be here in a real run. What is computed from available
-            placeholders only is available.
+        provenance: Which tensor it represents, for error messages ("the output of `model.embed`").
+        parameter: Name of the parameter that it represents, if any.
+        available: In a dry run, whether this rank would have the data in a real run. A result is available if all
+            placeholders that it is computed from are.
 
     Attributes:
         value: The data, once they have been received; None before.
@@ -73,7 +73,7 @@ class PlaceholderTensor(Tensor):
         return placeholder
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        pass  # `Tensor.__init__` takes no arguments; all is done in `__new__`
 
     @classmethod
     def like(
@@ -84,7 +84,7 @@ class PlaceholderTensor(Tensor):
         parameter: str | None = None,
         available: bool = False,
     ) -> PlaceholderTensor:
-        """Return one with the shape, strides and dtype of `tensor`, on its device unless another is given."""
+        """Return a placeholder with the shape, strides and dtype of `tensor`, on its device unless another is given."""
         return cls(_to_meta(tensor), tensor.device if device is None else device, provenance, parameter, available)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -93,10 +93,11 @@ class PlaceholderTensor(Tensor):
         return f"PlaceholderTensor({tuple(shape)}, {dtype}, {self.provenance}{received})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderTensor:
+        # `Tensor.__deepcopy__` would copy a storage. A copy has received nothing.
         return PlaceholderTensor(self.meta, self.device, self.provenance, self.parameter, self.available)
 
     def receive(self, value: Tensor) -> None:
-        """Let `value` stand for this placeholder from now on.
+        """Use `value` in place of this placeholder from now on.
 
         A custom autograd function that takes the placeholder computes with the value, but gives its gradient to the
         placeholder: see `own_grad`.
@@ -107,7 +108,7 @@ class PlaceholderTensor(Tensor):
 
     @property
     def own_grad(self) -> Tensor | None:
-        """Gradient that came to the placeholder itself and not to its value."""
+        """Gradient that reached the placeholder itself instead of its value."""
         with DisableTorchFunctionSubclass():
             return self.grad
 
@@ -115,7 +116,8 @@ class PlaceholderTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Values are put in above autograd, so that gradients flow back to what was received.
+        # Values are put in above autograd, so that gradients flow back to what was received. In `__torch_dispatch__`,
+        # below autograd, the graph would already end at the placeholder.
         kwargs = reveal(kwargs) if kwargs else {}
         with DisableTorchFunctionSubclass():
             return func(*reveal(args), **kwargs)
@@ -130,6 +132,7 @@ class PlaceholderTensor(Tensor):
         _collect(kwargs, placeholders)
         _check(func, placeholders)
         written = _written(func, args, kwargs)
+        # Shapes are computed on the meta device; the result claims the device that the real operation would use.
         device = kwargs.get("device") or placeholders[0].device
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
@@ -151,7 +154,7 @@ class PlaceholderTensor(Tensor):
 
 
 def _provenance(placeholders: list[PlaceholderTensor]) -> str:
-    """Name what is missing: what is unavailable before what is not, an activation before a parameter."""
+    """Choose the placeholder to name in a message: unavailable before available, activation before parameter."""
     missing_first = [placeholder for placeholder in placeholders if not placeholder.available] or placeholders
     for placeholder in missing_first:
         if not placeholder.parameter:
@@ -163,14 +166,15 @@ _watcher: Callable[[str], None] | None = None
 
 
 class watch_parameters:
-    """Call `watcher` with the name of each parameter whose placeholder is computed with, inside a `with` block."""
+    """Call `watcher` with the name of each parameter whose placeholder is used in an operation inside the block."""
 
     def __init__(self, watcher: Callable[[str], None]) -> None:
         self.watcher = watcher
 
     def __enter__(self) -> None:
         global _watcher
-        self.before, _watcher = _watcher, self.watcher
+        self.before = _watcher
+        _watcher = self.watcher
 
     def __exit__(self, *exception: object) -> None:
         global _watcher
@@ -179,6 +183,7 @@ class watch_parameters:
 
 def reveal(value: Any) -> Any:
     """Replace received placeholders by their data; lists and dicts that hold some stay the same objects."""
+    # Written out, since `pytree` takes several times longer, and this runs for every operation on a placeholder.
     if isinstance(value, PlaceholderTensor):
         return value if value.value is None else value.value
     if isinstance(value, tuple):
@@ -193,7 +198,7 @@ def reveal(value: Any) -> Any:
 
 
 def missing(value: Any) -> bool:
-    """Tell whether `value` is a placeholder whose data are not here."""
+    """Return whether `value` is a placeholder without data."""
     return type(value) is PlaceholderTensor and value.value is None and not (_in_dry_run and value.available)
 
 
@@ -202,7 +207,10 @@ _in_dry_run = False
 
 @contextmanager
 def dry_run() -> Iterator[None]:
-    """Count available placeholders as data inside the block. Outside they are not: a module may have kept one."""
+    """Treat available placeholders as data inside the block.
+
+    Outside they count as missing: a module may have kept one from a dry run.
+    """
     global _in_dry_run
     _in_dry_run = True
     try:
@@ -234,6 +242,7 @@ def _check(func: Any, placeholders: list[PlaceholderTensor]) -> None:
 
 @cache
 def _written_argument(func: Any) -> tuple[int, str] | None:
+    """Return position and name of the argument that `func` writes in place; None if there is none."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             return position, argument.name
@@ -241,7 +250,7 @@ def _written_argument(func: Any) -> tuple[int, str] | None:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the argument that `func` writes in place, None if it writes none.
+    """Return the value that `func` writes in place, None if it writes none.
 
     Raises:
         PlaceholderError: If it is a real tensor, whose contents would be lost.
@@ -263,7 +272,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _require_shape(func: Any, written: PlaceholderTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Require that `func` leaves the shape of `written` as it is: a tensor subclass cannot change its own."""
+    """Refuse operations that change the shape of `written` in place, which a tensor subclass cannot do.
+
+    Tried on copies, since the meta tensors of placeholders are shared.
+    """
     changed = func(*_on_meta(args, copied=True), **_on_meta(kwargs, copied=True))
     if changed.shape != written.signature[0]:
         raise PlaceholderError(
@@ -272,6 +284,7 @@ def _require_shape(func: Any, written: PlaceholderTensor, args: tuple[Any, ...],
 
 
 def _rewritten(written: PlaceholderTensor, result: Any) -> Any:
+    # The result of an in-place operation is the placeholder itself, unless the operator returns several tensors.
     if isinstance(result, (list, tuple)):
         return _wrap(result, written.device, written.provenance, written.available)
     return written
@@ -282,7 +295,7 @@ _MOST_KNOWN = 10_000
 
 
 def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what `func` gives on the meta device; remembered, since meta kernels are slow Python code."""
+    """Return the result of `func` on the meta device; cached, since meta kernels are slow Python code."""
     key = (func, _key(args), _key(kwargs))
     try:
         return _known_shapes[key]
@@ -290,6 +303,7 @@ def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
         pass
     except TypeError:  # an argument that cannot be hashed
         return func(*_on_meta(args), **_on_meta(kwargs))
+    # Sequence lengths vary without end in some data sets.
     if len(_known_shapes) > _MOST_KNOWN:
         _known_shapes.clear()
     result = _known_shapes[key] = func(*_on_meta(args), **_on_meta(kwargs))
@@ -311,6 +325,7 @@ def _key(value: Any) -> Any:
 def _to_meta(tensor: Tensor) -> Tensor:
     if isinstance(tensor, PlaceholderTensor):
         return tensor.meta
+    # `tensor.to("meta")` would record a copy in the graph.
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

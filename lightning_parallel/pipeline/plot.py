@@ -1,4 +1,4 @@
-"""Drawings of timelines, simulated or measured: coloured text for a terminal, SVG for files and for the report's page.
+"""Draw timelines, simulated or measured: as coloured text for a terminal, as SVG for files and for the report's page.
 
 rank 0  F0 F1 F2 F3 ·····················B0    F4 B1    F5
 rank 1  ···F0 F1 F2 ··············B0    F3 B1    F4 B2
@@ -61,7 +61,7 @@ def _text_on(colour: str) -> str:
 
 
 def _shades(schedule: Schedule) -> list[float]:
-    """Give for each stage how light it is drawn: the later on its rank, the lighter."""
+    """Return the share of white for each stage: the later on its rank, the lighter it is drawn."""
     shades = [0.0] * schedule.num_stages
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
@@ -71,7 +71,7 @@ def _shades(schedule: Schedule) -> list[float]:
 
 
 def _kinds(timeline: Timeline) -> list[Kind]:
-    """Give the kinds of actions that occur, in the order of the legend."""
+    """Return the kinds of actions that occur, in the order of the legend."""
     used = {action.kind for row in timeline.spans for action in row}
     return [kind for kind in Kind if kind in used]
 
@@ -81,14 +81,14 @@ def _kinds(timeline: Timeline) -> list[Kind]:
 _WAITING = Style(color="#6b7785", dim=True)
 
 _FILL = {Kind.F: "=", Kind.B: "-", Kind.I: "-", Kind.W: "+"}
-"""Fills a cell of text after its label, so that the kinds differ without colours too."""
+"""Fills a cell of text after its label, so that kinds can be told apart without colours too."""
 
 
 def draw_text(timeline: Timeline, width: int) -> list[Text]:
     """Draw one line per rank, time to the right: colour is the kind of action, the number is the microbatch.
 
-    Lighter shades are later chunks of the model on the same rank. Without colours the letters, or where there is no
-    room for them `=`, `-` and `+`, tell the kinds apart, and `·` is waiting.
+    Lighter shades are later chunks of the model on the same rank. Without colours, letters tell the kinds apart, or
+    `=`, `-` and `+` if there is no room for them; `·` is waiting.
 
     Args:
         timeline: Timeline to draw.
@@ -130,7 +130,7 @@ def legend_text(timeline: Timeline) -> Text:
 
 
 def schedule_title(schedule: Schedule) -> str:
-    """Name a schedule with the options that its name does not say."""
+    """Return the name of a schedule with the options that its name does not include."""
     facts = [schedule.name]
     if schedule.virtual_stages > 1:
         facts.append(f"{schedule.virtual_stages} stages a rank")
@@ -140,7 +140,7 @@ def schedule_title(schedule: Schedule) -> str:
 
 
 def rank_table(timeline: Timeline) -> Table:
-    """Make a table of how much of the step each rank computes, with the duration of the step above it."""
+    """Return a table of the time that each rank computes and waits, with the duration of the step as its title."""
     table = Table(
         title=f"step {seconds_text(timeline.makespan_s)}, bubble {timeline.bubble_fraction:.2%}",
         title_justify="left",
@@ -157,7 +157,7 @@ def rank_table(timeline: Timeline) -> Table:
 
 
 def _columns(timeline: Timeline, room: int) -> int:
-    """Give the shortest action room for its label, if the whole fits."""
+    """Return a number of columns, up to `room`, that leaves space for the label of the shortest action if possible."""
     durations = [end - start for row in timeline.spans for start, end in row.values() if end > start]
     lengths = timeline.makespan_s / min(durations, default=1.0)
     label = len(str(timeline.schedule.num_microbatches)) + 2
@@ -355,7 +355,7 @@ class _SvgTimeline:
 
 
 def _kind_class(name: str, kind: Kind, shade: float) -> dict[str, str]:
-    """Give the attributes by which a page can colour a shape for itself."""
+    """Return the attributes by which the CSS of a page can colour a shape."""
     if not shade:
         return {"class": f"{name} {kind.value}"}
     return {"class": f"{name} {kind.value} later", "style": f"--lighter: {shade:.0%}"}

@@ -1,9 +1,9 @@
 """Run a schedule: `for action in row: handle[action.kind](action)`.
 
     F  run the step from the first layer of the stage to the last; receive before, send after
-    B  differentiate what F made; receive the gradient of the output before, send that of the input after
-    I  as B, but the weight gradients of linear layers are left for later
-    W  compute what I left
+    B  run backward from the output; receive its gradient before, send that of the input after
+    I  as B, but the weight gradients of linear layers are deferred
+    W  compute the deferred weight gradients
 
 The span of an action begins when its inputs are there, so waiting shows as idle time.
 """
@@ -49,7 +49,7 @@ __all__ = ["MissingLossError", "ScheduleRun", "StepResult", "loss_of"]
 
 @dataclass
 class StepResult:
-    """What one step through the pipeline gave.
+    """The result of one step through the pipeline.
 
     Attributes:
         microbatches: The parts of the batch.
@@ -77,7 +77,7 @@ class _MicrobatchState:
 
 
 class ScheduleRun:
-    """One step: a schedule, the microbatches, and what is under way.
+    """One step: a schedule, the microbatches, and their state between actions.
 
     Args:
         model: The stages of this rank.
@@ -86,8 +86,8 @@ class ScheduleRun:
         step: The user's step.
         microbatches: As many as the schedule has.
         weights: Share of each in the loss.
-        layouts: What neighbours know of each other, kept from step to step.
-        stage_inputs: What the next stages lack, kept from step to step.
+        layouts: The last layouts of messages, kept from step to step.
+        stage_inputs: The inputs that the next stages lack, kept from step to step.
         scale: The gradients are multiplied by this.
         seed: Of the random numbers that all stages draw, equal on all of them.
         message_groups: Groups for messages between stages; see `MessageGroups`.
@@ -118,6 +118,8 @@ class ScheduleRun:
         self.seed = seed
         self.messages = StageMessages(group, schedule, model.device, layouts, message_groups)
         self.training = schedule.is_training
+        # Received tensors enter the graph by a function of this leaf: a function without inputs that require a gradient
+        # would record nothing.
         self.anchor = torch.empty(0, device=model.device, requires_grad=True)
         self.states: dict[tuple[int, int], _MicrobatchState] = {}
         self.outputs: dict[int, Any] = {}
@@ -125,7 +127,7 @@ class ScheduleRun:
         self.open = tracing.OpenSpan()
 
     def __call__(self) -> StepResult:
-        """Run this rank's row.
+        """Run this rank's row of the schedule.
 
         Raises:
             PlaceholderError: If a stage needs data that another one has.
@@ -138,6 +140,7 @@ class ScheduleRun:
             Kind.W: self._weight_gradient,
         }
         self.messages.post()
+        # Once per step, not per action: saving the state of all generators takes longer than seeding them.
         with random_state_kept():
             for action in self.schedule.rows[self.group.rank]:
                 phase = "forward" if action.kind is Kind.F else "backward"
@@ -170,6 +173,7 @@ class ScheduleRun:
                 # activations, and what the frames of callers hold, until the garbage collector comes.
                 end = exit_.end
             else:
+                # On any stage but the last, a step that returns has not met the layer that ends it.
                 self._require_end(stage, handler, is_last)
         if is_last:
             self._keep_result(microbatch, state, result)
@@ -190,6 +194,7 @@ class ScheduleRun:
     def _receive(
         self, action: Action, state: _MicrobatchState, index: int, leaves: list[Any], positions: list[int]
     ) -> list[Tensor]:
+        # Called from inside the user's step, when it reaches the first layer of the stage.
         message = self.messages.receive_activations(action)
         placeholders = [leaves[position] for position in positions]
         self._check(action, message.layout, index, positions, placeholders)
@@ -202,6 +207,7 @@ class ScheduleRun:
         flags = [spec.requires_grad for spec in state.received]
         if not (self.training and any(flags)):
             return list(message.tensors)
+        # A reentrant checkpoint runs its forward without gradients: the first layer would have no graph to its input.
         if not torch.is_grad_enabled():
             raise CutError(REENTRANT)
         return list(_Received.apply(self.anchor, state.captured, flags, *message.tensors))
@@ -214,7 +220,7 @@ class ScheduleRun:
         positions: list[int],
         placeholders: list[PlaceholderTensor],
     ) -> None:
-        """Compare what came with what this stage lacks: the sender worked that out by itself."""
+        """Compare the message with what this stage lacks: the sender found that out by a dry run on its own side."""
         names = self.model.plan.layers
         if layout.index != index or layout.positions != tuple(positions):
             raise RuntimeError(
@@ -241,6 +247,7 @@ class ScheduleRun:
         if self.training:
             state.loss = loss_of(result)
             self.losses[microbatch] = state.loss.detach()
+        # Detached: an output that is kept until the end of the step must not keep its graph.
         self.outputs[microbatch] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), result)
 
     def _send(self, stage: int, microbatch: int, state: _MicrobatchState, end: StageEnd) -> None:
@@ -254,6 +261,7 @@ class ScheduleRun:
                     "layers as an argument, move the cut (`balance`), or use fewer stages"
                 )
         layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)))
+        # Backward starts at edges of the graph, so that the data of an output can be freed before its gradient comes.
         # An edge keeps a node of C++ alive, such as a view's, but before torch 2.7 no node of a custom function.
         state.roots = [get_gradient_edge(tensor.view_as(tensor)) for tensor in tensors if tensor.requires_grad]
         message = Message(layout, tuple(tensor.detach() for tensor in tensors))
@@ -265,6 +273,7 @@ class ScheduleRun:
         for inputs in known:
             if inputs.fits(end.index, end.leaves, end.tree):
                 return inputs
+        # The same seed as in the forward: a step may draw numbers before the layers that decide what it does.
         handler = NextStageDryRun(stage + 1, self.model.stage_of, self.model.stubs)
         with seeded(self.seed + microbatch), self.model.handled_by(handler), torch.no_grad():
             try:
@@ -295,6 +304,7 @@ class ScheduleRun:
 
     def _differentiate(self, action: Action, state: _MicrobatchState) -> None:
         _, stage, microbatch = action
+        # Only the last stage has a loss; its share is its weight, so that the sum is the mean over the whole batch.
         if state.loss is not None:
             roots: list[Any] = [state.loss]
             gradients = [torch.full_like(state.loss, self.weights[microbatch]).mul_(self.scale)]
@@ -302,21 +312,23 @@ class ScheduleRun:
             roots = list(state.roots)
             gradients = self.messages.receive_gradients(action)
         self.open.restart()
+        # If the output requires no gradient, received tensors may still need one, of zeros: the sender waits for it.
         if roots:
             torch.autograd.backward(roots, gradients)
         if stage > 0:
             self.messages.send_gradients(stage, microbatch, self._input_gradients(state))
-        # Frees the graph: a schedule may keep the state itself until W.
+        # Frees the graph: with a split backward the state itself is kept until W.
         state.roots = []
         state.loss = None
 
     def _input_gradients(self, state: _MicrobatchState) -> list[Tensor]:
-        """Return the gradients of what was received, for tensors that need one; zero where it was not used."""
+        """Return the gradients of the received tensors that need one; zeros for those that were not used."""
         captured = state.captured or [None] * len(state.received)
         gradients = []
         for spec, gradient, placeholder in zip(state.received, captured, state.placeholders):
             if not spec.requires_grad:
                 continue
+            # A custom function that was given the placeholder itself leaves its gradient there, not at the value.
             parts = [part for part in (gradient, placeholder.own_grad) if part is not None]
             if not parts:
                 parts = [torch.zeros(spec.shape, dtype=spec.dtype, device=self.model.device)]
@@ -325,9 +337,9 @@ class ScheduleRun:
 
 
 class _Received(torch.autograd.Function):
-    """Put received tensors into the graph and capture their gradients there.
+    """Put received tensors into the graph and capture their gradients.
 
-    They are no leaves, so that a layer may write into them as it may in one process.
+    They are no leaves, so that a layer may write into them, as it may in one process.
     """
 
     @staticmethod
@@ -339,6 +351,7 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        # Captured here, since only leaves have a `.grad`.
         ctx.captured[:] = gradients
         return (None,) * (3 + len(gradients))
 
@@ -348,7 +361,7 @@ class MissingLossError(ValueError):
 
 
 def loss_of(result: Any) -> Tensor:
-    """Return the loss in what a training step returned: the tensor itself, or the entry `loss`.
+    """Return the loss of a training step's result: the tensor itself, or the entry `loss`.
 
     Raises:
         MissingLossError: If there is none.

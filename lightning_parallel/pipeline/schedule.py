@@ -49,6 +49,8 @@ def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedul
     rows = []
     for rank in range(num_ranks):
         stages = range(rank, len(stage_ranks), num_ranks)
+        # Breadth first: with m >= P, the first input of a chunk has come round before the rank is done with the chunk
+        # before, so only the first chunk waits.
         rows.append(
             [Action(Kind.F, s, i) for s in stages for i in range(num_microbatches)]
             + [Action(Kind.B, s, i) for s in reversed(stages) for i in range(num_microbatches)]
@@ -57,7 +59,7 @@ def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedul
 
 
 def one_f_one_b(num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float = 1) -> Schedule:
-    """Build 1F1B: after a warm-up, one forward and one backward in turn.
+    """Build 1F1B: after a warm-up, one forward and one backward, alternating.
 
     Bubble (P-1)(F+B), as GPipe, but rank r holds min(m, P-r) microbatches. `warmup=2` runs twice as far ahead,
     holds 2(P-r)-1, and hides a link's latency, of which plain 1F1B exposes two hops in every steady step.
@@ -86,7 +88,7 @@ def interleaved_1f1b(num_ranks: int, virtual_stages: int, num_microbatches: int,
 
 
 def zb_h1(num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float = 1) -> Schedule:
-    """Build ZB-H1: 1F1B with the weight gradients put off to fill the bubble.
+    """Build ZB-H1: 1F1B with deferred weight gradients, which fill the bubble.
 
     Bubble (P-1)(F+I-W), P microbatches held on every rank. `warmup=2` is ZB-H2: 2P-1 held, and a bubble of
     (P-1)(F+I-2W) or, if that is less, of the ranks' stagger (P-1)F.
@@ -98,7 +100,7 @@ def zb_h1(num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: fl
 
 
 def interleaved_zb(num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float = 1) -> Schedule:
-    """Build interleaved 1F1B with the weight gradients put off. Bubble (P-1)(F+I-W)/V, P microbatches' worth held."""
+    """Build interleaved 1F1B with deferred weight gradients. Bubble (P-1)(F+I-W)/V; holds P microbatches' worth."""
     return _alternating("interleaved_zb", num_ranks, virtual_stages, num_microbatches, warmup, split=True)
 
 
@@ -120,6 +122,8 @@ def zbv(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
     rows: list[list[Action]] = []
     for rank in range(num_ranks):
         far = num_ranks - rank
+        # The paper's warm-up, steady state and cool-down. A word is a kind of action and a chunk: 0 goes down the V, 1
+        # comes up. How often a pattern repeats depends on how far the rank is from the two ends of the V.
         phases = [
             ("F0", 2 * far - 1),
             ("F1 F0", rank),
@@ -130,10 +134,10 @@ def zbv(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
             ("W1", rank),
             ("W0", rank),
         ]
-        turns = {turn: count() for turn in ("F0", "I0", "W0", "F1", "I1", "W1")}
-        steps = [turn for pattern, repeat in phases for turn in pattern.split() * repeat]
+        microbatches = {word: count() for word in ("F0", "I0", "W0", "F1", "I1", "W1")}
+        words = [word for pattern, repeat in phases for word in pattern.split() * repeat]
         stage = {"0": rank, "1": len(stage_ranks) - 1 - rank}
-        row = [Action(Kind(turn[0]), stage[turn[1]], next(turns[turn])) for turn in steps]
+        row = [Action(Kind(word[0]), stage[word[1]], next(microbatches[word])) for word in words]
         rows.append([action for action in row if action.microbatch < num_microbatches])
     return _finish("zbv", rows, stage_ranks, num_microbatches)
 
@@ -187,10 +191,10 @@ def build_schedule(
 def _alternating(
     name: str, num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float, *, split: bool
 ) -> Schedule:
-    """Build the 1F1B family: some forwards ahead, then one forward and one backward in turn.
+    """Build the 1F1B family: some forwards ahead, then one forward and one backward, alternating.
 
-    A split backward lets W trail I by as many turns as ranks come before this one, which evens out what the
-    ranks hold.
+    With a split backward, the W of a rank follow their I as many iterations later as there are ranks before it, which
+    evens out what the ranks hold.
     """
     if warmup < 1 or (virtual_stages > 1 and warmup > 2):
         allowed = "at least 1" if virtual_stages == 1 else "from 1 to 2 with several stages on a rank"
@@ -200,28 +204,32 @@ def _alternating(
     rows = []
     for rank in range(num_ranks):
         stages = range(rank, len(stage_ranks), num_ranks)
+        # A group passes through all chunks before the next begins, which bounds what a rank holds. Groups of one
+        # microbatch would leave every rank waiting until it has come round all the others.
         forwards = [(s, i) for group in groups for s in stages for i in group]
         backwards = [(s, i) for group in groups for s in reversed(stages) for i in group]
+        # The first group goes through the earlier chunks before any backward. Earlier ranks run further ahead, since
+        # their first gradient has to come back from the last rank.
         ahead = (virtual_stages - 1) * len(groups[0]) + math.ceil(warmup * (num_ranks - 1 - rank))
-        rows.append(list(_one_in_turn(forwards, backwards, ahead, math.ceil(warmup * rank) if split else None)))
+        rows.append(list(_interleave(forwards, backwards, ahead, math.ceil(warmup * rank) if split else None)))
     schedule = _finish(name, rows, stage_ranks, num_microbatches)
     return replace(schedule, warmup=warmup)
 
 
-def _one_in_turn(
+def _interleave(
     forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], ahead: int, weight_lag: int | None
 ) -> Iterator[Action]:
-    """Yield `ahead` forwards, then a forward and a backward in turn; W trails I by `weight_lag` turns."""
+    """Yield `ahead` forwards, then alternate forward and backward; W follows I `weight_lag` iterations later."""
     yield from (Action(Kind.F, *work) for work in forwards[:ahead])
-    for turn, work in enumerate(backwards):
-        if ahead + turn < len(forwards):
-            yield Action(Kind.F, *forwards[ahead + turn])
+    for iteration, work in enumerate(backwards):
+        if ahead + iteration < len(forwards):
+            yield Action(Kind.F, *forwards[ahead + iteration])
         if weight_lag is None:
             yield Action(Kind.B, *work)
             continue
         yield Action(Kind.I, *work)
-        if turn >= weight_lag:
-            yield Action(Kind.W, *backwards[turn - weight_lag])
+        if iteration >= weight_lag:
+            yield Action(Kind.W, *backwards[iteration - weight_lag])
     if weight_lag:
         yield from (Action(Kind.W, *work) for work in backwards[-weight_lag:])
 

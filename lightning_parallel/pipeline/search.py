@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 Balance = Literal["auto", "measured", "parameters", "uniform"] | Sequence[int]
-"""What to even out over the stages: measured seconds (`auto` too), parameters, the number of layers; or the layers
-of each stage."""
+"""The quantity that a cut balances: measured seconds (`auto`, `measured`), parameters, or the number of layers
+(`uniform`); or the layers of each stage."""
 
 _FREE = Cost()
 _INFINITE = float("inf")
@@ -46,7 +46,7 @@ def cut_layers(
     memory_cap_bytes: float | None = None,
     in_flight: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Choose how many consecutive layers each stage gets, at least one.
+    """Choose how many consecutive layers each stage gets; at least one.
 
     `measured` and `parameters` give the exact minimum, over all cuts, of the heaviest stage, with the prologue in
     the first stage and the epilogue in the last; among the cuts that reach it, the most even one.
@@ -54,9 +54,9 @@ def cut_layers(
     Args:
         layers: Cost of each layer; `parameters` reads `resident_bytes`, `uniform` reads nothing.
         num_stages: Stages to cut into, all virtual stages of all ranks.
-        balance: What to even out, or the layers of each stage.
-        prologue: Cost of what comes before the layers.
-        epilogue: Cost of what comes after them.
+        balance: What to balance, or the layers of each stage.
+        prologue: Cost of what is computed before the layers.
+        epilogue: Cost of what is computed after them.
         memory_cap_bytes: Most bytes that a stage may hold.
         in_flight: Microbatches whose activations each stage holds at once; by default one.
 
@@ -80,22 +80,13 @@ def cut_layers(
     weight = _resident_bytes if balance == "parameters" else _total_s
     if not any(map(weight, layers)):
         raise ValueError(f"balance={balance!r} needs layers with a cost, got none; measure them or use 'uniform'")
+    # Two objectives, one after the other: the slowest stage sets the pace of every schedule, and among the cuts that
+    # reach its minimum the most even one leaves most room for noise in what was measured.
     heaviness = _segment_sum([weight(layer) for layer in layers], num_stages, weight(prologue), weight(epilogue))
     if memory_cap_bytes is None:
         return _most_even(len(layers), num_stages, heaviness)
     memory = _memory(layers, num_stages, prologue, epilogue, in_flight or [1] * num_stages)
-
-    def heaviness_if_it_fits(stage: int, start: int, stop: int) -> float:
-        return heaviness(stage, start, stop) if memory(stage, start, stop) <= memory_cap_bytes else _INFINITE
-
-    if _bottleneck(len(layers), num_stages, heaviness_if_it_fits) == _INFINITE:
-        least = _bottleneck(len(layers), num_stages, memory)
-        raise ValueError(
-            f"no cut of {len(layers)} layers into {num_stages} stages keeps every stage within "
-            f"{memory_cap_bytes:.0f} bytes; the best needs {least:.0f}. Use more stages, smaller microbatches, or a "
-            "schedule that holds fewer activations"
-        )
-    return _most_even(len(layers), num_stages, heaviness_if_it_fits)
+    return _most_even_within(len(layers), num_stages, heaviness, memory, memory_cap_bytes)
 
 
 def stage_costs(
@@ -110,7 +101,7 @@ def stage_costs(
 
 
 Segment = Callable[[int, int, int], float]
-"""(stage, start, stop) -> cost of giving layers start to stop-1 to the stage; not less for a longer run."""
+"""(stage, start, stop) -> cost of giving layers start to stop-1 to the stage; a longer run never costs less."""
 
 
 def _explicit(balance: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -123,7 +114,7 @@ def _explicit(balance: Sequence[int], num_layers: int, num_stages: int) -> tuple
 
 
 def _uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Spread the remainder from the middle, away from what the first and the last stage hold besides layers."""
+    """Give the remainder to the stages in the middle: the first and the last hold the prologue and the epilogue too."""
     size, longer = divmod(num_layers, num_stages)
     first = (num_stages - longer) // 2
     return tuple(size + (first <= stage < first + longer) for stage in range(num_stages))
@@ -140,6 +131,7 @@ def _resident_bytes(cost: Cost) -> float:
 def _segment_sum(weights: Sequence[float], num_stages: int, prologue: float, epilogue: float) -> Segment:
     before = [0.0, *accumulate(weights)]
 
+    # Prefix sums: the search asks for O(stages x layers^2) runs.
     def segment(stage: int, start: int, stop: int) -> float:
         ends = prologue * (stage == 0) + epilogue * (stage == num_stages - 1)
         return before[stop] - before[start] + ends
@@ -177,15 +169,17 @@ def _most_even(num_layers: int, num_stages: int, segment: Segment) -> tuple[int,
 def _solve(
     num_layers: int, num_stages: int, segment: Segment, add: Callable[[float, float], float], limit: float
 ) -> tuple[float, tuple[int, ...]]:
-    """Fold the stages' costs with `add`, minimal over the cuts whose stages cost at most `limit`.
+    """Minimise the stages' costs, combined by `add`, over the cuts whose stages cost at most `limit` each.
 
-    `best[stop]` is the least fold of the stages so far over the first `stop` layers. A run is grown backwards
+    `best[stop]` is the least combined cost of the stages so far over the first `stop` layers. A run is grown backwards
     from its end, so the search stops as soon as the run alone is worse than the best found.
     """
     best = [0.0] + [_INFINITE] * num_layers
     starts: list[list[int]] = []
     for stage in range(num_stages):
-        found, where = [_INFINITE] * (num_layers + 1), [0] * (num_layers + 1)
+        found = [_INFINITE] * (num_layers + 1)
+        where = [0] * (num_layers + 1)
+        # At least one layer for each stage before, hence `stage + 1`.
         for stop in range(stage + 1, num_layers + 1):
             for start in range(stop - 1, stage - 1, -1):
                 cost = segment(stage, start, stop)
@@ -193,13 +187,32 @@ def _solve(
                     break
                 total = add(best[start], cost)
                 if total < found[stop]:
-                    found[stop], where[stop] = total, start
+                    found[stop] = total
+                    where[stop] = start
         best = found
         starts.append(where)
+    # Walk back from the end: the start of a stage's run is the end of the run before.
     bounds = [num_layers]
     for where in reversed(starts):
         bounds.append(where[bounds[-1]])
     return best[num_layers], tuple(stop - start for start, stop in pairwise(reversed(bounds)))
+
+
+def _most_even_within(
+    num_layers: int, num_stages: int, segment: Segment, memory: Segment, memory_cap_bytes: float
+) -> tuple[int, ...]:
+    def segment_if_it_fits(stage: int, start: int, stop: int) -> float:
+        # An infinite cost rules a run out without another constraint in the search: memory grows with the run too.
+        return segment(stage, start, stop) if memory(stage, start, stop) <= memory_cap_bytes else _INFINITE
+
+    if _bottleneck(num_layers, num_stages, segment_if_it_fits) == _INFINITE:
+        least = _bottleneck(num_layers, num_stages, memory)
+        raise ValueError(
+            f"no cut of {num_layers} layers into {num_stages} stages keeps every stage within "
+            f"{memory_cap_bytes:.0f} bytes; the best needs {least:.0f}. Use more stages, smaller microbatches, or a "
+            "schedule that holds fewer activations"
+        )
+    return _most_even(num_layers, num_stages, segment_if_it_fits)
 
 
 # --------------------------------------------------------------------------------------------------------- schedules
@@ -207,15 +220,15 @@ def _solve(
 
 @dataclass(frozen=True)
 class Workload:
-    """What there is to run, as measured with the batch split into `measured_microbatches`.
+    """Costs of a model, measured with the batch split into `measured_microbatches`.
 
     Args:
         layers: Cost of one microbatch in each layer.
-        prologue: Cost of what comes before the layers.
-        epilogue: Cost of what comes after them.
+        prologue: Cost of what is computed before the layers.
+        epilogue: Cost of what is computed after them.
         measured_microbatches: Split of the batch at which the costs were taken; with m microbatches the costs are
             `measured_microbatches / m` times as large.
-        overhead_s: Seconds that every action takes besides, whatever the size of the microbatch.
+        overhead_s: Seconds that every action takes in addition, whatever the size of the microbatch.
         link: Between any two ranks.
     """
 
@@ -227,10 +240,13 @@ class Workload:
     link: Link = Link()
 
     def cut(self, schedule: Schedule, memory_cap_bytes: float | None = None) -> tuple[tuple[int, ...], list[Cost]]:
-        """Cut the layers for a schedule; give the layers and the cost of each stage."""
+        """Cut the layers for a schedule; return the number of layers and the cost of each stage."""
         factor = self.measured_microbatches / schedule.num_microbatches
         layers = [layer.scaled(factor) for layer in self.layers]
-        prologue, epilogue = self.prologue.scaled(factor), self.epilogue.scaled(factor)
+        prologue = self.prologue.scaled(factor)
+        epilogue = self.epilogue.scaled(factor)
+        # The cap is per rank, the cut per stage: each stage of a rank gets an equal share of memory and of the
+        # microbatches in flight. `choose_schedule` then checks the rank's true peak.
         share = schedule.virtual_stages
         counts = cut_layers(
             layers,
@@ -244,7 +260,7 @@ class Workload:
 
 
 class Candidate(NamedTuple):
-    """One way to run the step and what it is predicted to take."""
+    """A schedule with a cut, and the step that was predicted for it."""
 
     schedule: Schedule
     layers_per_stage: tuple[int, ...]
@@ -255,7 +271,7 @@ class Candidate(NamedTuple):
 
     @property
     def held(self) -> float:
-        """Most activations held by any rank, in microbatches through all its layers."""
+        """Most activations held by any rank, in units of a microbatch in all layers of the rank."""
         return max(self.schedule.max_in_flight) / self.schedule.virtual_stages
 
 
@@ -270,11 +286,12 @@ class Choice:
     HEADER = ("schedule", "V", "microbatches", "warm-up", "step", "bubble", "held", "peak memory", "")
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Explain the choice: one row of words per candidate, best first, under `HEADER`."""
+        """Return a table that explains the choice: one row of text per candidate, best first, under `HEADER`."""
         return [self._row(candidate) for candidate in self.candidates]
 
     def _row(self, candidate: Candidate) -> tuple[str, ...]:
-        schedule, timeline = candidate.schedule, candidate.timeline
+        schedule = candidate.schedule
+        timeline = candidate.timeline
         slower = timeline.makespan_s / self.best.timeline.makespan_s - 1
         verdict = "chosen" if candidate is self.best else f"{slower:+.1%}"
         if not candidate.fits and self.memory_limit_bytes is not None:
@@ -304,7 +321,8 @@ def choose_schedule(
 ) -> Choice:
     """Find the fastest of schedule x V x m x warm-up by simulation, among those that fit in memory.
 
-    Where one fits only with another cut of the layers, that cut is taken. Ties go to the one that holds least.
+    A schedule that fits only with another cut of the layers gets that cut. Of equally fast ones, the one that holds
+    least is chosen.
 
     Args:
         workload: The layers and their measured costs.
@@ -326,6 +344,7 @@ def choose_schedule(
             f"virtual_stages in {list(virtual_stages)} and microbatches in {list(microbatches)}"
         )
     candidates = [_play(workload, schedule, memory_limit_bytes) for schedule in built]
+    # Rounded to nine digits: sums in another order differ in the last ones, and memory has to decide a tie.
     candidates.sort(key=lambda c: (not c.fits, float(f"{c.timeline.makespan_s:.9g}"), c.peak_bytes, c.held))
     if not candidates[0].fits:
         least = min(candidates, key=lambda candidate: candidate.peak_bytes)
@@ -348,7 +367,8 @@ def _schedules(
     seen = set()
     for name in names:
         chunks = {"1f1b": [1], "zb_h1": [1], "zbv": [2]}.get(name, list(virtual_stages))
-        for v in (v for v in chunks if v in virtual_stages and v * num_ranks <= num_layers):
+        possible = [v for v in chunks if v in virtual_stages and v * num_ranks <= num_layers]
+        for v in possible:
             for m in microbatches:
                 for warmup in [None] if name in ("gpipe", "zbv") else warmups:
                     schedule = build_schedule(name, num_ranks, m, v, warmup)
@@ -359,6 +379,7 @@ def _schedules(
 
 
 def _play(workload: Workload, schedule: Schedule, limit_bytes: float | None) -> Candidate:
+    # First the fastest cut, whatever it holds; a cut under the cap is slower, and often not needed.
     candidate = _play_cut(workload, schedule, limit_bytes, *workload.cut(schedule))
     if candidate.fits:
         return candidate

@@ -1,7 +1,7 @@
-"""Play a schedule with given costs, and look at the result: makespan, bubble, memory, critical path.
+"""Simulate a schedule with given costs: makespan, bubble, memory, critical path.
 
-A `Timeline` says when each action started and ended on each rank. The simulator writes one from costs, the
-runtime writes one from clocks, so what was predicted and what was measured are the same thing to look at.
+A `Timeline` says when each action started and ended on each rank. The simulator makes one from costs, the
+`PipelineTimeline` callback from recorded spans, so that prediction and measurement can be compared.
 
     costs = [Cost(forward_s=0.02, input_gradient_s=0.02, weight_gradient_s=0.02)] * 4
     simulate(build_schedule("1f1b", 4, 8), costs, Link(latency_s=1e-4)).bubble_fraction
@@ -34,7 +34,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Cost:
-    """What one microbatch costs in a layer, or in a stage.
+    """The cost of one microbatch in a layer, or in a stage.
 
     Args:
         forward_s: Seconds of F.
@@ -66,7 +66,7 @@ class Cost:
         return self.forward_s + self.input_gradient_s + self.weight_gradient_s
 
     def seconds(self) -> dict[Kind, float]:
-        """Give the duration of an action of each kind."""
+        """Return the duration of an action of each kind."""
         backward_s = self.input_gradient_s + self.weight_gradient_s
         return {
             Kind.F: self.forward_s,
@@ -76,13 +76,13 @@ class Cost:
         }
 
     def scaled(self, factor: float) -> Cost:
-        """Give the cost of a microbatch `factor` times as large: everything but what is resident."""
+        """Return the cost of a microbatch `factor` times as large: all but `resident_bytes` is scaled."""
         varying = {key: value * factor for key, value in vars(self).items() if key != "resident_bytes"}
         return replace(self, **varying)
 
     @classmethod
     def in_sequence(cls, costs: Iterable[Cost]) -> Cost:
-        """Add the costs of consecutive layers; what leaves them is what leaves the last."""
+        """Add the costs of consecutive layers; `boundary_bytes` is that of the last."""
         layers = list(costs)
         total = {key: sum(getattr(layer, key) for layer in layers) for key in cls.__dataclass_fields__}
         return cls(**{**total, "boundary_bytes": layers[-1].boundary_bytes if layers else 0})
@@ -90,7 +90,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Link:
-    """The way from one rank to another: a message of n bytes takes `latency_s + n / bytes_per_s`.
+    """The link from one rank to another: a message of n bytes takes `latency_s + n / bytes_per_s`.
 
     Messages of one sender to one receiver in one direction follow each other at `bytes_per_s`; they travel
     while both ends compute.
@@ -106,7 +106,7 @@ class Link:
 
 @dataclass
 class Timeline:
-    """When each action of a schedule started and ended, rank by rank, in the order in which they ran.
+    """Start and end of each action of a schedule, rank by rank, in the order in which they ran.
 
     Args:
         schedule: What was to run.
@@ -128,12 +128,12 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """When the first action of any rank started."""
+        """Start of the first action of any rank."""
         return min((start for row in self.spans for start, _ in row.values()), default=0.0)
 
     @property
     def end_s(self) -> float:
-        """When the last action of any rank ended."""
+        """End of the last action of any rank."""
         return max((end for row in self.spans for _, end in row.values()), default=0.0)
 
     @property
@@ -162,21 +162,23 @@ class Timeline:
         return [max(activations_held(list(row)), default=0) for row in self.spans]
 
     def in_flight(self, rank: int) -> list[tuple[float, int]]:
-        """Give the activations held by a rank as (second from which, how many) steps."""
+        """Return the activations held by a rank over time, as (second, number held from then on)."""
         row = self.spans[rank]
         return [(row[action][1], held) for action, held in zip(row, activations_held(list(row)))]
 
     def memory_peaks(self, costs: Sequence[Cost]) -> list[float]:
-        """Give the most bytes that each rank holds: what is resident, and activations.
+        """Return the most bytes that each rank holds, of resident memory and activations.
 
         Args:
             costs: One per stage.
         """
         peaks = []
         for rank, row in enumerate(self.spans):
-            held_bytes = peak = 0.0
-            goes_back = any(action.kind is not Kind.F for action in row)
-            for action in row if goes_back else ():
+            held_bytes = 0.0
+            peak = 0.0
+            # Without a backward nothing is saved. Stages differ in their bytes, so the count alone does not do.
+            is_training = any(action.kind is not Kind.F for action in row)
+            for action in row if is_training else ():
                 step = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}[action.kind]
                 held_bytes += step * costs[action.stage].activation_bytes
                 peak = max(peak, held_bytes)
@@ -205,12 +207,13 @@ class Timeline:
             remote = [actual[need] for need in needs if need.stage != here.stage and need in actual]
             if previous is not None:
                 remote = [need for need in remote if span_of[need][1] > span_of[previous][0]]
+            # Without a gap before it, the action started when its rank was free, whatever had arrived in the meantime.
             waited = previous is None or start_s - span_of[previous][1] > tolerance_s
             here = max(remote, key=lambda action: span_of[action][1]) if waited and remote else previous
         return path[::-1]
 
     def to_dict(self) -> dict[str, Any]:
-        """Give a form that JSON can hold, read back by `from_dict`."""
+        """Return a form that JSON can hold, read back by `from_dict`."""
         rows = [[[str(action), *span] for action, span in row.items()] for row in self.spans]
         return {"schedule": self.schedule.to_text(), "ranks": rows}
 
@@ -224,13 +227,13 @@ class Timeline:
 def simulate(
     schedule: Schedule, costs: Cost | Sequence[Cost], link: Link = Link(), overhead_s: float = 0.0
 ) -> Timeline:
-    """Play a schedule: each action starts when its rank is free and what it depends on has arrived.
+    """Simulate a schedule: each action starts when its rank is free and its inputs have arrived.
 
     Args:
         schedule: What to run.
         costs: One per stage, or one for all stages.
         link: Between any two ranks; by default instant. Stages on one rank hand over without it.
-        overhead_s: Seconds that every action takes besides its cost.
+        overhead_s: Seconds that every action takes in addition to its cost.
 
     Returns:
         The timeline, starting at 0.
@@ -250,10 +253,13 @@ def simulate(
     arrival_s: dict[Action, float] = {}
     channel_free_s: dict[tuple[int, int, Kind], float] = {}
     played = 0
+    # Every action comes after its dependencies, so one pass suffices: no events, no clock.
     for rank, action, needs in run_order(schedule.rows, schedule.num_stages):
         kind, stage, _ = action
+        # What the stage made itself is there as soon as its rank is free.
         start_s = max(free_s[rank], *(arrival_s[need] for need in needs if need.stage != stage), 0.0)
-        free_s[rank] = end_s = start_s + seconds[stage][kind]
+        end_s = start_s + seconds[stage][kind]
+        free_s[rank] = end_s
         timeline.spans[rank][action] = (start_s, end_s)
         played += 1
         # The boundary after stage s carries activations of s and gradients of s + 1.
@@ -263,6 +269,7 @@ def simulate(
         made = producer(action)
         arrival_s[made] = end_s
         if ranks[target] != rank:
+            # A channel carries one message at a time, but does not wait for the latency of the one before.
             channel = (rank, ranks[target], made.kind)
             sent_s = max(end_s, channel_free_s.get(channel, 0.0)) + transmit_s[boundary]
             channel_free_s[channel] = sent_s

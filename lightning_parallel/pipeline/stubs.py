@@ -1,8 +1,8 @@
 """Stubs for modules owned by other stages: same structure, no parameters, placeholder outputs.
 
-A stub runs the module's own `forward` on placeholders once per input signature and remembers a recipe of the outputs,
-which layers of one kind share. A module whose outputs are also collected elsewhere, by a hook or in a list that it was
-given, runs each time, so that a placeholder is collected there too.
+A stub runs the module's own `forward` on placeholders once per input signature and keeps a recipe of the outputs, which
+layers of one kind share. A module whose outputs are also collected elsewhere, by a hook or in a list among its
+arguments, runs each time, so that a placeholder is collected there too.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from lightning_parallel.pipeline.randomness import random_state_kept
 
 __all__ = ["StubOutputs", "autocast_dtype", "copy_args", "free_parameters", "named_placeholders", "stubbed"]
 
+# Values that can be compared and never change, so that a recipe may depend on them.
 _PLAIN = (int, float, str, bool, type(None), torch.dtype)
-
-
 _MOST_RECIPES = 1000
 
 
 @dataclass(frozen=True)
 class _OutputRecipe:
-    """Tells the output without running the module: each leaf is a shape, the position of an input, or a constant.
+    """Describes the output of a module: each leaf is a shape, the position of an input, or a constant.
 
     Attributes:
         tree: Structure of the output; None for a single placeholder, the common case.
@@ -47,6 +46,8 @@ class _OutputRecipe:
 
 @dataclass
 class _LastCall:
+    """The last call and its recipe, found again by identity, which is faster than by signature."""
+
     state: Any
     args: Any
     kwargs: Any
@@ -54,12 +55,12 @@ class _LastCall:
 
 
 class StubOutputs:
-    """Infers what modules of other stages return.
+    """Infers the outputs of modules of other stages.
 
     Args:
         device: Where the stage computes.
-        repeats: Run each module every time, and let it change the objects it is given. Otherwise it gets copies: a
-            layer that is here finds in a key-value cache what it put there itself, and nobody else reads it.
+        repeats: Run each module every time, and let it change objects among its arguments. Otherwise it gets copies:
+            each layer reads only its own entries of a key-value cache, so those of other stages may be missing.
     """
 
     def __init__(self, device: torch.device, repeats: bool = False) -> None:
@@ -70,13 +71,14 @@ class StubOutputs:
         self._last: _LastCall | None = None
 
     def infer(self, call: Call) -> Any:
-        """Return what the module would return, with placeholders for tensors.
+        """Return the module's output, with placeholders for tensors.
 
         Raises:
-            PlaceholderError: If that cannot be told without its data.
+            PlaceholderError: If the output cannot be inferred without data.
         """
         if self.repeats or has_listeners(self._all_submodules(call.module)):
             return self.run_stub(call)
+        # Together with the arguments, this decides the shapes and dtypes of an output.
         state = (call.site.kind, call.module.training, autocast_dtype(self.device))
         recipe = self._recipe_of_last(state, call)
         if recipe is None:
@@ -92,15 +94,15 @@ class StubOutputs:
         return self._follow(recipe, call)
 
     def forget_arguments(self) -> None:
-        """Let go of the last call's arguments, which would keep the batch alive."""
+        """Forget the last call's arguments, which would keep the batch alive."""
         self._last = None
 
     def run_stub(self, call: Call, available: bool = False) -> Any:
-        """Run the module on placeholders; on random data where its code has to see some.
+        """Run the module on placeholders, or on random data if its code needs data.
 
         Args:
             call: The call.
-            available: Whether the outputs count as data that are here; see `PlaceholderTensor`.
+            available: Whether the outputs count as available; see `PlaceholderTensor`.
         """
         return self._run(call, available)[0]
 
@@ -117,6 +119,7 @@ class StubOutputs:
         return None
 
     def _follow(self, recipe: _OutputRecipe, call: Call) -> Any:
+        # New placeholders for each call, since each receives its own data.
         provenance = call.site.provenance
         if recipe.tree is None:
             return PlaceholderTensor(recipe.leaves[0][1], self.device, provenance)
@@ -142,15 +145,17 @@ class StubOutputs:
                 with stubbed(call.module, self.device, available):
                     result = call.function(*given[0], **given[1])
             except Exception as error:
+                # Data were read, as in routing by content: run again on random data, with fresh copies, since the first
+                # run may have changed some of them.
                 originals.clear()
                 given = copy_args(arguments, originals)
                 try:
                     result, given = run_with_fake_data(call.with_arguments(given), self.device, available)
                 except Exception:
                     raise PlaceholderError(
-                        f"cannot tell what {call.site.provenance} looks like without computing it on true data "
-                        f"({error})"
+                        f"cannot infer the shape of {call.site.provenance} without computing it on true data ({error})"
                     ) from error
+        # An output that is an argument, such as a mask, stays that very object.
         handed_on = {id(leaf) for leaf in pytree.tree_leaves(arguments)}
 
         def finished(leaf: Any) -> Any:
@@ -166,8 +171,9 @@ class StubOutputs:
         return pytree.tree_map(finished, result), _write_back(arguments, given, finished)
 
     def _record(self, call: Call) -> tuple[Any, _OutputRecipe | None]:
-        """Run the module and note how its output can be told without running it; None if it cannot."""
+        """Run the module; return its output, and a recipe for it, None if there can be none."""
         inputs = pytree.tree_flatten((call.args, call.kwargs))[0]
+        # Not by identity for plain values: small integers are the same object wherever they come from.
         places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, _PLAIN)}
         result, changed_arguments = self._run(call)
         if changed_arguments:
@@ -180,7 +186,7 @@ class StubOutputs:
             elif type(leaf) is PlaceholderTensor:
                 recipe.append(("placeholder", leaf.meta))
             elif isinstance(leaf, Tensor):
-                return result, None  # computed from the batch: to be computed again each time
+                return result, None  # real data, computed from the batch: to be computed again each time
             else:
                 recipe.append(("constant", leaf))
         is_single = bool(leaves) and leaves[0] is result and recipe[0][0] == "placeholder"
@@ -195,7 +201,7 @@ def stubbed(module: nn.Module, device: torch.device, available: bool = False) ->
 
 
 def free_parameters(module: nn.Module, freed: set[int], device: torch.device, names: dict[int, str]) -> None:
-    """Replace parameters of `module` itself, without its children, by placeholders for good.
+    """Replace parameters of `module` itself, without its children, by placeholders permanently.
 
     Args:
         freed: `id`s of the parameters.
@@ -207,6 +213,7 @@ def free_parameters(module: nn.Module, freed: set[int], device: torch.device, na
     for key, value in own.items():
         name = names[id(value)]
         placeholders[id(value)] = PlaceholderTensor.like(value, f"the parameter `{name}`", device, name)
+        # Not registered, so that `parameters()`, optimizers and `state_dict` have those of this rank only.
         del parameters_of(module)[key]
         module.__dict__[key] = placeholders[id(value)]
     module.__dict__.update(parameter_lists(module, placeholders))
@@ -215,7 +222,8 @@ def free_parameters(module: nn.Module, freed: set[int], device: torch.device, na
 def _stand_ins(module: nn.Module, path: str, device: torch.device, available: bool) -> dict[str, Any]:
     """Return placeholders for the parameters and buffers that `module` itself still holds, by attribute.
 
-    Buffers that no checkpoint holds are constants, such as inverse frequencies, which code may read: they are copied.
+    Buffers that are not in checkpoints are constants, such as inverse frequencies, and code may read them: they are
+    copied.
     """
     own = {name: value for name, value in parameters_of(module).items() if value is not None}
     held = {**own, **{name: value for name, value in buffers_of(module).items() if value is not None}}
@@ -236,8 +244,8 @@ def copy_args(arguments: Any, originals: dict[int, Any]) -> Any:
     """Copy objects that a layer might change, such as a key-value cache.
 
     Args:
-        arguments: Of a call, of any structure; tensors and plain values stay themselves.
-        originals: Gets (original, copy) by the `id` of each copy.
+        arguments: The arguments of a call, of any structure; tensors and plain values are not copied.
+        originals: Is filled with (original, copy) by the `id` of each copy.
     """
 
     def copied(leaf: Any) -> Any:
@@ -248,6 +256,7 @@ def copy_args(arguments: Any, originals: dict[int, Any]) -> Any:
         try:
             duplicate = copy.deepcopy(leaf, memo)
         except Exception:
+            # What cannot be copied, such as a lock or a generator, is passed on as it is.
             return leaf
         originals[id(duplicate)] = (leaf, duplicate)
         return duplicate
@@ -256,11 +265,11 @@ def copy_args(arguments: Any, originals: dict[int, Any]) -> Any:
 
 
 def _write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
-    """Bring what a module did to copies of lists and dicts back to the originals.
+    """Write the changes that a module made to copies of lists and dicts back to the originals.
 
     Args:
-        old, new: The arguments as they were given, and as the module left its copies of them.
-        finished: Gives what stands for a value of `new` outside of the dry run.
+        old, new: The arguments as they were passed, and the copies as the module left them.
+        finished: Converts a value of `new` to what may be seen outside of the dry run.
 
     Returns:
         Whether a list or dict changed.
@@ -279,6 +288,7 @@ def _write_back(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
     is_unchanged = entries.keys() == before.keys() and all(entries[key] is item for key, item in before.items())
     if is_unchanged or isinstance(old, tuple):
         return changed
+    # In place: whoever gave the list, such as a model that collects hidden states, reads it after the call.
     old.clear()
     if isinstance(old, dict):
         old.update(entries)
@@ -296,7 +306,7 @@ def _same(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
 
 
 def _note_copies(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
-    """Copy tensors with a history, which `deepcopy` refuses to, from anywhere inside `value` into its memo."""
+    """Add copies of the tensors in `value` that have a history, which `deepcopy` refuses to copy, to its memo."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -312,12 +322,12 @@ def _note_copies(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of autocast on `device`, None where it is off."""
+    """Return the dtype of autocast on `device`, None if it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _same_call(last: _LastCall, args: Any, kwargs: Any) -> bool:
-    """Tell by identity whether a call has the signature of the last one."""
+    """Return whether a call has the same arguments as the last one, by identity."""
     if len(args) != len(last.args) or len(kwargs) != len(last.kwargs):
         return False
     return all(map(_same_argument, args, last.args)) and all(
@@ -328,11 +338,11 @@ def _same_call(last: _LastCall, args: Any, kwargs: Any) -> bool:
 def _same_argument(new: Any, old: Any) -> bool:
     if type(new) is PlaceholderTensor:
         return type(old) is PlaceholderTensor and new.signature == old.signature
-    return new is old and type(new) not in (list, dict)  # which may have changed since
+    return new is old and type(new) not in (list, dict)  # these may have changed since
 
 
 def _signature(value: Any) -> Any:
-    """Return what the output's shapes may depend on: shapes and dtypes of tensors, plain values, types of the rest."""
+    """Return the key of a recipe: shapes and dtypes of tensors, plain values, and types of everything else."""
     kind = type(value)
     if kind is PlaceholderTensor:
         return value.signature
@@ -347,7 +357,7 @@ def _signature(value: Any) -> Any:
 
 @contextmanager
 def named_placeholders(module: nn.Module, device: torch.device) -> Iterator[list[PlaceholderTensor]]:
-    """Hide every parameter behind a placeholder that knows its name, from `module.parameters()` as well."""
+    """Replace every parameter by a placeholder with its name inside the block, in `module.parameters()` too."""
     placeholders = {
         id(parameter): PlaceholderTensor.like(parameter, f"the parameter `{name}`", device, name)
         for name, parameter in module.named_parameters()
@@ -358,6 +368,7 @@ def named_placeholders(module: nn.Module, device: torch.device) -> Iterator[list
         for key, value in parameters_of(child).items()
         if value is not None
     ]
+    # An attribute of the instance comes before `__getattr__`, by which `nn.Module` finds registered parameters.
     for child, key, placeholder in hidden:
         child.__dict__[key] = placeholder
     registered = nn.Module.named_parameters
@@ -367,7 +378,7 @@ def named_placeholders(module: nn.Module, device: torch.device) -> Iterator[list
             yield name, placeholders.get(id(parameter), parameter)
 
     try:
-        # A step may sum over `self.parameters()`: submodules too must give placeholders.
+        # A step may sum over `self.parameters()`, of submodules too: hence the class and not the instance.
         with patched(nn.Module, "named_parameters", placeholders_by_name):
             yield list(placeholders.values())
     finally:

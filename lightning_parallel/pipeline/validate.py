@@ -1,14 +1,16 @@
-"""Check a schedule before anything runs: what would hang, be computed twice or not at all, or not fit.
+"""Check a schedule before anything runs: for deadlocks, actions that are missing or repeated, and memory.
 
-rank 0 waits at 0B1 for 1B1 of rank 1       an error prints the row and marks the fault, or
-rank 1 waits at 1F0 for 0F0 of rank 0       says who waits for whom
+An error prints the row at fault and marks the action, or says which ranks wait for each other:
+
+    rank 0 waits at 0B1 for 1B1 of rank 1
+    rank 1 waits at 1F0 for 0F0 of rank 0
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from lightning_parallel.pipeline.actions import (
     Action,
@@ -44,6 +46,7 @@ def validate(schedule: Schedule) -> None:
     Raises:
         ScheduleError: At the first kind of fault found.
     """
+    # Each check relies on those before it: places and dependencies have no meaning in a table with gaps.
     faults = _shape_faults(schedule) or _count_faults(schedule)
     if not faults:
         _check_order(schedule)
@@ -55,7 +58,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def describe_waits(schedule: Schedule) -> str:
-    """Say which rank waits at which action for what, where the rows cannot be played to the end; else empty.
+    """Describe which rank waits at which action for what, if the rows cannot be played to the end; else return "".
 
     Ranks that wait for each other in a circle come first.
     """
@@ -72,9 +75,12 @@ def describe_waits(schedule: Schedule) -> str:
         waits[rank] = next(need for need in needs if producer(need) not in done)
     lines = []
     for rank in _circle_first(schedule, waits):
-        index, need = stuck[rank], waits[rank]
+        index = stuck[rank]
+        need = waits[rank]
         at = schedule.rows[rank][index]
-        owner, actual = schedule.stage_ranks[need.stage], need
+        owner = schedule.stage_ranks[need.stage]
+        actual = need
+        # The neighbour may make the gradient by a B where this stage would by an I: print what stands in its row.
         if producer(need) in places:
             owner, position = places[producer(need)]
             actual = schedule.rows[owner][position]
@@ -129,27 +135,30 @@ def _misplaced(schedule: Schedule, rank: int, action: Action) -> str:
 
 
 def _missing_faults(schedule: Schedule) -> list[str]:
-    """Expect for each stage and microbatch F, and B or both I and W; only F in a forward-only schedule."""
+    """Require for each stage and microbatch F, and B or both I and W; only F in a forward-only schedule."""
     have = Counter(action for row in schedule.rows for action in row)
     faults = []
     for stage, rank in enumerate(schedule.stage_ranks):
         split = sum(have[Action(Kind.I, stage, i)] for i in range(schedule.num_microbatches))
         whole = sum(have[Action(Kind.B, stage, i)] for i in range(schedule.num_microbatches))
         for i in range(schedule.num_microbatches):
-            f, b, grad, weight = (Action(kind, stage, i) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
-            wanted = [f]
+            b = Action(Kind.B, stage, i)
+            grad = Action(Kind.I, stage, i)
+            weight = Action(Kind.W, stage, i)
+            wanted = [Action(Kind.F, stage, i)]
             if schedule.is_training:
+                # A microbatch without any backward lacks the kind that most microbatches of the stage have.
                 splits = have[grad] or have[weight] or (not have[b] and split > whole)
                 wanted += [grad, weight] if splits else [b]
             faults += [_missing(schedule, rank, action) for action in wanted if not have[action]]
             if have[b] and (have[grad] or have[weight]):
                 index = schedule.rows[rank].index(b)
-                faults.append(f"rank {rank} runs {b} beside its halves\n{_marked(schedule, rank, index)}")
+                faults.append(f"rank {rank} runs {b} in addition to its halves\n{_marked(schedule, rank, index)}")
     return faults
 
 
 def _missing(schedule: Schedule, rank: int, action: Action) -> str:
-    """Mark the gap after the same work on an earlier microbatch."""
+    """Mark the gap, after the same action on an earlier microbatch."""
     row = schedule.rows[rank]
     before = [i for i, a in enumerate(row) if a[:2] == action[:2] and a.microbatch < action.microbatch]
     index = before[-1] + 1 if before else 0
@@ -159,13 +168,14 @@ def _missing(schedule: Schedule, rank: int, action: Action) -> str:
 def _check_order(schedule: Schedule) -> None:
     waits = describe_waits(schedule)
     if waits:
-        raise ScheduleError(f"{_title(schedule)}\nthese ranks would wait for ever:\n{waits}")
+        raise ScheduleError(f"{_title(schedule)}\nthese ranks would wait forever:\n{waits}")
 
 
 def _circle_first(schedule: Schedule, waits: dict[int, Action]) -> list[int]:
     if not waits:
         return []
     path = [next(iter(waits))]
+    # Follow who waits for whom until a rank comes again, or one is reached that does not wait.
     while True:
         owner = schedule.stage_ranks[waits[path[-1]].stage]
         if owner in path:
@@ -189,7 +199,8 @@ def _channel_faults(schedule: Schedule) -> list[str]:
     for (sender, receiver, kind), messages in schedule.channels.items():
         step = 1 if kind is Kind.F else -1
         uses = [places[Action(kind, a.stage + step, a.microbatch)][1] for a in messages]
-        for (first, at), (second, next_at) in zip(zip(messages, uses), zip(messages[1:], uses[1:])):
+        # Gradients have no header, and a backend may ignore tags: both ends must agree on the order of messages.
+        for (first, at), (second, next_at) in pairwise(zip(messages, uses)):
             if next_at < at:
                 faults.append(
                     f"rank {sender} sends {first} before {second}, rank {receiver} uses them the other way round\n"
@@ -214,7 +225,8 @@ def _in_flight_faults(schedule: Schedule) -> list[str]:
 
 
 def _builder_faults(schedule: Schedule) -> list[str]:
-    """A legal order may still be another schedule than the one named, with another bubble and other sums."""
+    """Compare with the builder: an order may be legal, but that of another schedule, with another bubble."""
+    # `custom` and `forward_only` schedules have no builder.
     if schedule.name not in SCHEDULES:
         return []
     options = {} if schedule.warmup is None else {"warmup": schedule.warmup}
@@ -229,7 +241,7 @@ def _builder_faults(schedule: Schedule) -> list[str]:
             if action != wanted:
                 faults.append(
                     f"rank {rank} runs {action} where `{schedule.name}` runs {wanted}; "
-                    f"give a schedule of your own the name `custom`\n{_marked(schedule, rank, index)}"
+                    f"name a schedule `custom` if no builder made it\n{_marked(schedule, rank, index)}"
                 )
                 break
     return faults
@@ -240,8 +252,9 @@ def _marked(schedule: Schedule, rank: int, index: int) -> str:
 
 
 def _draw_marked(rank: int, row: Sequence[Action | str], index: int) -> str:
-    """Print the neighbourhood of one action of a row, with arrows under it."""
-    start, stop = max(0, index - _WINDOW), index + _WINDOW + 1
+    """Draw the part of a row around one action, with arrows under it."""
+    start = max(0, index - _WINDOW)
+    stop = index + _WINDOW + 1
     words = [str(word) for word in row[start:stop]]
     line = f"  rank {rank}: " + ("... " if start else "")
     marked = index - start

@@ -1,8 +1,8 @@
 """Split backward passes: weight gradients are computed later than the gradients of the inputs.
 
-Zero-bubble schedules (https://arxiv.org/abs/2401.10241) hand the gradient of a stage's input back first and compute
-weight gradients when nothing else is to be done. A layer takes part by asking in its backward, with the parameter that
-it kept from its forward:
+Zero-bubble schedules (https://arxiv.org/abs/2401.10241) send the gradient of a stage's input first and compute weight
+gradients when the rank would wait otherwise. A layer takes part by asking in its backward, with the parameter that it
+kept from its forward:
 
     queue = waiting()
     if queue is not None and queue.defer(ctx.weight, lambda: gradient.t() @ x):
@@ -27,7 +27,7 @@ __all__ = ["WeightGradients", "deferring", "split_linears", "splitting", "waitin
 
 
 class WeightGradients:
-    """Weight gradients to be computed later."""
+    """A queue of weight gradients that are computed later."""
 
     def __init__(self) -> None:
         self._deferred: list[tuple[Tensor, Callable[[], Tensor]]] = []
@@ -36,10 +36,10 @@ class WeightGradients:
         return len(self._deferred)
 
     def defer(self, parameter: Tensor | None, compute: Callable[[], Tensor]) -> bool:
-        """Leave the gradient of `parameter` for later; returns whether it will be computed then.
+        """Defer the gradient of `parameter`; returns False if the layer has to compute it now.
 
-        Anything but a parameter itself has to be differentiated now: a cast or a view of one, and what unpacking hooks
-        make of a saved one (activation checkpointing), whose gradient would go astray once its graph is gone.
+        Only a parameter itself can wait. The gradient of a cast or a view of one has to pass through a graph that is
+        freed by then; so has that of a tensor which hooks recomputed (activation checkpointing).
         """
         if not isinstance(parameter, nn.Parameter):
             return False
@@ -48,8 +48,10 @@ class WeightGradients:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Compute what was deferred, and accumulate it as a backward pass would: hooks fire, once per parameter."""
-        deferred, self._deferred = self._deferred, []
+        """Compute the deferred gradients and accumulate them as a backward pass does: hooks run once per parameter."""
+        deferred = self._deferred
+        self._deferred = []
+        # Summed before autograd sees them: a layer that ran twice would run its hooks twice.
         totals: dict[int, tuple[Tensor, Tensor]] = {}
         for parameter, compute in deferred:
             gradient = compute()
@@ -58,22 +60,25 @@ class WeightGradients:
             totals[id(parameter)] = (parameter, gradient)
         if totals:
             parameters, gradients = zip(*totals.values())
+            # Through autograd instead of `.grad +=`: data-parallel reduction and the user's hooks wait for it.
             torch.autograd.backward(parameters, gradients)
 
 
+# Global instead of thread-local: autograd runs backward functions of CUDA tensors on threads of its own.
 _waiting: WeightGradients | None = None
 
 
 def waiting() -> WeightGradients | None:
-    """Return where to leave weight gradients for later; None when they are wanted now."""
+    """Return the queue for weight gradients; None if they are to be computed now."""
     return _waiting
 
 
 @contextmanager
 def deferring(gradients: WeightGradients) -> Iterator[None]:
-    """Let layers leave their weight gradients in `gradients` during the backward pass in this block."""
+    """Let layers defer their weight gradients to `gradients` during the backward pass in this block."""
     global _waiting
-    before, _waiting = _waiting, gradients
+    before = _waiting
+    _waiting = gradients
     try:
         yield
     finally:
@@ -88,6 +93,7 @@ def split_linears(module: nn.Module) -> int:
     owners = Counter(id(value) for child in module.modules() for value in parameters_of(child).values())
     count = 0
     for child in module.modules():
+        # Subclasses, such as tensor-parallel layers, compute something else.
         if type(child) is nn.Linear and owners[id(child.weight)] == 1:
             child.__class__ = _SplitLinear
             count += 1
@@ -96,7 +102,7 @@ def split_linears(module: nn.Module) -> int:
 
 @contextmanager
 def splitting(module: nn.Module) -> Iterator[None]:
-    """Do what `split_linears` does inside the block only."""
+    """Apply `split_linears` inside the block only."""
     before = [child for child in module.modules() if type(child) is nn.Linear]
     split_linears(module)
     try:
@@ -107,9 +113,13 @@ def splitting(module: nn.Module) -> Iterator[None]:
 
 
 class _SplitLinear(nn.Linear):
+    """`nn.Linear` with a backward that can defer the gradients of its weight and bias."""
+
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return nn.functional.linear(x, self.weight, self.bias)
+        # As autocast does inside `linear`, which leaves double precision alone, but before x is saved: backward
+        # multiplies it by a gradient of that dtype.
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return _Linear.apply(x, self.weight, self.bias)
@@ -119,11 +129,12 @@ class _SplitLinear(nn.Linear):
 
 
 class _Linear(Function):
-    """y = x W^T + b; backward computes the gradients of W and b now, or leaves them for later."""
+    """y = x W^T + b; backward computes the gradients of W and b now, or defers them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
+        # Saved tensors come back as other objects under unpacking hooks; only here is known which are parameters.
         ctx.leaves = [leaf if isinstance(leaf, nn.Parameter) else None for leaf in (weight, bias)]
         return nn.functional.linear(x, weight, bias)
 

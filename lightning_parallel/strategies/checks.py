@@ -1,4 +1,4 @@
-"""Before a run begins: refuse on every rank what would be silently wrong under a mesh, and look at the first batch."""
+"""Checks before a run: refuse on every rank what would be silently wrong on a mesh, and look at the first batch."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 
+# `WeightAveraging` does not exist in all supported versions.
 AVERAGING = tuple(
     getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
 )
@@ -61,6 +62,7 @@ def check_same_batch(batch: Any, group: Group) -> None:
     """
     if group.size == 1:
         return
+    # Fingerprints, since the batches themselves may be large; shapes for the message.
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     seen = [(tuple(tensor.shape), str(tensor.dtype), fingerprint(tensor)) for tensor in tensors]
     everyone = comm.all_gather_object(seen, group)
@@ -71,16 +73,16 @@ def check_same_batch(batch: Any, group: Group) -> None:
             f"the ranks {list(group.ranks)} hold one replica and must get the same batch, but the epoch's first batch"
             f" of rank {', '.join(map(str, different))} differs from that of rank {group.ranks[0]} (shapes: {shapes})."
             " Shard data by the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by"
-            " the global rank, and seed every rank alike"
+            " the global rank, and use the same seed on every rank"
         )
 
 
 def check_callbacks(trainer: Trainer) -> None:
-    """Refuse callbacks that cannot do their work on a part of the model.
+    """Refuse callbacks that cannot work with a part of the model.
 
     Raises:
-        ValueError: If the Trainer searches for the largest batch, where a rank that runs out of memory leaves its peers
-            waiting, or averages weights, of which the callback takes a copy before the model is divided.
+        ValueError: If a callback searches for the largest batch, since a rank that runs out of memory leaves its peers
+            waiting, or averages weights, since it copies them before the model is divided.
     """
     averaging = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, AVERAGING)]  # type: ignore[attr-defined]
     if averaging and trainer.world_size > 1:
@@ -98,6 +100,7 @@ def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: M
     Raises:
         ValueError: On every rank, if they differ in what is frozen, or in the settings of an optimizer.
     """
+    # A parameter that only some ranks train would be reduced on some only: the others would wait in another message.
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     comm.agree("which parameters are trained", trained, group)
     settings = {
@@ -112,12 +115,13 @@ def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: M
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:
-    """Refuse optimizers that look at whole tensors where only a shard is here.
+    """Refuse optimizers that need whole tensors for sharded parameters.
 
     Raises:
-        ValueError: With the optimizer and one of the sharded parameters it holds.
+        ValueError: With the optimizer and one of its sharded parameters.
     """
     for optimizer in optimizers:
+        # By name, so that implementations outside of torch are found too, and subclasses.
         if not any(kind.__name__ in WHOLE_TENSOR_OPTIMIZERS for kind in type(optimizer).__mro__):
             continue
         held = [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
@@ -144,7 +148,7 @@ def check_plan_argument(plan: Any) -> None:
 
 
 def check_pipeline_arguments(schedule: str, num_microbatches: Any, virtual_stages: Any) -> None:
-    """Check what can be checked before there are any processes.
+    """Check the arguments of a pipeline strategy, before any process is started.
 
     Raises:
         ValueError: If the schedule is unknown, or a number is not a positive integer.
@@ -157,7 +161,7 @@ def check_pipeline_arguments(schedule: str, num_microbatches: Any, virtual_stage
 
 
 def check_pipeline_module(module: LightningModule) -> None:
-    """Refuse what has no meaning where a batch goes through several ranks in parts.
+    """Refuse modules that cannot be trained in stages, with a batch in parts.
 
     Raises:
         ValueError: With the reason and a way out.
@@ -185,7 +189,7 @@ def check_pipeline_module(module: LightningModule) -> None:
 
 
 def check_pipeline_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that look at all parameters at once, of which a stage holds some.
+    """Refuse optimizers that need all parameters at once: a stage holds only some.
 
     Raises:
         ValueError: If there is an LBFGS.
@@ -196,7 +200,7 @@ def check_pipeline_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def positional_arguments(method: Callable[..., Any]) -> int:
-    """Return how many positional arguments `method` takes at most."""
+    """Return the most positional arguments that `method` takes."""
     kinds = [parameter.kind for parameter in inspect.signature(method).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return sys.maxsize
@@ -209,8 +213,8 @@ def positional_arguments(method: Callable[..., Any]) -> int:
 def optimizer_copies(optimizers: Sequence[Optimizer]) -> float:
     """Return the bytes held for each byte of a trained parameter: itself, its gradient, and the optimizer's state.
 
-    The state is seen by a step of a copy of the optimizer on a small parameter of its own. Where that cannot be done,
-    two moments are assumed.
+    The state is measured by a step of a copy of the optimizer on a small parameter. If that fails, two moments are
+    assumed.
     """
     states = [_state_copies(optimizer) for optimizer in optimizers]
     return 2 + (max(states) if states else 0.0)
@@ -222,6 +226,7 @@ def _state_copies(optimizer: Optimizer) -> float:
         return 2.0
     parameter = nn.Parameter(torch.zeros(8, 8, device=options["params"][0].device))
     parameter.grad = torch.ones_like(parameter)
+    # A shallow copy: the options that the user set, but none of the state. The class's constructor is not known.
     probe = copy.copy(optimizer)
     # Schedulers put a `step` of the true optimizer into its attributes.
     probe.__dict__.pop("step", None)
@@ -241,7 +246,7 @@ STEPS = {
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
 }
-"""The step that a run is made of."""
+"""The name of the step method, by the kind of run."""
 
 
 def warn_unless_mean(
@@ -251,10 +256,10 @@ def warn_unless_mean(
     microbatches: Sequence[Any],
     weights: Sequence[float],
 ) -> None:
-    """Warn if the loss of `batch` is not the mean of those of its microbatches, so that a pipeline computes another.
+    """Warn if the loss of `batch` is not the mean of its microbatches' losses, since a pipeline computes that mean.
 
-    Compares without dropout, and not where the loss is random even so. The loss of a truncated model does: whether it
-    is a mean over samples does not depend on the layers.
+    Compares in evaluation mode, and does not warn if the loss is random even then. The loss of a truncated model is
+    good enough: whether it is a mean over samples does not depend on the layers.
 
     Args:
         module: The user's module.
@@ -270,14 +275,16 @@ def warn_unless_mean(
     module.eval()
     try:
         with torch.no_grad():
-            whole, again = (_loss(run, batch, seed) for seed in (0, 1))
-            losses = torch.stack([_loss(run, part, 0).to(whole) for part in microbatches])
+            whole = _loss(run, batch, seed=0)
+            again = _loss(run, batch, seed=1)
+            losses = torch.stack([_loss(run, part, seed=0).to(whole) for part in microbatches])
             mean = torch.tensor(weights).to(whole) @ losses / sum(weights)
-    except Exception:  # the trial of the cut will say what is wrong with the step
-        return
+    except Exception:
+        return  # the analysis will report what is wrong with the step
     finally:
         for child, mode in modes.items():
             child.training = mode
+        # In place: layers and the user's code may refer to the buffers.
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
@@ -298,9 +305,10 @@ def _loss(run: Callable[[Any], Any], batch: Any, seed: int) -> Tensor:
 
 
 def first_batch(trainer: Trainer) -> Any | None:
-    """Return the first batch of the run that `trainer` is about to begin, on the device; it will come again.
+    """Return the first batch of the run that `trainer` is about to begin, on the device; the run will read it again.
 
-    None if there is none, or if the data can be read only once.
+    Returns:
+        The batch; None if there is none, or if the data can be read only once.
     """
     loops: dict[TrainerFn, Any] = {
         TrainerFn.FITTING: trainer.fit_loop,
@@ -310,6 +318,7 @@ def first_batch(trainer: Trainer) -> Any | None:
     }
     assert trainer.state.fn is not None
     loop = loops[trainer.state.fn]
+    # Reading draws numbers for the order and for augmentation, which the run has to draw again.
     with isolate_rng(), _rewound(pytree.tree_leaves(loaders_of(loop))):
         entry = take_first_entry(loop)
     if entry is None or entry[0] is None:

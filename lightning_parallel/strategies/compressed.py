@@ -1,7 +1,7 @@
-"""Gradient compression in strategies: between the replicas of a mesh, under Lightning's `DDPStrategy`, and in general.
+"""Gradient compression in strategies: the base classes, between replicas of a mesh, and under Lightning's DDP.
 
 On a mesh every rank of a replica compresses the gradients it holds, so there is one state per position in the replica.
-In a checkpoint, under `compression`, is the state of the only position as `gather_state()` gives it, or
+A checkpoint has, under `compression`, the state of the only position as `gather_state()` returns it, or
 
     {"layout": "mesh", "model": [pipeline, tensor], "step": int, "positions": [state, ...]}
 """
@@ -66,7 +66,7 @@ KEY = "compression"
 
 @dataclass
 class MeshCompression:
-    """A compressor at work between the replicas of a mesh.
+    """A compressor that averages gradients over the replicas of a mesh.
 
     Args:
         reducer: The user's compressor.
@@ -80,7 +80,7 @@ class MeshCompression:
 
     @classmethod
     def of(cls, reducer: Optional[Reducer], module: LightningModule, groups: MeshGroups) -> MeshCompression | None:
-        """Return None without a compressor; every rank of the mesh must ask."""
+        """Return the object for `reducer`, None without a compressor; every rank of the mesh must call it."""
         if reducer is None:
             return None
         if groups.data_parallel.size == 1:
@@ -90,17 +90,19 @@ class MeshCompression:
         return cls(reducer, module, groups)
 
     def reducer_options(self) -> dict[str, Any]:
-        """Return what a `GradientReducer` has to know; every rank of the mesh must ask."""
+        """Return the arguments for a `GradientReducer`; every rank of the mesh must call it."""
         if self.groups.data_parallel.size == 1:
             return {}
         return {
             "compression": self.reducer,
+            # Its own group, since it communicates while backward still uses the others.
             "side_group": self.groups.extra(DATA, "compression"),
             "replica_group": self.groups.replica,
         }
 
     def follow_scale(self, precision: Precision) -> None:
-        """Tell the compressor what gradients will be multiplied by: what it remembers is not scaled."""
+        """Set the compressor's loss scale for the coming step: its residuals are kept without it."""
+        # Before each step, since the scaler changes the scale after steps.
         scaler = getattr(precision, "scaler", None)
         self.reducer.scale = 1.0 if scaler is None else float(scaler.get_scale())
 
@@ -115,6 +117,7 @@ class MeshCompression:
             return
         state = self.reducer.gather_state(self.groups.data_parallel)
         if self.groups.replica.size > 1:
+            # On the CPU: each rank would otherwise load the others' tensors to its own device.
             state = pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), state)
             positions = comm.all_gather_object(state, self.groups.replica)
             state = {"layout": "mesh", "model": self._sizes, "step": self.reducer.step, "positions": positions}
@@ -135,6 +138,7 @@ class MeshCompression:
             f"The checkpoint's compression state is that of {saved[0]} pipeline x {saved[1]} tensor ranks per replica, "
             f"there are {' x '.join(map(str, self._sizes))} now: what was not sent yet is forgotten."
         )
+        # Residuals belong to shards that no longer exist. The step goes on: it decides what warm-up and schedules do.
         self.reducer.step = int(state["step"])
 
     @property
@@ -143,7 +147,7 @@ class MeshCompression:
 
 
 def drop_gradients(module: LightningModule, names: Optional[Collection[str]]) -> None:
-    """Take the gradients of `names`, or all, away from the optimizers: the step changes nothing."""
+    """Drop the gradients of `names`, or all: optimizers skip parameters without one, so the step changes nothing."""
     for name, parameter in module.named_parameters():
         if names is None or name in names:
             parameter.grad = None
@@ -151,7 +155,8 @@ def drop_gradients(module: LightningModule, names: Optional[Collection[str]]) ->
 
 
 def warn_of_dropped_step(module: LightningModule) -> None:
-    """Warn of a step that changes nothing, the 1st, 2nd, 4th, 8th, ... time."""
+    """Warn of a skipped step, the 1st, 2nd, 4th, 8th, ... time."""
+    # On the module, so that the count goes on in the next run.
     state = ParallelState.of(module)
     state.skipped_steps += 1
     count = state.skipped_steps
@@ -163,9 +168,9 @@ def warn_of_dropped_step(module: LightningModule) -> None:
 
 
 class SavesCompression(Strategy):
-    """Keeps the state of `compression` in Lightning's checkpoints, beside that of the optimizers.
+    """Base class that saves the state of `compression` in Lightning's checkpoints, next to that of the optimizers.
 
-    It also names the ranks that are gone when a collective fails.
+    It also runs the heartbeat, by which the error of a failed collective can name the ranks that are gone.
     """
 
     compression: Reducer
@@ -175,6 +180,7 @@ class SavesCompression(Strategy):
         super().setup_environment()
         heartbeat.start()
         module = self.lightning_module
+        # For fitting only: to evaluate another module must not reset the compressor.
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
             bind_to_module(module, self.compression)
 
@@ -194,12 +200,14 @@ class SavesCompression(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
-        if "optimizer_states" in checkpoint:  # absent where only weights are saved
+        if "optimizer_states" in checkpoint:  # missing if only weights are saved
+            # Before the rank check in Lightning: all ranks have to gather, rank 0 writes.
             checkpoint[KEY] = self._gather_compression()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        # Lightning has no hook for a strategy's own state in a checkpoint: it is taken out where the file is read.
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
@@ -210,21 +218,21 @@ class SavesCompression(Strategy):
         return checkpoint
 
     def _gather_compression(self) -> dict[str, Any]:
-        """The state of all ranks, on the first; every rank must call it."""
+        """Gather the state of all ranks on the first; every rank must call it."""
         return self.compression.gather_state()
 
     def _load_compression(self, state: dict[str, Any]) -> None:
-        """Continue from `_gather_compression()`."""
+        """Load a state that `_gather_compression` returned."""
         self.compression.load_state_dict(state)
 
     def _skip_step(self, names: Optional[Collection[str]] = None) -> None:
-        """Leave no gradient of `names`, or none at all, behind: optimizers pass over parameters without one."""
+        """Drop the gradients of `names`, or all: optimizers skip parameters without a gradient."""
         assert self.lightning_module is not None
         drop_gradients(self.lightning_module, names)
 
 
 class SavesShardedCompression(SavesCompression):
-    """As above, where gradients are compressed for ranks that share parameters out."""
+    """Base class of the strategies that shard parameters: the compressor's state belongs to a session."""
 
     _state: ShardedSession | None = None
 
@@ -248,10 +256,10 @@ class SavesShardedCompression(SavesCompression):
 class CompressedDDPStrategy(SavesCompression, DDPStrategy):
     """Lightning's `DDPStrategy` with compressed gradients, on CPU too.
 
-    Gradients are compressed while backward still runs; on one rank too. A step in which a gradient is not finite on
-    some rank is skipped on all of them and leaves no trace; under `16-mixed` the gradient scaler does that, otherwise
-    the strategy. Parameters may be unfrozen on the way, as finetuning callbacks do: the module is then wrapped anew.
-    The compressor's memory is part of the checkpoint: training resumes bit for bit on as many ranks.
+    Gradients are compressed while backward is still running, also on a single rank. A step in which a gradient is not
+    finite on some rank is skipped on all of them and changes nothing; under `16-mixed` the gradient scaler skips it,
+    otherwise the strategy. Parameters may be unfrozen during training, as finetuning callbacks do: the module is then
+    wrapped again. The compressor's state is part of the checkpoint: training resumes bit for bit on as many ranks.
 
     Args:
         compression: Computes the mean of the gradients.
@@ -278,7 +286,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        # Lightning registers none on CPU.
+        # Overridden as a whole: Lightning's method does nothing on CPU.
         assert isinstance(self.model, DistributedDataParallel)
         self._hook_state = HookState(
             self.compression,
@@ -296,13 +304,15 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         self._wrap_unfrozen()
 
     def _wrap_unfrozen(self) -> None:
-        """Wrap the module anew if it has more to train than before: DDP reduces what it met when it wrapped it."""
-        module, wrapper = self.lightning_module, self.model
+        """Wrap the module again if more parameters are trained: DDP reduces those that it found when it wrapped it."""
+        module = self.lightning_module
+        wrapper = self.model
         assert module is not None
         if all(id(parameter) in self._wrapped for parameter in module.parameters() if parameter.requires_grad):
             return
         assert isinstance(wrapper, DistributedDataParallel)
         assert self._hook_state is not None
+        # The old wrapper's hooks would reduce every gradient a second time.
         self._hook_state.close()
         remove_ddp_hooks(wrapper)
         self.model = module
@@ -311,6 +321,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        # While batches accumulate, DDP reduces nothing, and a compressor counts optimizer steps.
         if self._hook_state is None or not self.model.require_backward_grad_sync:  # type: ignore[union-attr]
             return
         if not self._hook_state.finish() and getattr(self.precision_plugin, "scaler", None) is None:
@@ -336,9 +347,9 @@ BUILD: dict[str, Callable[[], Reducer]] = {
     "sign": Sign,
     "topk": TopK,
 }
-"""Compressors as they come, by the ending of a strategy's name."""
+"""Compressors with their default arguments, by the ending of a strategy's name."""
 
 
 def with_compressor(strategy: Callable[[Reducer], Strategy], build: Callable[[], Reducer]) -> Callable[[], Strategy]:
-    """Builds a strategy with a compressor of its own, as compressors remember."""
+    """Return a function that builds the strategy with a new compressor each time, since compressors have a state."""
     return lambda: strategy(build())

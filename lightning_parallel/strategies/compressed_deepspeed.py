@@ -28,19 +28,19 @@ _SUPPORTED = RequirementCache("deepspeed>=0.19,<0.20")
 class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
     """Lightning's `DeepSpeedStrategy` with compressed gradients, on CPU too.
 
-    A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's memory is part
-    of the checkpoint. ZeRO 0 and 1 communicate once per optimizer step. ZeRO 2 does so after every batch and is
-    therefore compressed only without accumulation. ZeRO 3 has no whole gradients: there only what DeepSpeed does itself
-    is left. DeepSpeed itself fails on CPU with parameters of no dimension and with transposed ones.
+    A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's state is part of
+    the checkpoint. ZeRO 0 and 1 communicate once per optimizer step. ZeRO 2 communicates after every batch and is
+    therefore compressed only without accumulation. ZeRO 3 has no whole gradients: only DeepSpeed's own compression
+    works there. On CPU, DeepSpeed itself fails with parameters without dimensions and with transposed ones.
 
     Args:
-        compression: Computes the mean of the gradients; None leaves that to DeepSpeed.
-        stage: Of ZeRO, unless `config` says so. 0: none; 1: optimizer state is divided; 2: gradients too; 3: parameters
-            too.
+        compression: Computes the mean of the gradients; if None, DeepSpeed does.
+        stage: Stage of ZeRO, unless `config` has one. 0: none; 1: optimizer state is sharded; 2: gradients too;
+            3: parameters too.
         communication_data_type: DeepSpeed's own compression: the dtype in which gradients are sent.
         quantized_gradients: DeepSpeed's own compression under ZeRO 3 on CUDA: gradients are sent in 4 bits
             (ZeRO++, arXiv:2306.10209).
-        kwargs: Everything else that `DeepSpeedStrategy` takes.
+        kwargs: All other arguments of `DeepSpeedStrategy`.
 
     Raises:
         ModuleNotFoundError: If DeepSpeed 0.19 is not installed.
@@ -89,7 +89,8 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
 
     def _check(self) -> None:
         assert self.config is not None
-        stage, own = self._stage, self.config.get("communication_data_type")
+        stage = self._stage
+        own = self.config.get("communication_data_type")
         if self.compression is not None and stage == 3:
             raise ValueError(
                 "expected ZeRO 0, 1 or 2 with `compression`, found stage 3: no rank has the mean of a whole gradient, "
@@ -134,7 +135,8 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             raise RuntimeError("DeepSpeed has 4-bit gradients on CUDA only; leave out `quantized_gradients`.")
         self._check_precision()
         disable_shared_memory_kernel()
-        super(DeepSpeedStrategy, self).setup_environment()  # Lightning refuses to run DeepSpeed off CUDA
+        # Past `DeepSpeedStrategy`, which refuses any device but CUDA.
+        super(DeepSpeedStrategy, self).setup_environment()
 
     @override
     def setup_distributed(self) -> None:
@@ -146,7 +148,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         init_deepspeed_distributed(self)
 
     def _check_precision(self) -> None:
-        """Refuse a 16-bit type here that DeepSpeed would refuse later, in fewer words.
+        """Refuse a 16-bit type early that DeepSpeed would refuse later, with a less helpful message.
 
         On CPU it depends on the processor: oneDNN computes in float16 with AVX-512 FP16 only.
 
@@ -174,7 +176,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         )
 
     def _enables(self, name: Literal["fp16", "bf16"], *precisions: str) -> bool:
-        """Whether DeepSpeed's configuration, else the Trainer's precision, asks for this type."""
+        """Return whether DeepSpeed's configuration, else the Trainer's precision, asks for this type."""
         assert self.config is not None
         section = self.config.get(name)
         if section is not None:
@@ -196,7 +198,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
 
     @override
     def _auto_select_batch_size(self) -> int:
-        # For DeepSpeed's log of samples per second. Lightning fails where the loader has no sampler of batches.
+        # For DeepSpeed's log of samples per second. Lightning fails if the loader has no batch sampler.
         assert self.lightning_module is not None
         loader = train_dataloader_of(self.lightning_module.trainer)
         sampler = getattr(loader, "batch_sampler", None)
@@ -204,7 +206,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
-        # Lightning has divided the loss by the number of accumulated batches; DeepSpeed would do so again.
+        # Lightning has divided the loss by the number of accumulated batches; DeepSpeed would do it again.
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     @override
@@ -212,6 +214,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         super().post_backward(closure_loss)
         if self._state is None or not self.deepspeed_engine.is_gradient_accumulation_boundary():
             return
+        # The session has made DeepSpeed skip the step; what is left is the warning.
         if not self._state.finish():
             assert self.lightning_module is not None
             warn_of_dropped_step(self.lightning_module)
@@ -221,7 +224,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         if self._state is not None:
             self._state.close()
             self._state = None
-        for optimizer in self.optimizers:  # its hooks would also run when the module is fitted again
+        for optimizer in self.optimizers:
             remove_accumulation_hooks(optimizer)
         super().teardown()
 
@@ -231,6 +234,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
+        # Without a compressor there is no state to add: past `SavesCompression`.
         if self.compression is None:
             DeepSpeedStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
         else:

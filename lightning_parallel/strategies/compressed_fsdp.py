@@ -44,8 +44,8 @@ __all__ = ["CompressedFSDPStrategy", "CompressedModelParallelStrategy"]
 class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
     """Lightning's `FSDPStrategy` (FSDP1) with compressed gradients, on CPU too.
 
-    A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's memory is part
-    of the checkpoint. While batches accumulate nothing is communicated. Gradients may be clipped by their norm.
+    A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's state is part of
+    the checkpoint. While batches accumulate, nothing is communicated. Gradients may be clipped by their norm.
 
     With reentrant activation checkpointing FSDP reduces a gradient in two parts, which are two steps of the compressor:
     use `use_reentrant=False`.
@@ -54,7 +54,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
 
     Args:
         compression: Computes the mean of the gradients.
-        kwargs: Everything that `FSDPStrategy` takes.
+        kwargs: All arguments of `FSDPStrategy`.
 
     Raises:
         ValueError: If `sharding_strategy` shards and replicates on CPU and there is no `device_mesh`.
@@ -68,22 +68,25 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        device, mesh = self.root_device.type, self.kwargs.pop("device_mesh", None)
+        device = self.root_device.type
+        mesh = self.kwargs.pop("device_mesh", None)
         if device == "cpu" and mesh is None and "HYBRID" in self.sharding_strategy.name:
             raise ValueError(
-                f"expected `device_mesh=(replicas, shards)` beside `sharding_strategy={self.sharding_strategy.name!r}` "
+                f"expected `device_mesh=(replicas, shards)` with `sharding_strategy={self.sharding_strategy.name!r}` "
                 "on CPU, where no number of devices says which ranks form a node; found none"
             )
         super().setup_environment()
-        if mesh is not None:  # for Lightning it would be one of CUDA devices
+        # Lightning would make a mesh of CUDA devices of the tuple.
+        if mesh is not None:
             self.kwargs["device_mesh"] = init_device_mesh(device, mesh) if isinstance(mesh, tuple) else mesh
         plugin = self.precision_plugin
+        # Not of a subclass, which may be the user's.
         if type(plugin) is FSDPPrecision:
             self.precision_plugin = DeviceFSDPPrecision(plugin, device, lambda: self.model)
 
     @property
     def _arguments(self) -> dict[str, Any]:
-        """Of FSDP, on CPU: Lightning passes the index of the device, which a CPU does not have."""
+        """The arguments of FSDP on CPU: Lightning passes the index of the device, which a CPU does not have."""
         return {
             "cpu_offload": self.cpu_offload,
             "mixed_precision": self.mixed_precision_config,
@@ -105,6 +108,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
+        # FSDP1 cannot be unwrapped: a module that is fitted again keeps the wrapper of its first fit.
         if self._wrapped is None or self._wrapped.module is not model:
             self._wrapped = self._wrap(model)
         assert self.lightning_module is not None
@@ -113,8 +117,9 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
         return self._wrapped
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        ready = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-        if self.root_device.type == "cpu" and not ready:
+        is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        if self.root_device.type == "cpu" and not is_wrapped:
+            # Lightning leaves a module that is FSDP already as it is.
             model = FullyShardedDataParallel(model, **self._arguments)
             self.kwargs.pop("auto_wrap_policy", None)
         return super()._setup_model(model)
@@ -153,7 +158,10 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
         return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
 
     def _whole_on_cpu(self) -> AbstractContextManager:
-        """As Lightning does, but FSDP frees memory in use when it is to move from CPU to CPU."""
+        """Gather full states like Lightning, but without its offload to CPU.
+
+        When tensors on the CPU are to be offloaded there, FSDP frees memory that is in use.
+        """
         assert isinstance(self.model, FullyShardedDataParallel)
         return FullyShardedDataParallel.state_dict_type(
             self.model,
@@ -180,19 +188,19 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
 class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStrategy):
     """Lightning's `ModelParallelStrategy` with compressed gradients, on CPU too.
 
-    What is compressed follows from the mesh that the module's `configure_model` gives to `fully_shard`:
+    The mesh that the module's `configure_model` passes to `fully_shard` decides what is compressed:
 
-        self.device_mesh["data_parallel"]    the reduce-scatter over the data-parallel axis; beside it
-                                             `parallelize_module` may use the tensor-parallel axis
+        self.device_mesh["data_parallel"]    the reduce-scatter over the data-parallel axis; `parallelize_module`
+                                             may use the tensor-parallel axis
         self.device_mesh["tensor_parallel"]  hybrid sharding: the sum over the data-parallel axis, whose ranks hold
-                                             the same shards; every rank then reads data of its own
+                                             the same shards; every rank then reads different data
 
-    A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's memory is part of
-    the checkpoint. While batches accumulate nothing is communicated.
+    A step in which a gradient is not finite on some rank is skipped on all of them; the compressor's state is part of
+    the checkpoint. While batches accumulate, nothing is communicated.
 
     Args:
         compression: Computes the mean of the gradients.
-        kwargs: Everything that `ModelParallelStrategy` takes.
+        kwargs: All arguments of `ModelParallelStrategy`.
 
     Raises:
         ValueError: If `configure_model` shards nothing with `fully_shard`, or over a mesh of shards and replicas.
@@ -206,7 +214,7 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
 
     @property
     def _sharding(self) -> tuple[int, ...]:
-        """The ranks that share parameters out."""
+        """The ranks over which parameters are sharded."""
         assert self.lightning_module is not None
         return shard_ranks(self.lightning_module) or self._axis("data_parallel")
 
@@ -216,13 +224,15 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
     @property
     def _replicas(self) -> Optional[DeviceMesh]:
         """The replicas of hybrid sharding."""
-        data, tensor = self._axis("data_parallel"), self._axis("tensor_parallel")
+        data = self._axis("data_parallel")
+        tensor = self._axis("tensor_parallel")
         return self.device_mesh["data_parallel"] if self._sharding == tensor and len(data) > 1 else None
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self._sharding != self._axis("data_parallel"):  # ranks that share parameters out see different data
+        # Ranks that shard parameters with each other read different data, whatever the axis is called.
+        if self._sharding != self._axis("data_parallel"):
             return {"num_replicas": self.world_size, "rank": self.global_rank}
         return super().distributed_sampler_kwargs
 
@@ -237,6 +247,7 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
     @override
     def block_backward_sync(self) -> Generator:
         assert self.model is not None
+        # Each sharded module by itself, since `configure_model` need not have sharded the root.
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         self._synchronizes = False
         for module in sharded:
@@ -256,17 +267,18 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
 
 
 class DeviceFSDPPrecision(FSDPPrecision):
-    """`FSDPPrecision`, whose autocast and gradient scaler are those of CUDA, for `device`.
+    """`FSDPPrecision` with autocast and a gradient scaler for `device`: Lightning's are for CUDA.
 
     Args:
-        like: The plugin to stand in for.
+        like: The plugin to replace.
         device: Type of the device to train on.
-        model: Gives the outermost FSDP module, which alone can take the norm of gradients in shards.
+        model: Returns the outermost FSDP module, the only one that can compute the norm of sharded gradients.
     """
 
     def __init__(self, like: FSDPPrecision, device: str, model: Callable[[], nn.Module | None]) -> None:
         super().__init__(like.precision)  # type: ignore[arg-type]
-        self._device, self._model = device, model
+        self._device = device
+        self._model = model
         if like.scaler is not None:
             self.scaler = like.scaler if device_of_scaler(like.scaler) == device else ShardedGradScaler(device)
 

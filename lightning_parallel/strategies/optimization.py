@@ -1,7 +1,7 @@
-"""Optimizers over a mesh: one gradient norm and one verdict on overflow for a replica; the groups of the whole model.
+"""Optimizers over a mesh: gradient norms and overflow checks of a whole replica; parameter groups of the whole model.
 
-There is no strategy hook for clipping: `LightningModule.clip_gradients` goes to the precision plugin, and torch's own
-`clip_grad_norm_`, which many modules call by themselves, knows this rank's shards only. Both are corrected here.
+There is no strategy hook for clipping: `LightningModule.clip_gradients` calls the precision plugin, and torch's own
+`clip_grad_norm_`, which many modules call directly, knows this rank's shards only. Both are corrected here.
 
 A checkpoint numbers the parameters of an optimizer in the order of its groups. Each stage holds some of them, so while
 `configure_optimizers` runs, placeholders fill the gaps; then they are removed from the optimizers, and the order stays.
@@ -57,6 +57,7 @@ class ReplicaNorm:
 
     def __call__(self, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
         """Return the norm of the given gradients of the module; every rank of the replica must call it."""
+        # Clipping functions pass gradients without names, but which elements to count depends on the parameter.
         names = {
             id(parameter.grad): name
             for name, parameter in self._module.named_parameters()
@@ -66,12 +67,14 @@ class ReplicaNorm:
         return total_norm(named, self._rules, self.groups, norm_type, self._counted_by_others)
 
     def use_in_torch(self, patches: Patches) -> None:
-        """Let torch's `clip_grad_norm_` take this norm of the module's gradients until `patches` are undone."""
+        """Make torch's `clip_grad_norm_` use this norm for the module's gradients until `patches` are undone."""
         if self.groups.replica.size == 1:
             return
         own_norm = getattr(clip_grad, TOTAL_NORM)
 
         def norm(tensors: Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+            # Another model in the same process, such as a metric's, keeps torch's own norm. A rank without gradients
+            # takes part, since the others wait for it.
             gradients = list(tensors)
             ours = {id(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None}
             if gradients and not any(id(gradient) in ours for gradient in gradients):
@@ -82,13 +85,15 @@ class ReplicaNorm:
 
 
 def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, patches: Patches) -> None:
-    """Give `plugin` the replica's norm and overflow check until `patches` are undone; its class and state stay."""
+    """Make `plugin` use the replica's norm and overflow check until `patches` are undone."""
+    # Methods of the user's object are replaced instead of the plugin: it may be of a class of the user's.
     if norm.groups.replica.size == 1:
         return
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float, norm_type: float = 2.0) -> Tensor:
         gradients = [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
         total = norm(gradients, norm_type)
+        # On the device, without asking for its value: the host does not wait for the norm.
         coefficient = clip_coefficient(total, clip_val)
         for gradient in gradients:
             gradient.mul_(coefficient.to(gradient))
@@ -96,9 +101,11 @@ def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, pat
 
     def any_overflow(found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         # An overflow on any rank of the replica is one on all of them; else they would disagree on skipping the step.
-        verdict = found.get(device)
-        verdict = torch.zeros((), device=device) if verdict is None else verdict
-        found[device] = comm.all_reduce(verdict, norm.groups.replica, "max")
+        # A rank whose gradients are all None has found nothing, but has to take part.
+        overflow = found.get(device)
+        if overflow is None:
+            overflow = torch.zeros((), device=device)
+        found[device] = comm.all_reduce(overflow, norm.groups.replica, "max")
         return found
 
     patches.replace(plugin, "clip_grad_by_norm", clip_grad_by_norm)
@@ -135,6 +142,7 @@ def total_norm(
         if name in counted_by_others:
             continue
         if name in rules:
+            # Shards may overlap, as key and value heads do that several ranks share.
             counted.append(rules[name].owned(gradient, position))
         elif position == 0:
             counted.append(gradient)
@@ -149,7 +157,8 @@ def total_norm(
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor that brings gradients of the given norm down to `max_norm`; 1 where they are below it."""
+    """Return the factor that scales gradients of the given norm down to `max_norm`; 1 if they are below it."""
+    # The formula of torch's `clip_grad_norm_`.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
@@ -157,7 +166,7 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 def whole_parameters(
     module: nn.Module, names: ModelNames, group: Group, device: torch.device
 ) -> Iterator[dict[nn.Parameter, str]]:
-    """Give `module` placeholders for the parameters of other stages inside the block, all in their usual order.
+    """Register placeholders for the parameters of other stages in `module` inside the block, in the usual order.
 
     An optimizer that is built there has the parameter groups that it has in one process. Without the placeholders each
     stage would know the order of its own parameters only, and a checkpoint needs that of all. They have the shape,
@@ -167,7 +176,7 @@ def whole_parameters(
         module: The model, of which this rank holds some stages.
         names: Names in the whole model.
         group: The pipeline group.
-        device: Of the placeholders.
+        device: The device of the placeholders.
 
     Yields:
         The placeholders, and the first name of each.
@@ -179,6 +188,7 @@ def whole_parameters(
     described = {name: facts for stage in comm.all_gather_object(held, group) for name, facts in stage.items()}
     # Not on `meta`: fused optimizers refuse devices that they have no kernels for.
     placeholders = {
+        # Expanded from one element, so a stage does not need memory for the others.
         name: nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(shape), requires_grad)
         for name, (shape, dtype, requires_grad) in described.items()
         if name not in held
@@ -199,7 +209,7 @@ def whole_parameters(
 
 
 def _fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Callable[[], None]:
-    """Register the `wanted` placeholders in `owner` where it lacks the parameter; the result undoes it."""
+    """Register the `wanted` placeholders in `owner` where it lacks the parameter; return a function that undoes it."""
     parameters = parameters_of(owner)
     before = dict(parameters)
     # What a stage has of a missing parameter is an ordinary attribute, which would hide the registered placeholder.
@@ -212,6 +222,7 @@ def _fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Cal
         parameters.setdefault(name, parameter)
 
     def restore() -> None:
+        # `configure_optimizers` may have registered a parameter, which stays.
         added = {name: value for name, value in parameters.items() if name not in before and name not in wanted}
         parameters.clear()
         parameters.update(before)
@@ -235,7 +246,7 @@ def remove_placeholders(
         parameters = group["params"]
         groups.append([names.get(parameter, "") for parameter in parameters])
         is_held = [parameter not in placeholders for parameter in parameters]
-        for key in ("params", "param_names"):  # the latter where an optimizer was given named parameters
+        for key in ("params", "param_names"):  # the latter if an optimizer was given named parameters
             if key in group:
                 group[key] = [entry for entry, keep in zip(group[key], is_held) if keep]
     for parameter in placeholders:

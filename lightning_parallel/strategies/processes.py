@@ -79,18 +79,21 @@ _cached_groups: dict[tuple[Mesh, str, timedelta | None], _CachedGroups] = {}
 
 
 class SpawnLauncher(FunctionLauncher):
-    """Starts processes as functions; gives the main process the merged state dict instead of rank 0's shards."""
+    """Starts processes as functions; returns the merged state dict to the main process instead of rank 0's shards."""
 
+    # Lightning copies `module.state_dict()` of rank 0 back here, and has no hook for a strategy to say otherwise.
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
-        full = strategy_of(self).lightning_module_state_dict()  # every rank takes part
+        # Every rank takes part, though only the first one returns it.
+        full = strategy_of(self).lightning_module_state_dict()
         module = trainer.lightning_module
         with patched(module, "state_dict", lambda *_, **__: full):
             return super()._collect_rank_zero_results(trainer, results)
 
 
 def announce_rank(rank: int) -> None:
-    """Tell both copies of `rank_zero_only` who this process is."""
+    """Set the rank of this process in both copies of `rank_zero_only`."""
+    # Lightning's loggers and warnings use one, its utilities the other.
     for decorator in (rank_zero_only, utilities_rank_zero_only):
         decorator.rank = rank  # type: ignore[attr-defined]
 
@@ -98,7 +101,7 @@ def announce_rank(rank: int) -> None:
 def connect(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta | None
 ) -> None:
-    """Start the default process group, if there is none; its backend by the device unless one is given."""
+    """Start the default process group, if there is none, with the default backend of the device unless one is given."""
     backend = backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
     # The device is given to NCCL at once, so that it knows it before the first collective.
     init_process_group(environment, backend, timeout, None if device.type == "cpu" else device)
@@ -109,21 +112,25 @@ def process_groups(mesh: Mesh, device_type: str, timeout: timedelta | None) -> t
 
     Every rank must call it at the same point, after `connect`.
     """
-    settings, world = (mesh, device_type, timeout), Group.of()
+    settings = (mesh, device_type, timeout)
+    world = Group.of()
     known = _cached_groups.get(settings)
     if known is not None and known.world is not world.process_group:
         known = None  # torch.distributed was started anew
+    # Groups are reused on all ranks or on none: making new ones is a collective. A rank that failed in the last fit has
+    # discarded its own, and a token tells groups of the same settings apart.
     views = comm.all_gather_object((known.token if known else None, uuid4().hex), world)
     tokens = {token for token, _ in views}
     if known is None or tokens != {known.token}:
         groups = MeshGroups(mesh, timeout=timeout)
         device_mesh = init_device_mesh(device_type, mesh.shape, mesh_dim_names=AXES)
-        known = _cached_groups[settings] = _CachedGroups(views[0][1], world.process_group, groups, device_mesh)
+        known = _CachedGroups(views[0][1], world.process_group, groups, device_mesh)
+        _cached_groups[settings] = known
     return known.groups, known.device_mesh
 
 
 def discard_groups(groups: MeshGroups | None) -> None:
-    """Share `groups` with later fits no more: a rank left them in the middle of something."""
+    """Remove `groups` from those that later fits reuse: after an error, messages may still be under way in them."""
     for settings, cached in list(_cached_groups.items()):
         if cached.groups is groups:
             del _cached_groups[settings]
@@ -133,7 +140,7 @@ def discard_groups(groups: MeshGroups | None) -> None:
 
 
 def share_random_state(group: Group) -> None:
-    """Give the ranks of one replica the random state of its first rank, for data, dropout and initialisation."""
+    """Copy the random state of a replica's first rank to its other ranks, for data, dropout and initialisation."""
     if group.size == 1:
         return
     state = (torch.get_rng_state(), random.getstate(), numpy.random.get_state())
@@ -146,7 +153,7 @@ def share_random_state(group: Group) -> None:
 
 
 def start_equal(module: nn.Module, group: Group) -> None:
-    """Bring parameters and buffers on all ranks of `group` to those of its first rank, where they differ.
+    """Copy parameters and buffers of the first rank of `group` to the others where they differ.
 
     Raises:
         ValueError: If the names, shapes or dtypes differ between the ranks.
@@ -159,6 +166,7 @@ def start_equal(module: nn.Module, group: Group) -> None:
         [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
         group,
     )
+    # Equal seeds make equal models: usually fingerprints are all that is sent.
     prints = comm.all_gather_object(fingerprints(tensors.values()), group)
     for tensor, *values in zip(tensors.values(), *prints):
         if len(set(values)) > 1:
@@ -172,6 +180,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _broadcast(tensor: Tensor, group: Group) -> None:
+    # NCCL takes tensors on CUDA only, and the module may not have been moved there yet.
     device = torch.device("cuda", torch.cuda.current_device()) if _needs_cuda(group) else tensor.device
     shared = tensor.detach().to(device, copy=True).contiguous()
     tensor.copy_(comm.broadcast_(shared, group))
@@ -179,9 +188,9 @@ def _broadcast(tensor: Tensor, group: Group) -> None:
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, group: Group) -> None:
-    """Give all replicas the buffers of the first, such as running statistics of batch normalisation.
+    """Copy the buffers of the first replica to all, such as running statistics of batch normalisation.
 
-    As torch's DistributedDataParallel does; of the buffers that a checkpoint holds, the others being constants.
+    Like torch's DistributedDataParallel, but only buffers that are in checkpoints: the others are constants.
     """
     if group.size == 1:
         return
@@ -190,6 +199,7 @@ def share_buffers(module: nn.Module, group: Group) -> None:
         for name, buffer in owner.named_buffers(recurse=False):
             if name not in non_persistent_buffers_of(owner):
                 kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    # One message for all buffers of a dtype instead of one for each.
     for buffers in kinds.values():
         flat = comm.broadcast_(torch.cat([buffer.reshape(-1) for buffer in buffers]), group)
         for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
@@ -212,8 +222,8 @@ def synchronize_batch_norm(module: nn.Module, group: Group) -> None:
 def seed_workers(dataloader: object, replica: int) -> object:
     """Under `seed_everything(workers=True)`, seed the loader's workers by replica.
 
-    Lightning would do it by global rank right afterwards, and the ranks of one replica would augment a sample each in
-    its own way.
+    Lightning would seed them by global rank right afterwards, and the ranks of one replica would augment the same
+    sample differently.
     """
     seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
     if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
@@ -226,13 +236,17 @@ def _not_distributed() -> bool:
 
 
 def scope_metrics(module: nn.Module, groups: MeshGroups) -> None:
-    """Let the module's torchmetrics objects synchronise over replicas, not over the ranks of one replica as well."""
+    """Let the module's torchmetrics objects synchronise over replicas, and not over all ranks.
+
+    The ranks of one replica see the same samples, which would be counted several times.
+    """
     if groups.replica.size == 1:
         return
     for metric in module.modules():
         if not isinstance(metric, Metric) or metric.process_group is not None:
             continue
         if groups.data_parallel.process_group is None:
+            # There is one replica, but the processes are distributed, so the metric would take the world.
             metric.distributed_available_fn = _not_distributed
         else:
             metric.process_group = groups.data_parallel.process_group
@@ -251,6 +265,8 @@ def share_plateau_metrics(configs: Sequence[LRSchedulerConfig], group: Group) ->
 
 
 class _SharedPlateau(ReduceLROnPlateau):
+    """Base of the classes that `share_plateau_metrics` makes; `group` are the replicas."""
+
     group: Group
 
     def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -268,7 +284,7 @@ class MeshProcesses(ParallelStrategy):
     Args:
         sizes: Ranks along each axis, or `"auto"`.
         process_group_backend, timeout, start_method: See `MeshStrategy`.
-        kwargs: Lightning's own.
+        kwargs: All arguments of `ParallelStrategy`.
     """
 
     def __init__(
@@ -330,14 +346,14 @@ class MeshProcesses(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Torch's view of the mesh, with the axes' names."""
+        """The mesh as torch's `DeviceMesh`, with the names of the axes."""
         if self._device_mesh is None:
             raise RuntimeError("the device mesh exists only while the Trainer runs; there is none yet")
         return self._device_mesh
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Lightning to give each replica its part of the data: a single one reads what one process would."""
+        """True if there are several replicas, between which Lightning then divides the data."""
         return self.mesh.data_parallel > 1
 
     @property
@@ -357,7 +373,7 @@ class MeshProcesses(ParallelStrategy):
         return self._process_group_backend
 
     def set_world_ranks(self) -> None:
-        """Tell the environment and both copies of `rank_zero_only` who this process is."""
+        """Set the rank of this process in the cluster environment and in both copies of `rank_zero_only`."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -377,7 +393,7 @@ class MeshProcesses(ParallelStrategy):
         self.set_world_ranks()
         mesh = self.mesh
         if mesh.data_parallel > 1:
-            reset_seed()  # replicas of one process would go on with its random numbers
+            reset_seed()  # as under Lightning's DDP: every process begins with the numbers of the global seed
         if self._groups is None:
             assert self.cluster_environment is not None
             connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
@@ -395,7 +411,7 @@ class MeshProcesses(ParallelStrategy):
             empty_init: Without effect, since large tensors get no memory anyway.
         """
         if self._groups is None:
-            # In `trainer.init_module()` the ranks have not met: nobody knows whether they draw the same numbers.
+            # In `trainer.init_module()` there are no groups yet, so ranks may draw different numbers.
             self._built_apart = True
         with deferred_init(self.root_device), self.precision_plugin.tensor_init_context():
             yield

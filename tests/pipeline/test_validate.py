@@ -61,7 +61,7 @@ def test_a_circular_wait_says_who_waits_for_whom():
     assert describe_waits(table) == ""
     table = Schedule.from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1")
     assert message_of(table).splitlines()[1:] == [
-        "these ranks would wait for ever:",
+        "these ranks would wait forever:",
         "rank 0 waits at 0B0 for 1B0 of rank 1",
         "  rank 0: 0F0 0B0 0F1 0B1",
         "              ^^^",
@@ -109,14 +109,14 @@ def test_forwards_alone_are_not_the_schedule_of_that_name():
     ("table", "message"),
     [
         ("0F0 0B0\n1F0 1B0 0F1 0B1", "stage 0 on ranks"),
-        ("0F0 0B0 0I0 0W0", "rank 0 runs 0B0 beside its halves"),
+        ("0F0 0B0 0I0 0W0", "rank 0 runs 0B0 in addition to its halves"),
         ("0F0 0I0", "rank 0 lacks 0W0"),
         ("0F0 0W0", "rank 0 lacks 0I0"),
         ("0F0 0F1 0B0", "rank 0 lacks 0B1"),
         ("0F0 0W0 0I0", "rank 0 waits at 0W0 for 0I0 later in its own row"),
     ],
 )
-def test_tables_of_ones_own(table, message):
+def test_custom_tables(table, message):
     with pytest.raises(ValueError, match=message):
         validate(Schedule.from_text(table))
 
