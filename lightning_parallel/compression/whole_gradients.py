@@ -32,7 +32,7 @@ fill buckets while backward runs: a bucket is compressed when it is full, and ea
 mean. Without ZeRO all gradients are averaged after backward, and so they are compressed then.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DDP compares the annotations of a hook with its own classes.
 
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -163,7 +163,7 @@ class HookState:
         if self._unused_parameters:
             self._follow_touches(module)
 
-    def __deepcopy__(self, memo: object) -> HookState:
+    def __deepcopy__(self, memo: object) -> "HookState":
         return self  # it belongs to one DDP module, whose copies share its process group as well
 
     # ------------------------------------------------------------------------------------------------------- backward
