@@ -4,6 +4,10 @@
     active.handler = handler            # from now on `layer(x)` is `handler.layer(Call(site, layer, ..., (x,), {}))`
 
 A model is intercepted once; analysis, measurement and training differ in the handler only.
+
+A call can also be run on random data, where the true ones are on other ranks, to see the shapes of its outputs. What
+the module leaves elsewhere (attributes, entries of a list among its arguments, arguments of hooks) would be random as
+well, so it is replaced by placeholders.
 """
 
 from __future__ import annotations
@@ -14,11 +18,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lightning_parallel.pipeline.placeholder import reveal
+from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor, reveal
 
-__all__ = ["ActiveHandler", "Call", "CallHandler", "CallSite", "intercept"]
+__all__ = [
+    "ActiveHandler",
+    "Call",
+    "CallHandler",
+    "CallSite",
+    "SavedForwards",
+    "data_of",
+    "fake_data",
+    "has_listeners",
+    "intercept",
+    "parameter_lists",
+    "replaced",
+    "run_with_fake_data",
+]
 
 
 @dataclass(frozen=True)
@@ -173,3 +192,253 @@ def intercept(module: nn.Module, site: CallSite) -> None:
             _intercepted_classes[kind] = type(kind.__name__, (_Intercepted, kind), names)
         module.__class__ = _intercepted_classes[kind]
     module.__dict__["_pipeline_site"] = site
+
+
+_PACKAGE = __name__.partition(".")[0]
+_TensorFunction = Callable[[Tensor], Tensor]
+
+
+def run_with_fake_data(call: Call, device: torch.device, available: bool) -> tuple[Any, Any]:
+    """Call a module with random data in place of placeholders among its arguments and of missing parameters.
+
+    Args:
+        call: The call; the module may write into containers among its arguments.
+        device: Where it runs.
+        available: Whether the resulting placeholders count as available.
+
+    Returns:
+        Its output, and the arguments as it left them, with placeholders for all tensors but those it was called with.
+    """
+    inputs, tree = pytree.tree_flatten((call.args, call.kwargs))
+    data = [fake_data(leaf, device) if isinstance(leaf, PlaceholderTensor) else leaf for leaf in inputs]
+    given = {id(fake): leaf for fake, leaf in zip(data, inputs)}
+
+    # An argument that is passed on comes out as the placeholder that it was.
+    def as_placeholder(tensor: Tensor) -> Tensor:
+        if id(tensor) in given:
+            return given[id(tensor)]
+        return PlaceholderTensor.like(tensor, call.site.provenance, device, available=available)
+
+    args, kwargs = pytree.tree_unflatten(data, tree)
+    module = call.module
+    with (
+        torch.no_grad(),
+        _attributes_as_placeholders(module, as_placeholder),
+        _hooks_on_placeholders(module, as_placeholder, device),
+        _forwards_on_placeholders(module, as_placeholder, device),
+        replaced(module, lambda path, child: data_of(child, device)),
+    ):
+        result = call.function(*args, **kwargs)
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        _change_inside(leaf, as_placeholder, set())
+    return pytree.tree_map_only(Tensor, as_placeholder, (result, (args, kwargs)))
+
+
+@contextmanager
+def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, Any]]) -> Iterator[None]:
+    """Set attributes of a module's submodules inside the block: they hide registered parameters of the same name.
+
+    Tensors that the module assigns to its attributes inside the block stay; its buffers are restored.
+
+    Args:
+        module: The module.
+        stand_ins: Returns the attributes of a submodule, called with its path and itself.
+    """
+    done = []
+    buffers = [(child, dict(buffers_of(child))) for child in module.modules()]
+    for path, child in module.named_modules():
+        attributes = stand_ins(path, child)
+        done.append((child, {name: vars(child)[name] for name in attributes if name in vars(child)}, attributes))
+        child.__dict__.update(attributes)
+    try:
+        yield
+    finally:
+        for child, before, attributes in done:
+            for name, stand_in in attributes.items():
+                # Something else is there if the module has assigned to it; lists, such as the weights of a recurrent
+                # layer, are restored in any case.
+                if vars(child).get(name) is stand_in or isinstance(stand_in, list):
+                    child.__dict__.pop(name, None)
+                    child.__dict__.update({name: before[name]} if name in before else {})
+        for child, registered in buffers:
+            buffers_of(child).update(registered)
+
+
+def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, list[Any]]:
+    """Return the lists of parameters that `module` keeps, as recurrent layers do, with `stand_ins` put in by `id`."""
+    lists = {}
+    for name, value in vars(module).items():
+        if isinstance(value, list) and any(id(item) in stand_ins for item in value):
+            lists[name] = [stand_ins.get(id(item), item) for item in value]
+    return lists
+
+
+def has_listeners(modules: list[nn.Module]) -> bool:
+    """Return whether code outside of this package sees the modules' outputs, by a hook or a replaced `forward`."""
+    for module in modules:
+        # Asked at each call of a stub: most modules have no hooks.
+        after, before = forward_hooks_of(module)
+        if (after or before) and any(map(_is_from_outside, (*after.values(), *before.values()))):
+            return True
+        if "forward" in vars(module) and _is_replaced(module):
+            return True
+    return False
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    # A bound method of the class may have been assigned to the instance by those who put a `forward` back.
+    return getattr(module.forward, "__func__", None) is not type(module).forward
+
+
+class SavedForwards:
+    """Saves the `forward` attributes of a model's modules, to restore them after a step that was ended early.
+
+    Libraries that record outputs replace `forward` for one call and restore it afterwards; `StageExit` may skip that.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.before = [(child, vars(child).get("forward")) for child in module.modules()]
+
+    def restore(self) -> None:
+        """Restore the attributes as they were when this object was made."""
+        for child, forward in self.before:
+            if vars(child).get("forward") is not forward:
+                del child.__dict__["forward"]
+                child.__dict__.update({} if forward is None else {"forward": forward})
+
+
+def _is_from_outside(hook: Callable[..., Any]) -> bool:
+    # Hooks of this package, such as those of sequence parallelism, collect nothing.
+    return getattr(hook, "__module__", "").partition(".")[0] != _PACKAGE
+
+
+def _with_tensors(value: Any, function: _TensorFunction) -> Any:
+    """Replace each tensor by `function` of it; lists and dicts stay the same objects."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        items = [_with_tensors(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        value[:] = [_with_tensors(item, function) for item in value]
+    elif type(value) is dict:
+        value.update({key: _with_tensors(item, function) for key, item in value.items()})
+    return value
+
+
+def _change_inside(value: Any, function: _TensorFunction, seen: set[int]) -> None:
+    """Apply `function` to the tensors inside an object such as a key-value cache, and inside all it refers to."""
+    attributes = getattr(value, "__dict__", None)
+    if attributes is None or callable(value) or isinstance(value, Tensor) or id(value) in seen:
+        return
+    seen.add(id(value))
+    attributes.update(_with_tensors(dict(attributes), function))
+    for leaf in pytree.tree_leaves(attributes):
+        _change_inside(leaf, function, seen)
+
+
+@contextmanager
+def _hooks_on_placeholders(module: nn.Module, as_placeholder: _TensorFunction, device: torch.device) -> Iterator[None]:
+    """Pass placeholders to hooks instead of random data; a hook that needs data is skipped."""
+
+    def wrapped(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(owner: nn.Module, *seen: Any) -> Any:
+            try:
+                result = hook(owner, *pytree.tree_map_only(Tensor, as_placeholder, seen))
+            except RuntimeError:
+                return None
+            return pytree.tree_map_only(PlaceholderTensor, lambda placeholder: fake_data(placeholder, device), result)
+
+        return call
+
+    changed = []
+    for child in module.modules():
+        for hooks in forward_hooks_of(child):
+            changed.append((hooks, dict(hooks)))
+            hooks.update({key: wrapped(hook) for key, hook in hooks.items() if _is_from_outside(hook)})
+    try:
+        yield
+    finally:
+        for hooks, before in changed:
+            hooks.update(before)
+
+
+@contextmanager
+def _forwards_on_placeholders(
+    module: nn.Module, as_placeholder: _TensorFunction, device: torch.device
+) -> Iterator[None]:
+    """Pass placeholders to functions that replace a `forward`, since they may collect their arguments."""
+
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map_only(Tensor, as_placeholder, (args, kwargs))
+            return pytree.tree_map_only(
+                PlaceholderTensor, lambda placeholder: fake_data(placeholder, device), forward(*args, **kwargs)
+            )
+
+        return call
+
+    before = SavedForwards(module)
+    for child, forward in before.before:
+        if forward is not None and _is_replaced(child):
+            child.__dict__["forward"] = wrapped(forward)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def _attributes_as_placeholders(module: nn.Module, as_placeholder: _TensorFunction) -> Iterator[None]:
+    """Replace tensors that the block leaves in attributes of `module` by placeholders."""
+    before = [leaf for child in module.modules() for leaf in pytree.tree_leaves(_own_attributes(child))]
+    known = {id(leaf) for leaf in before}
+
+    def changed(tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in known or isinstance(tensor, PlaceholderTensor) else as_placeholder(tensor)
+
+    try:
+        yield
+    finally:
+        for child in module.modules():
+            child.__dict__.update(_with_tensors(_own_attributes(child), changed))
+
+
+# Parameters, buffers, submodules and hooks: all that a module without attributes has.
+_REGISTRIES = frozenset(vars(nn.Module()))
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
+
+
+def data_of(module: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Return tensors with data for the parameters and buffers of `module` itself, random ones for missing data.
+
+    Buffers are copies, since a forward pass may write into them. Nothing is moved: `device` is for random data.
+    """
+    data: dict[str, Any] = {}
+    by_original: dict[int, Any] = {}
+    hidden = {name: value for name, value in vars(module).items() if isinstance(value, PlaceholderTensor)}
+    for name, value in {**hidden, **parameters_of(module), **buffers_of(module)}.items():
+        if value is None:
+            continue
+        if value.is_meta or isinstance(value, PlaceholderTensor):
+            data[name] = fake_data(value, device)
+        else:
+            data[name] = value.clone() if name in buffers_of(module) else value
+        by_original[id(value)] = data[name]
+        if name in hidden:
+            by_original[id(hidden[name])] = data[name]
+    return {**data, **parameter_lists(module, by_original)}
+
+
+def fake_data(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the data of a received placeholder; else random numbers, or zeros for integers, in its shape."""
+    if isinstance(tensor, PlaceholderTensor) and tensor.value is not None:
+        return tensor.value
+    shape, dtype = tensor.signature if isinstance(tensor, PlaceholderTensor) else (tensor.shape, tensor.dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=dtype, device=device)
+    # Zero is a valid index into any table.
+    return torch.zeros(shape, dtype=dtype, device=device)

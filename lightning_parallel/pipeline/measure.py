@@ -21,12 +21,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import buffers_of, parameters_of, pytree
-from lightning_parallel.pipeline.fake_forward import has_listeners, parameter_lists, replaced
-from lightning_parallel.pipeline.interception import Call
+from lightning_parallel.pipeline.interception import Call, has_listeners, parameter_lists, replaced
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
+from lightning_parallel.pipeline.microbatch import seeded
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
-from lightning_parallel.pipeline.randomness import seeded
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.pipeline.stubs import autocast_dtype, copy_args

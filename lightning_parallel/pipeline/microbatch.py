@@ -1,18 +1,23 @@
-"""Split a batch of any structure into microbatches along the sample dimension, and merge their outputs.
+"""Microbatches: split a batch of any structure, merge what a step gave for its parts, seed random numbers for each.
 
 batch      {"ids": (7, 32), "mask": (7, 32), "names": 7 strings, "temperature": 0.5}   into 3
 parts      {"ids": (3, 32), "mask": (3, 32), "names": 3 strings, "temperature": 0.5}, (2, ...), (2, ...)
 
 outputs    {"loss": 0.5, "logits": (3, 10)}, {"loss": 0.7, "logits": (2, 10)}   weights .6, .4
 merged     {"loss": 0.58, "logits": (5, 10)}
+
+Every stage runs the user's step on every microbatch. A mask that the step draws before the layers must be the same on
+all stages, so each microbatch has a seed; from the first layer of a stage on, numbers come from the stage's own seed.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,7 +27,18 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["SplitBatch", "merge_outputs", "num_samples", "split_batch"]
+__all__ = [
+    "SplitBatch",
+    "merge_outputs",
+    "mixed",
+    "num_samples",
+    "random_state_kept",
+    "seed_all",
+    "seed_torch",
+    "seeded",
+    "split_batch",
+]
+
 
 SplitBatch = Callable[[Any, int], list[Any]]
 """(batch, n) -> at most n microbatches, the same on every rank."""
@@ -212,3 +228,55 @@ def _merge_sequences(values: Sequence[Any], samples: Sequence[int], weights: Seq
         return type(first)(entry for value in values for entry in value)
     entries = [merge_outputs([value[i] for value in values], samples, weights) for i in range(len(first))]
     return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+
+
+# 2^64 divided by the golden ratio, whose multiples are spread evenly over 64 bits.
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mixed(seed: int, stage: int) -> int:
+    """Return another seed for each stage."""
+    return (seed ^ (_GOLDEN * stage)) & (2**63 - 1)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators, those of CUDA if it is in use.
+
+    `torch.manual_seed` takes a millisecond if CUDA is available but not initialized, and this runs for each action.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+def seed_all(seed: int) -> None:
+    """Seed every global generator."""
+    seed_torch(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore the global generators after the block. Takes as long as seeding ten times: not for every action."""
+    torch_state = torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    # Asking for the state would initialize CUDA, in a process that may compute on the CPU only.
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw random numbers from `seed` inside the block, and restore the generators after it."""
+    with random_state_kept():
+        seed_all(seed)
+        yield

@@ -22,6 +22,7 @@ from lightning_parallel import tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.actions import Action, Kind, Schedule
+from lightning_parallel.pipeline.microbatch import mixed, random_state_kept, seed_all, seed_torch, seeded
 from lightning_parallel.pipeline.p2p import (
     Message,
     MessageGroups,
@@ -31,7 +32,6 @@ from lightning_parallel.pipeline.p2p import (
     TensorSpec,
 )
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, missing
-from lightning_parallel.pipeline.randomness import mixed, random_state_kept, seed_all, seed_torch, seeded
 from lightning_parallel.pipeline.stage import (
     REENTRANT,
     CutError,

@@ -21,12 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
-from lightning_parallel.pipeline.fake_forward import SavedForwards
-from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallHandler, CallSite, intercept
+from lightning_parallel.pipeline.interception import (
+    ActiveHandler,
+    Call,
+    CallHandler,
+    CallSite,
+    SavedForwards,
+    intercept,
+)
 from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
+from lightning_parallel.pipeline.microbatch import seeded
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, missing, reveal
-from lightning_parallel.pipeline.randomness import seeded
 from lightning_parallel.pipeline.stubs import StubOutputs, free_parameters
 
 __all__ = [

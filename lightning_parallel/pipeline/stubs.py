@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
-from lightning_parallel.pipeline.fake_forward import has_listeners, parameter_lists, replaced, run_with_fake_data
-from lightning_parallel.pipeline.interception import Call
+from lightning_parallel.pipeline.interception import Call, has_listeners, parameter_lists, replaced, run_with_fake_data
+from lightning_parallel.pipeline.microbatch import random_state_kept
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor
-from lightning_parallel.pipeline.randomness import random_state_kept
 
 __all__ = ["StubOutputs", "autocast_dtype", "copy_args", "free_parameters", "named_placeholders", "stubbed"]
 
