@@ -13,16 +13,22 @@ from lightning_parallel.callbacks import (
     StragglerMonitor,
     Throughput,
 )
+from lightning_parallel.callbacks.measuring import MeasuringCallback
 from lightning_parallel.compression import (
+    Auto,
     BlockTopK,
     Cast,
+    HookState,
     Policy,
     PowerSGD,
     Quantize,
     RandomK,
     Sign,
+    StepValue,
     TopK,
+    compression_hook,
 )
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import (
     CompressedDDPStrategy,
     CompressedDeepSpeedStrategy,
@@ -36,6 +42,12 @@ from lightning_parallel.strategies import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auto",
+    "HookState",
+    "MeasuringCallback",
+    "PipelinePlan",
+    "StepValue",
+    "compression_hook",
     "BlockTopK",
     "Cast",
     "CommunicationProfiler",

@@ -31,7 +31,7 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import BatchNormalization, buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.actions import Kind
-from lightning_parallel.pipeline.analyze import analyze
+from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.measure import measure_link, truncated
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from lightning_parallel.pipeline.analyze import analyze
+from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Link, simulate
 from lightning_parallel.strategies.setup import stage_table

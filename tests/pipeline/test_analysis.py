@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.analyze import analyze, dry_run_stages, trace_use, use_by_registration
+from lightning_parallel.pipeline.analysis import analyze, dry_run_stages, trace_use, use_by_registration
 from lightning_parallel.pipeline.layer_stack import cut_units, find_layer_stack
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.schedule import build_schedule
