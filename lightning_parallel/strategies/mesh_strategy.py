@@ -35,7 +35,7 @@ from lightning_parallel.compat.lightning import (
     reset_optimizers,
     synchronizes_layers,
 )
-from lightning_parallel.compression import check_reducer
+from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.engine import PipelineEngine
@@ -83,7 +83,7 @@ class MeshStrategy(MeshProcesses):
         tensor: TensorOptions,
         pipeline: Optional[PipelineOptions],
         *,
-        compression: Any = None,
+        compression: Optional[Reducer] = None,
         checkpoint_format: Literal["full"] = "full",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
