@@ -75,6 +75,7 @@ class PipelineEngine:
         self.schedule = plan.schedule
         self._warn_of_batch_norm()
         self.model = PipelineStages(module, plan, group.rank, self.device)
+        # Only schedules with a W: the split costs every linear layer a custom autograd function.
         if self.schedule.splits_backward:
             split_linears(module)
         self._layouts = MessageLayouts()
@@ -139,6 +140,7 @@ class PipelineEngine:
                 self._reduce_tied(parameters[name], tied, _TIED_TAG + tag)
 
     def _reduce_tied(self, parameter: nn.Parameter, tied: TiedParameter, tag: int) -> None:
+        # A stage that did not use the parameter in this step takes part all the same: the others wait for it.
         mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         others = [rank for rank in tied.ranks if rank != self.group.rank]
         gradients = {rank: torch.empty_like(mine) for rank in others}
@@ -157,6 +159,7 @@ class PipelineEngine:
                 f"expected `split_batch` to give 1 to {self.schedule.num_microbatches} microbatches, got "
                 f"{len(microbatches)}"
             )
+        # The last batch of an epoch may have fewer samples than there are microbatches.
         schedule = self._schedule_for(len(microbatches))
         sizes = [float(self.microbatch_weight(microbatch)) for microbatch in microbatches]
         if not sum(sizes) > 0:
@@ -171,6 +174,7 @@ class PipelineEngine:
             self._layouts,
             self._stage_inputs,
             scale,
+            # From the global generator, which is equal on all stages: it was shared when the processes met.
             seed=int(torch.randint(2**62, ()).item()),
             message_groups=self.message_groups,
         )

@@ -134,6 +134,7 @@ class TruncatedModel:
     def run(self, step: Step, batch: Any, seed: int | None = 0) -> Any:
         """Run `step` on `batch`, with random numbers from `seed` or those of outside; returns what it returns."""
         self._is_first = True
+        # Outputs of another batch have other shapes, and its graph would stay alive.
         self._outputs.clear()
         self._load_end(0)
         try:
@@ -167,6 +168,7 @@ class TruncatedModel:
         if self._is_first:
             self._is_first = False
             call = self.leave_prologue(call)
+            # The prologue's parameters leave the device before a layer comes: never more than one part is there.
             self._loaded.close()
         key = (call.site.kind, _shapes((call.args, call.kwargs)))
         # Hooks collect what layers return: each has to be run for them.
@@ -175,6 +177,7 @@ class TruncatedModel:
         else:
             with self.loaded(call.module):
                 output = self._outputs[key] = self.run_layer(key, call)
+        # Each layer begins a graph of its own, so that the graph of one layer is all that is ever held.
         output = pytree.tree_map_only(Tensor, cut_off, output)
         if call.site.layer_index == len(self.stack.layers) - 1:
             self._load_end(1)
@@ -337,6 +340,7 @@ class _Clock(TruncatedModel):
         return [known.get(self.keys.get(index), Cost()) for index in range(len(self.stack.layers))]
 
     def _measured(self, noted: _NotedCall) -> Cost:
+        # The least of a few: other programs can only make a run longer.
         whole = [self._run(noted) for _ in range(_REPEATS)]
         with splitting(noted.call.module):
             put_off = [self._run(noted, WeightGradients()) for _ in range(_REPEATS)]
@@ -382,6 +386,7 @@ class _Clock(TruncatedModel):
         return self._now() - begun_s, result
 
     def _now(self) -> float:
+        # Kernels are only launched when a call returns.
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
@@ -428,6 +433,7 @@ def measure_link(group: Group, device: torch.device, sync_group: Group | None = 
     """
     short_s = long_s = 0.0
     for first in (0, 1):
+        # Every second pair at a time: a rank in two pairs at once would measure its own waiting.
         leads = (group.rank - first) % 2 == 0
         peer = group.rank + 1 if leads else group.rank - 1
         if 0 <= peer < group.size:

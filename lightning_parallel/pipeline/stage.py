@@ -122,6 +122,7 @@ class StageForward:
     def layer(self, call: Call) -> Any:
         """Infer, receive and run, run, or leave the step, by where the layer is."""
         index = call.site.layer_index
+        # Before anything else: a layer called twice would be received for twice, and the neighbour sends once.
         self._require_order(call.site, index)
         stage = self.stage_of[index]
         if stage < self.stage:
@@ -131,6 +132,7 @@ class StageForward:
         else:
             arguments = reveal(call.args), reveal(call.kwargs)
         if stage > self.stage:
+            # Entered above even so: what only passes through this stage has to be received to be sent on.
             leaves, tree = pytree.tree_flatten(arguments)
             raise StageExit(StageEnd(index, leaves, tree))
         _require_data(call.site.name, arguments)
@@ -165,10 +167,12 @@ class StageForward:
         self.last = index
 
     def _enter(self, index: int, call: Call) -> tuple[Any, Any]:
+        # From here on parameters that the step reads directly are this stage's own.
         self.on_entry()
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         positions = positions_to_receive(leaves)
         for position, value in zip(positions, self.receive(index, leaves, positions)):
+            # The placeholder stays the object that the model holds; lists it was put into before see its data too.
             leaves[position].receive(value)
         self.entered = True
         return reveal(call.args), reveal(call.kwargs)
@@ -219,6 +223,7 @@ def positions_to_receive(leaves: list[Any]) -> list[int]:
     seen: set[int] = set()
     positions = []
     for position, leaf in enumerate(leaves):
+        # One tensor passed twice travels once, and stays one tensor on the other side.
         if missing(leaf) and id(leaf) not in seen:
             seen.add(id(leaf))
             positions.append(position)
@@ -340,6 +345,7 @@ class PipelineStages:
         self.num_stages = plan.num_stages
         self.stubs = StubOutputs(device)
         stack = LayerStack.at(module, plan.container)
+        # Before parameters are freed, as ties are found by identity.
         self.tied = self._find_tied()
         self._intercepted = InterceptedModel(module, stack, self._holds)
         self._free(stack)
@@ -354,6 +360,7 @@ class PipelineStages:
             with self._intercepted.active.use(handler):
                 yield
         finally:
+            # The step may have been left in the middle, by `StageExit` or an error.
             self._intercepted.restore_forwards()
             self.show()
             self.stubs.forget_arguments()
@@ -375,6 +382,7 @@ class PipelineStages:
         tied = {}
         for name, parameter in self.module.named_parameters():
             stages = self.plan.parameters[name].stages
+            # A rank with several of the stages holds the parameter once, and needs no exchange for it.
             ranks = tuple(dict.fromkeys(self.plan.schedule.stage_ranks[stage] for stage in stages))
             if len(ranks) > 1:
                 tied[name] = TiedParameter(tuple(names[id(parameter)]), stages, ranks)
@@ -390,6 +398,7 @@ class PipelineStages:
 
     def _free(self, stack: LayerStack) -> None:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        # By identity: a parameter may be registered under names that no stage here uses.
         freed = {key for key, name in names.items() if not self._is_here(self.plan.parameters[name].stages)}
         for child in self.module.modules():
             free_parameters(child, freed, self.device, names)

@@ -145,6 +145,7 @@ class MeshStrategy(MeshProcesses):
             self.precision_plugin.convert_module(module)
         self.parallelize(module)
         self.model_to_device()
+        # Each replica has built its own model, perhaps from other random numbers.
         processes.start_equal(module, self.groups.data_parallel)
         processes.scope_metrics(module, self.groups)
         self._compression = MeshCompression.of(self.compression, module, self.groups) if fitting else None
@@ -199,12 +200,14 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
+        # A second `fit` would add its optimizers to those of the first.
         reset_optimizers(self)
         failure: Exception | None = None
         try:
             self._build_optimizers(trainer)
         except Exception as error:
             failure = error
+        # A stage whose `configure_optimizers` fails would leave the others waiting in the next collective.
         comm.raise_together(failure, self.groups.world)
 
     def _build_optimizers(self, trainer: Trainer) -> None:
@@ -277,6 +280,7 @@ class MeshStrategy(MeshProcesses):
         audit: StepAudit | None = None
         if self._is_first_batch and self._sharding is not None:
             audit = StepAudit(self.module, self._sharding)
+        # The audit slows a step down several times; what it looks for does not depend on the batch.
         self._is_first_batch = False
         if self._steps is not None and self.engine is not None:
             with self._open_reducer.no_sync():
@@ -349,6 +353,7 @@ class MeshStrategy(MeshProcesses):
             self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
             self._drop_nonfinite_gradients()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        # As DistributedDataParallel does, but after the step: validation sees what the next training step will.
         processes.share_buffers(self.module, self.groups.data_parallel)
         return output
 

@@ -100,6 +100,7 @@ class PipelineSteps:
         if not trainer.training:
             return step, batch
 
+        # A step that returns no loss is refused before anything is cut, not at the first batch on the last stage only.
         def with_loss(microbatch: Any) -> Any:
             output = step(microbatch)
             loss_of(output)
@@ -139,6 +140,7 @@ class PipelineSteps:
 
     def deliver_gradients(self, reducer: GradientReducer) -> None:
         """Add the gradients of the last step to `.grad`, and tell the reducer of the replicas that they are there."""
+        # Not those without a gradient: marked, they would be reduced as zeros, which weight decay does not ignore.
         fresh = {parameter: gradient for parameter, gradient in self._step_gradients.items() if gradient is not None}
         self._step_gradients = {}
         for parameter, gradient in fresh.items():
@@ -173,6 +175,7 @@ class PipelineSteps:
         batch, *rest = args
         effects = StepEffects(self.module)
         step = _StageStep(self._step(name, tuple(rest), kwargs), effects, audit)
+        # Metrics that are computed inside the step must not wait for stages that are not there yet.
         self._is_running = True
         try:
             if name == "training_step":
@@ -193,12 +196,14 @@ class PipelineSteps:
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
             return (to_device(output, torch.device("cpu")), *effects.merged(samples, result.weights))
 
+        # On the CPU, since objects are pickled; a tensor of another rank's device would be created there.
         output, calls, attributes = comm.broadcast_from(found, self.engine.group, self.engine.last_rank)
         effects.repeat(calls, attributes, self.device)
         return to_device(output, self.device)
 
     def _gradient_scale(self) -> float | Tensor:
         """Return what gradients are multiplied by: the share of a batch in an accumulated one, and the loss scale."""
+        # Lightning divides the loss in its closure, after `training_step`, when the gradients are there already.
         share = 1.0 / self.module.trainer.accumulate_grad_batches
         scaler = getattr(self.precision, "scaler", None)
         return share if scaler is None else scaler.scale(torch.full((), share, device=self.device))

@@ -157,6 +157,7 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     if group.size == 1:
         return None
     found = make_plan(module, options.plan, group, options.sequence_parallel)
+    # Shards of different models would make a model that nobody has initialised.
     processes.start_equal(module, groups.world)
     sharding = apply_plan(module, found, group)
     state.tensor_ranks = group.ranks
@@ -195,6 +196,7 @@ def cut_stages(
                 f" be run on {group.ranks}; build it anew and load a checkpoint"
             )
         return state.engine
+    # While the model is whole: checkpoints are written in the order of its names.
     state.names = ModelNames.of(module)
     processes.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
@@ -207,6 +209,7 @@ def cut_stages(
         failure = error
     comm.raise_together(failure, groups.world)
     assert plan is not None
+    # Before the engine frees the other stages: modules initialise themselves in the order of the whole model.
     materialize(plan)
     state.engine = PipelineEngine(
         module,
@@ -217,6 +220,7 @@ def cut_stages(
         microbatch_weight=options.microbatch_weight,
         message_groups=message_groups(groups, device),
     )
+    # Only what is left of the module moves.
     module.to(device)
     _check_cut(state.engine)
     return state.engine
@@ -275,6 +279,7 @@ def _plan(
     if known is not None:
         return known
     counts = _microbatch_counts(options.num_microbatches, ranks, samples)
+    # Now, when no rank is busy with anything else.
     link = measure_link(groups.pipeline_parallel, device, groups.world)
     microbatches: list[Any] = []
     if example is not None:
@@ -342,6 +347,7 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
             return None
         return data if dict(plan.request) == request else None
 
+    # The folder may be local to the first node; all ranks must take the same plan.
     data = comm.broadcast_object(found() if world.rank == 0 else None, world)
     if data is None:
         return None
