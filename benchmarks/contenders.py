@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.pipeline.actions import Action
+from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 
@@ -91,7 +92,8 @@ def _ours(entry: Entry, group: Group, make: Model, batch: Tensor, num_microbatch
 
     balance = [len(model) // schedule.num_stages] * schedule.num_stages
     example = (step, batch[: len(batch) // num_microbatches])
-    engine = PipelineEngine(model, group, schedule, example=example, balance=balance)
+    plan = analyze(model, group.size, schedule, example=example, balance=balance, sync_group=group)
+    engine = PipelineEngine(model, plan, group)
 
     def run() -> Any:
         model.zero_grad()

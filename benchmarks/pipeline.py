@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm, tracing
 from lightning_parallel.comm import Group
+from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Cost, simulate
@@ -175,7 +176,8 @@ def _engine(
     def split(batch: Tensor, count: int) -> list[Tensor]:
         return list(batch.split(rows))
 
-    engine = PipelineEngine(model, group, schedule, example=(step, batch[:rows]), balance=how, split=split)
+    plan = analyze(model, group.size, schedule, example=(step, batch[:rows]), balance=how, sync_group=group)
+    engine = PipelineEngine(model, plan, group, split_batch=split)
     return engine, lambda part=batch: engine.forward_backward(step, part)
 
 
@@ -210,7 +212,8 @@ def cut(group: Group, console: Console, repeats: int) -> None:
         clock, rows = _StageClock(sum(counts)), 2
         ids = torch.randint(64, (rows * MICROBATCHES, 16))
         schedule = build_schedule("gpipe", RANKS, MICROBATCHES)
-        engine = PipelineEngine(clock.model, group, schedule, example=(clock.step, ids[:rows]), balance=counts)
+        plan = analyze(clock.model, group.size, schedule, example=(clock.step, ids[:rows]), balance=counts)
+        engine = PipelineEngine(clock.model, plan, group)
         start = sum(counts[: group.rank])
         clock.watch(start, start + counts[group.rank] - 1)
         spent = [clock.spent(partial(engine.forward, clock.step, ids)) for _ in range(repeats + 1)][1:]
