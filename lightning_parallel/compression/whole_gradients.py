@@ -176,8 +176,9 @@ class HookState:
                 "under torch._dynamo.config.optimize_ddp='python_reducer'; choose another mode"
             )
         buffer = bucket.buffer()
-        session = self._open_session(buffer.device)
+        # Before the session makes its group, which all ranks do together: a refusal here would leave peers connecting.
         names = [self._name(parameter) for parameter in bucket.parameters()]
+        session = self._open_session(buffer.device)
         first = not self._seen.isdisjoint(names) or not self._seen
         self._seen = set(names) if first else self._seen.union(names)
         # DDP does not count its buckets where it reduces all at once, as in the first step of a static graph.
