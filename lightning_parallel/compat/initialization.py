@@ -69,6 +69,7 @@ def materialize(
     root: nn.Module,
     device: torch.device,
     *,
+    wanted: Callable[[Tensor], bool] = lambda tensor: True,
     full_shape: Callable[[Tensor], torch.Size] = lambda tensor: tensor.shape,
     keep: Callable[[Tensor, Tensor], Tensor | None] = lambda tensor, full: full,
 ) -> None:
@@ -80,6 +81,8 @@ def materialize(
     Args:
         root: The model.
         device: Where the tensors are allocated.
+        wanted: Which tensors on the meta device are to get values. Modules without any are passed over, and draw no
+            random numbers.
         full_shape: Gives the full shape of a parameter on the meta device that was already divided.
         keep: Called with each tensor on the meta device and its full initial value. Returns the part that this rank
             holds, without memory of the rest, or None for a tensor that stays on the meta device.
@@ -88,7 +91,7 @@ def materialize(
         ValueError: If a module with such tensors has no initialiser; no tensor has been changed then.
     """
     # The order of `named_modules` is also that of one process: the random numbers that a module draws depend on it.
-    todo = _modules_to_initialize(root)
+    todo = _modules_to_initialize(root, wanted)
     missing = [f"`{path}` ({type(root.get_submodule(path)).__name__})" for path, call in todo if call is None]
     if missing:
         raise ValueError(
@@ -97,15 +100,17 @@ def materialize(
         )
     for path, initialize in todo:
         if initialize is not None:
-            _initialize(root.get_submodule(path), initialize, device, full_shape, keep)
+            _initialize(root.get_submodule(path), initialize, device, wanted, full_shape, keep)
 
 
-def _modules_to_initialize(root: nn.Module) -> list[tuple[str, Callable[[], object] | None]]:
-    """Return the modules that are the first to have some tensor on the meta device, with their initialisers."""
+def _modules_to_initialize(
+    root: nn.Module, wanted: Callable[[Tensor], bool]
+) -> list[tuple[str, Callable[[], object] | None]]:
+    """Return the modules that are the first to have some wanted tensor on the meta device, with their initialisers."""
     seen: set[int] = set()
     found = []
     for path, owner in root.named_modules():
-        tensors = {id(tensor) for tensor in _tensors(owner) if tensor.is_meta}
+        tensors = {id(tensor) for tensor in _tensors(owner) if tensor.is_meta and wanted(tensor)}
         if tensors - seen:
             found.append((path, initializer_of(root, path)))
         seen |= tensors
@@ -120,6 +125,7 @@ def _initialize(
     owner: nn.Module,
     initialize: Callable[[], object],
     device: torch.device,
+    wanted: Callable[[Tensor], bool],
     full_shape: Callable[[Tensor], torch.Size],
     keep: Callable[[Tensor, Tensor], Tensor | None],
 ) -> None:
@@ -142,12 +148,14 @@ def _initialize(
         buffers_of(owner).update(buffers)
     for name, parameter in parameters.items():
         full = full_parameters.pop(name)
-        local = keep(parameter, full.detach()) if full is not None and parameter.is_meta else None
+        if full is None or not parameter.is_meta or not wanted(parameter):
+            continue
+        local = keep(parameter, full.detach())
         if local is not None:
             set_data(parameter, local)
     for name, buffer in buffers.items():
         full_buffer = full_buffers.pop(name)
-        local = keep(buffer, full_buffer) if full_buffer is not None else None
+        local = keep(buffer, full_buffer) if full_buffer is not None and wanted(buffer) else None
         if local is not None:
             buffers_of(owner)[name] = local
 

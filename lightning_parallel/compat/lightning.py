@@ -19,7 +19,6 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as FunctionLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
@@ -57,7 +56,6 @@ __all__ = [
     "take_first_entry",
     "timeout_of",
     "train_dataloader_of",
-    "unwrap_optimizer",
     "update_count_of",
     "wrapped_sampler",
 ]
@@ -93,11 +91,6 @@ def set_device_mesh(module: LightningModule, device_mesh: DeviceMesh) -> None:
 def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
     """Move the state of optimizers to `device`; torch has no public function for it."""
     _optimizers_to_device(optimizers, device)
-
-
-def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside Lightning's wrapper, whose `optimizer` property exists for users of loops only."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def is_compiled(module: LightningModule) -> bool:

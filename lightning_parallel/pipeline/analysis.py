@@ -175,18 +175,20 @@ class _Analysis:
         )
 
     def _costs(self, stack: LayerStack, use: ModuleUse) -> Costs:
-        if self.balance not in ("auto", "measured") and not callable(self.schedule):
-            return count_parameters(self.module, stack, use.parameters)
-        if self.example is not None:
-            measured = measure(self.module, stack, use.parameters, *self.example, self.device)
-            # Measured times differ from rank to rank, and all ranks must cut in the same place.
-            return measured if self.sync_group is None else comm.broadcast_object(measured, self.sync_group)
-        if self.balance == "measured" or callable(self.schedule):
+        is_needed = self.balance == "measured" or callable(self.schedule)
+        if self.example is not None and (is_needed or self.balance == "auto"):
+            costs = measure(self.module, stack, use.parameters, *self.example, self.device)
+            if self.sync_group is not None:
+                # Measured times differ from rank to rank, and all ranks must cut in the same place.
+                costs = comm.broadcast_object(costs, self.sync_group)
+        else:
+            costs = count_parameters(self.module, stack, use.parameters)
+        if is_needed and not costs.are_measured:
             raise ValueError(
-                "a measured balance or schedule needs an example batch; use balance='parameters' and name a schedule"
+                "a measured balance or schedule needs an example batch with which the layers can be run; use "
+                "balance='parameters' and name a schedule"
             )
-        self.balance = "parameters"
-        return count_parameters(self.module, stack, use.parameters)
+        return costs
 
     def _schedule_for(self, stack: LayerStack, costs: Costs) -> Schedule:
         schedule = self.schedule
@@ -205,14 +207,15 @@ class _Analysis:
 
     def _layers_per_stage(self, stack: LayerStack, costs: Costs, schedule: Schedule) -> tuple[int, ...]:
         """Cut by cost; every stage gets parameters if there are enough layers with some."""
+        balance = "parameters" if self.balance == "auto" and not costs.are_measured else self.balance
         runs = cut_units(stack)
-        if len(runs) < schedule.num_stages or self.balance not in ("auto", "measured", "parameters"):
+        if len(runs) < schedule.num_stages or balance not in ("auto", "measured", "parameters"):
             runs = stack.blocks
         in_runs = _summed(costs, runs)
         counts = cut_layers(
             in_runs.layers,
             schedule.num_stages,
-            self.balance,
+            balance,
             prologue=in_runs.prologue,
             epilogue=in_runs.epilogue,
             memory_cap_bytes=self.memory_limit_bytes,

@@ -10,7 +10,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -72,18 +72,18 @@ def measure(
     last = len(stack.layers) - 1
     ends = ({name for name in use if 0 in use[name]}, {name for name in use if last in use[name]})
     held = count_parameters(module, stack, use)
-    failure: Exception | None = None
+    failure = ""
     for runs_all in (False, True):
         clock = _Clock(module, stack, *ends, device, runs_all)
         try:
             layers = clock.measure(step, microbatch)
             break
         except Exception as error:
-            failure = error
+            failure = repr(error)  # the error itself would keep the tensors of its frames
     else:
         # Random data may lead where true data would not; what is wrong with the step itself, the dry run will say.
         warnings.warn(
-            f"the layers could not be measured ({failure!r}); their parameters are counted instead", stacklevel=2
+            f"the layers could not be measured ({failure}); their parameters are counted instead", stacklevel=2
         )
         return held
     return Costs(
@@ -240,12 +240,9 @@ def truncated(module: nn.Module, plan: PipelinePlan, device: torch.device, step:
     stack = LayerStack.at(module, plan.container)
 
     def run(batch: Any) -> Any:
-        try:
+        with suppress(Exception):
             return TruncatedModel(module, stack, first_names, last_names, device).run(step, batch, seed=None)
-        except Exception:
-            return TruncatedModel(module, stack, first_names, last_names, device, runs_all=True).run(
-                step, batch, seed=None
-            )
+        return TruncatedModel(module, stack, first_names, last_names, device, runs_all=True).run(step, batch, seed=None)
 
     return run
 

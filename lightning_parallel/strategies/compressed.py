@@ -178,6 +178,10 @@ class SavesCompression(Strategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._begin_compression()
+
+    def _begin_compression(self) -> None:
+        """Watch the other ranks, and bind the compressor to the module; once the processes have met."""
         heartbeat.start()
         module = self.lightning_module
         # For fitting only: to evaluate another module must not reset the compressor.

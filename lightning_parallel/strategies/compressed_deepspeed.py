@@ -135,8 +135,9 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
             raise RuntimeError("DeepSpeed has 4-bit gradients on CUDA only; leave out `quantized_gradients`.")
         self._check_precision()
         disable_shared_memory_kernel()
-        # Past `DeepSpeedStrategy`, which refuses any device but CUDA.
+        # Past `DeepSpeedStrategy`, which refuses any device but CUDA, and so past `SavesCompression` too.
         super(DeepSpeedStrategy, self).setup_environment()
+        self._begin_compression()
 
     @override
     def setup_distributed(self) -> None:

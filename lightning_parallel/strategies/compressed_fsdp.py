@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,7 +27,7 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel.compat.lightning import state_dict_type_of, unwrap_optimizer
+from lightning_parallel.compat.lightning import state_dict_type_of
 from lightning_parallel.compat.torch import device_of_scaler, fsdp1_synchronizes
 from lightning_parallel.compression import (
     Reducer,
@@ -150,7 +151,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
         if state_dict_type_of(self) != "full" or self.root_device.type != "cpu":
             return super().optimizer_state(optimizer)
         assert isinstance(self.model, FullyShardedDataParallel)
-        inner = unwrap_optimizer(optimizer)
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         with self._whole_on_cpu():
             state = FullyShardedDataParallel.optim_state_dict(self.model, inner)
         if self.global_rank > 0:

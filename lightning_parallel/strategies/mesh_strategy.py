@@ -282,7 +282,7 @@ class MeshStrategy(MeshProcesses):
             audit = StepAudit(self.module, self._sharding)
         # The audit slows a step down several times; what it looks for does not depend on the batch.
         self._is_first_batch = False
-        if self._steps is not None and self.engine is not None:
+        if self._steps is not None:
             with self._open_reducer.no_sync():
                 return self._steps.training_step(args, kwargs, audit)
         step = super().training_step
@@ -316,7 +316,7 @@ class MeshStrategy(MeshProcesses):
         return self._reducer
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._steps is not None and self.engine is not None:
+        if self._steps is not None:
             return self._steps.evaluate(name, args, kwargs)
         return getattr(super(), name)(*args, **kwargs)
 
@@ -325,7 +325,7 @@ class MeshStrategy(MeshProcesses):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         with nullcontext() if self._reducer is None else self._reducer.backward():
-            if self._steps is not None and self.engine is not None:
+            if self._steps is not None:
                 self._steps.deliver_gradients(self._open_reducer)
             else:
                 self.precision_plugin.backward(closure_loss, self.module, optimizer, *args, **kwargs)

@@ -8,6 +8,7 @@ the bits that one process would have.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat.initialization import materialize, set_data
 from lightning_parallel.compat.torch import buffers_of
+from lightning_parallel.pipeline.microbatch import random_state_kept
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies.deferred_init import is_deferred, replace_data
 from lightning_parallel.strategies.deferred_init import materialize as make
@@ -25,19 +27,29 @@ from lightning_parallel.tensor.plan import Sharding, materialize_shards
 
 __all__ = ["HeldBack", "hold_back", "materialize_owned"]
 
-HeldBack = dict[int, tuple[nn.Parameter, Tensor]]
-"""By `id` of a parameter that is on the meta device now: it, and the deferred tensor that it was."""
+
+@dataclass
+class HeldBack:
+    """What a model was before it was planned.
+
+    Attributes:
+        parameters: By `id` of a parameter that is on the meta device now: it, and the deferred tensor that it was.
+        buffers: The user's buffers on the meta device, as (module, name, buffer), which have values now.
+    """
+
+    parameters: dict[int, tuple[nn.Parameter, Tensor]] = field(default_factory=dict)
+    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
 
 
 def hold_back(module: nn.Module, device: torch.device) -> HeldBack:
     """Move deferred parameters to the meta device, as which they are planned and divided; they stay the same objects.
 
-    Deferred buffers are made at once: the analysis of a pipeline computes masks and positions with them.
+    Buffers get values at once: the analysis of a pipeline computes masks and positions with them.
 
     Returns:
         What `materialize_owned` needs.
     """
-    held: HeldBack = {}
+    held = HeldBack()
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
             if is_deferred(parameter):
@@ -46,11 +58,17 @@ def hold_back(module: nn.Module, device: torch.device) -> HeldBack:
                     parameter.shape, parameter.stride(), dtype=parameter.dtype, device=torch.device("meta")
                 )
                 replace_data(parameter, meta)
-                held[id(parameter)] = (parameter, deferred)
+                held.parameters[id(parameter)] = (parameter, deferred)
         buffers = buffers_of(child)
         for name, buffer in buffers.items():
             if buffer is not None and is_deferred(buffer):
                 buffers[name] = make(buffer).to(device)
+            elif buffer is not None and buffer.is_meta:
+                held.buffers.append((child, name, buffer))
+    if held.buffers:
+        # For the plan alone: in the end all tensors of a module draw their numbers together, in the model's order.
+        with random_state_kept():
+            materialize(module, device, wanted=lambda tensor: not isinstance(tensor, nn.Parameter))
     return held
 
 
@@ -83,8 +101,9 @@ def materialize_owned(
     def holds(tensor: Tensor) -> bool:
         return owned is None or not isinstance(tensor, nn.Parameter) or id(tensor) in owned
 
-    for key in list(held):
-        parameter, deferred = held.pop(key)
+    were_deferred = set(held.parameters)
+    for key in list(held.parameters):
+        parameter, deferred = held.parameters.pop(key)
         if is_shared:
             full = _shared(deferred, groups)
         elif holds(parameter):
@@ -97,12 +116,17 @@ def materialize_owned(
             # A slice would keep the full tensor alive.
             set_data(parameter, local.clone() if local.untyped_storage().nbytes() > _num_bytes(local) else local)
         del full
-    if any(parameter.is_meta and holds(parameter) for parameter in module.parameters()):
-        # The user's own tensors on the meta device: every module initialises itself, in the order of one process.
-        if sharding is not None:
-            materialize_shards(module, device, sharding, groups.tensor_parallel, holds)
-        else:
-            materialize(module, device, keep=lambda tensor, full: full if holds(tensor) else None)
+
+    # The user's own tensors on the meta device: every module initialises itself, in the order of one process.
+    def wanted(tensor: Tensor) -> bool:
+        return id(tensor) not in were_deferred
+
+    for owner, name, buffer in held.buffers:
+        buffers_of(owner)[name] = buffer
+    if sharding is not None:
+        materialize_shards(module, device, sharding, groups.tensor_parallel, wanted=wanted, holds=holds)
+    else:
+        materialize(module, device, wanted=wanted, keep=lambda tensor, full: full if holds(tensor) else None)
 
 
 def _shared(deferred: Tensor, groups: MeshGroups) -> Tensor:

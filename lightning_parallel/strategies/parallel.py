@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
-from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
+from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Axis, Size
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from lightning_parallel.strategies.setup import PipelineOptions, TensorOptions
@@ -59,16 +59,12 @@ class TensorParallelStrategy(MeshStrategy):
         )
 
 
-class PipelineParallelStrategy(MeshStrategy):
-    """Divides the layers of any LightningModule into stages, and the data over replicas.
-
-    The module stays as it is written. Its repeated layers are cut into runs, one per stage; each stage runs the
-    module's own steps on one microbatch after the other, from the first of its layers to the last. Loss, gradients,
-    logged values, what steps return, and checkpoints are those of one process.
+class _StagedStrategy(MeshStrategy):
+    """Base of the strategies with a pipeline axis: the arguments of that axis.
 
     Args:
-        pipeline_parallel_size: Number of ranks that share the layers of one replica. `"auto"`: what the replicas leave.
-        data_parallel_size: Number of replicas. `"auto"`: what the pipeline leaves.
+        sizes: Ranks along each axis, or `"auto"`.
+        tensor: How layers are divided.
         layers: Dotted name of the repeated layers, or `"auto"`; names of several containers that follow each other are
             joined by commas.
         schedule: `gpipe`, `1f1b`, `interleaved_1f1b`, `zb_h1`, `interleaved_zb`, `zbv`, or `auto`: the fastest by
@@ -83,10 +79,54 @@ class PipelineParallelStrategy(MeshStrategy):
             their samples in dimension 0.
         microbatch_weight: Weight of a microbatch in the loss, a function or its dotted path; by default its number of
             samples. Where the step returns a mean over tokens, count them here.
-        pipeline_plan: A `PipelinePlan`, or a file with one, that was made before (`analyze`, or the file beside a
-            checkpoint); everything above is then in it.
-        kwargs: See `MeshStrategy`: `compression`, `process_group_backend`, `timeout`, `start_method`, and Lightning's
-            own.
+        pipeline_plan: A `PipelinePlan`, or a file with one, that was made before (`analyze`, or the file in the folder
+            of a checkpoint); everything above is then in it.
+        kwargs: See `MeshStrategy`.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[Axis, Size],
+        tensor: TensorOptions,
+        *,
+        layers: str = "auto",
+        schedule: ScheduleName = "1f1b",
+        num_microbatches: Union[Literal["auto"], int] = "auto",
+        virtual_stages: Union[Literal["auto"], int] = "auto",
+        balance: Union[Literal["auto", "parameters", "uniform"], list[int]] = "auto",
+        memory_limit_bytes: Optional[float] = None,
+        split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]] = None,
+        microbatch_weight: Optional[Union[Callable[[Any], float], str]] = None,
+        pipeline_plan: Optional[Union[PipelinePlan, str, Path]] = None,
+        **kwargs: Any,
+    ) -> None:
+        options = PipelineOptions.of(
+            layers,
+            schedule,
+            num_microbatches,
+            virtual_stages,
+            balance,
+            memory_limit_bytes,
+            split_batch,
+            microbatch_weight,
+            pipeline_plan,
+        )
+        super().__init__(sizes, tensor, options, **kwargs)
+
+
+class PipelineParallelStrategy(_StagedStrategy):
+    """Divides the layers of any LightningModule into stages, and the data over replicas.
+
+    The module stays as it is written. Its repeated layers are cut into runs, one per stage; each stage runs the
+    module's own steps on one microbatch after the other, from the first of its layers to the last. Loss, gradients,
+    logged values, what steps return, and checkpoints are those of one process.
+
+    Args:
+        pipeline_parallel_size: Number of ranks that share the layers of one replica. `"auto"`: what the replicas leave.
+        data_parallel_size: Number of replicas. `"auto"`: what the pipeline leaves.
+        kwargs: `layers`, `schedule`, `num_microbatches`, `virtual_stages`, `balance`, `memory_limit_bytes`,
+            `split_batch`, `microbatch_weight`, `pipeline_plan`: see the base class. `compression`,
+            `process_group_backend`, `timeout`, `start_method`, and Lightning's own: see `MeshStrategy`.
 
     Raises:
         ValueError: When the Trainer starts, on every rank, if the sizes do not multiply to the number of processes, the
@@ -100,36 +140,13 @@ class PipelineParallelStrategy(MeshStrategy):
         *,
         pipeline_parallel_size: Union[Literal["auto"], int] = "auto",
         data_parallel_size: Union[Literal["auto"], int] = "auto",
-        layers: str = "auto",
-        schedule: ScheduleName = "1f1b",
-        num_microbatches: Union[Literal["auto"], int] = "auto",
-        virtual_stages: Union[Literal["auto"], int] = "auto",
-        balance: Union[Literal["auto", "parameters", "uniform"], list[int]] = "auto",
-        memory_limit_bytes: Optional[float] = None,
-        split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]] = None,
-        microbatch_weight: Optional[Union[Callable[[Any], float], str]] = None,
-        pipeline_plan: Optional[Union[PipelinePlan, str, Path]] = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            sizes={PIPELINE: pipeline_parallel_size, DATA: data_parallel_size},
-            tensor=TensorOptions(),
-            pipeline=PipelineOptions.of(
-                layers,
-                schedule,
-                num_microbatches,
-                virtual_stages,
-                balance,
-                memory_limit_bytes,
-                split_batch,
-                microbatch_weight,
-                pipeline_plan,
-            ),
-            **kwargs,
-        )
+        sizes = {PIPELINE: pipeline_parallel_size, DATA: data_parallel_size}
+        super().__init__(sizes=sizes, tensor=TensorOptions(), **kwargs)
 
 
-class HybridParallelStrategy(MeshStrategy):
+class HybridParallelStrategy(_StagedStrategy):
     """Divides each layer over ranks, the layers over stages, and the data over replicas, of any LightningModule.
 
     Args:
@@ -137,11 +154,7 @@ class HybridParallelStrategy(MeshStrategy):
         pipeline_parallel_size: Number of ranks that share the layers of one replica.
         tensor_parallel_size: Number of ranks that share each layer.
         plan, sequence_parallel: See `TensorParallelStrategy`.
-        layers, schedule, num_microbatches, virtual_stages, balance, memory_limit_bytes: See
-            `PipelineParallelStrategy`.
-        split_batch, microbatch_weight, pipeline_plan: See `PipelineParallelStrategy`.
-        kwargs: See `MeshStrategy`: `compression`, `process_group_backend`, `timeout`, `start_method`, and Lightning's
-            own.
+        kwargs: Those of `PipelineParallelStrategy`.
 
     Raises:
         ValueError: See `TensorParallelStrategy` and `PipelineParallelStrategy`.
@@ -157,30 +170,7 @@ class HybridParallelStrategy(MeshStrategy):
         tensor_parallel_size: Union[Literal["auto"], int] = 1,
         plan: Union[Literal["auto"], dict[str, str]] = "auto",
         sequence_parallel: bool = False,
-        layers: str = "auto",
-        schedule: ScheduleName = "1f1b",
-        num_microbatches: Union[Literal["auto"], int] = "auto",
-        virtual_stages: Union[Literal["auto"], int] = "auto",
-        balance: Union[Literal["auto", "parameters", "uniform"], list[int]] = "auto",
-        memory_limit_bytes: Optional[float] = None,
-        split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]] = None,
-        microbatch_weight: Optional[Union[Callable[[Any], float], str]] = None,
-        pipeline_plan: Optional[Union[PipelinePlan, str, Path]] = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            sizes={TENSOR: tensor_parallel_size, PIPELINE: pipeline_parallel_size, DATA: data_parallel_size},
-            tensor=TensorOptions(plan, sequence_parallel),
-            pipeline=PipelineOptions.of(
-                layers,
-                schedule,
-                num_microbatches,
-                virtual_stages,
-                balance,
-                memory_limit_bytes,
-                split_batch,
-                microbatch_weight,
-                pipeline_plan,
-            ),
-            **kwargs,
-        )
+        sizes = {TENSOR: tensor_parallel_size, PIPELINE: pipeline_parallel_size, DATA: data_parallel_size}
+        super().__init__(sizes=sizes, tensor=TensorOptions(plan, sequence_parallel), **kwargs)

@@ -374,19 +374,21 @@ def materialize_shards(
     device: torch.device,
     sharding: Sharding,
     group: Group,
+    *,
+    wanted: Callable[[Tensor], bool] = lambda tensor: True,
     holds: Callable[[Tensor], bool] = lambda tensor: True,
 ) -> None:
     """Allocate and initialise this rank's shards of a module that was divided on the meta device.
 
     The shards get the values of the one-process initialisation with the same seed, and the random generators end where
-    those of one process would. At most the shards and the full tensors of one module are allocated at any time.
-    Without meta tensors nothing happens. See `materialize`.
+    those of one process would. At most the shards and the full tensors of one module are allocated: see `materialize`.
 
     Args:
         module: The divided module.
         device: Where the shards are allocated; random numbers are drawn there too.
         sharding: The result of `apply_plan`.
         group: The tensor-parallel group; all its ranks must start from the same random state.
+        wanted: See `materialize`.
         holds: Whether this rank holds anything of a parameter or buffer, for a pipeline stage; others stay on meta.
 
     Raises:
@@ -405,7 +407,7 @@ def materialize_shards(
         for path, values in sharding.full_attributes.items():
             for name, value in values.items():
                 patches.replace(module.get_submodule(path), name, value)
-        materialize(module, device, full_shape=full_shape, keep=keep)
+        materialize(module, device, wanted=wanted, full_shape=full_shape, keep=keep)
     finally:
         patches.undo()
 

@@ -138,6 +138,45 @@ def test_a_model_built_before_the_ranks_meet_is_that_of_the_first(group):
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+class BuiltOnMeta(Built):
+    """Builds its model on the meta device, by itself; random numbers are drawn for buffers too."""
+
+    def configure_model(self):
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = build(self.kind)
+                self.model.noise = Noise()
+
+
+class Noise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("values", torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.values.normal_()
+
+
+@distributed(world_size=2)
+def test_a_model_that_its_code_built_on_meta_initialises_itself(group):
+    expected = build("llama")
+    torch.manual_seed(7)
+    for child in expected.modules():  # in the order of one process that initialises each module by itself
+        child.reset_parameters() if hasattr(child, "reset_parameters") else expected._init_weights(child)
+    noise = torch.empty(3).normal_()
+    weights = run(Built("llama", expected), "auto", 1)
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    strategy = HybridParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, balance="uniform")
+    module = BuiltOnMeta("llama")
+    torch.manual_seed(7)
+    found = run(module, strategy, 2)
+    torch.testing.assert_close(module.model.noise.values, noise)
+    if group.rank == 0:
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
 class Remembering(Built):
     """Sees whether gradients of the step before are still there when the next one begins."""
 
