@@ -176,8 +176,10 @@ class TruncatedModel:
             output = self._outputs[key]
         else:
             with self.loaded(call.module):
-                output = self._outputs[key] = self.run_layer(key, call)
-        # Each layer begins a graph of its own, so that the graph of one layer is all that is ever held.
+                output = self.run_layer(key, call)
+            # A layer's graph holds its parameters: it ends here, so that one layer is all that is ever held.
+            self._outputs[key] = output = pytree.tree_map_only(Tensor, cut_off, output)
+        # Each layer gets a copy of its own, which it may write into.
         output = pytree.tree_map_only(Tensor, cut_off, output)
         if call.site.layer_index == len(self.stack.layers) - 1:
             self._load_end(1)
@@ -229,7 +231,11 @@ class TruncatedModel:
         else:
             value = parameter.detach().to(self.device)
         # Another parameter with the same data: gradients must not reach those of the model.
-        return nn.Parameter(value, parameter.requires_grad)
+        loaded = nn.Parameter(value, parameter.requires_grad)
+        if loaded.requires_grad:
+            # Nobody reads the gradients: each is dropped before the next one is there.
+            loaded.register_post_accumulate_grad_hook(_drop_gradient)
+        return loaded
 
 
 def truncated(module: nn.Module, plan: PipelinePlan, device: torch.device, step: Step) -> Step:
@@ -245,6 +251,10 @@ def truncated(module: nn.Module, plan: PipelinePlan, device: torch.device, step:
         return TruncatedModel(module, stack, first_names, last_names, device, runs_all=True).run(step, batch, seed=None)
 
     return run
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def _random(name: str, parameter: Tensor, device: torch.device) -> Tensor:
