@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree
-from lightning_parallel.pipeline.actions import Schedule, activations_held
 from lightning_parallel.pipeline.interception import Call
 from lightning_parallel.pipeline.layer_stack import (
     LayerStack,
@@ -34,7 +33,7 @@ from lightning_parallel.pipeline.measure import count_parameters, measure
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, TensorLayout, device_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, dry_run, missing, watch_parameters
 from lightning_parallel.pipeline.runtime import MissingLossError
-from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.schedule import Schedule, activations_held, build_schedule
 from lightning_parallel.pipeline.search import Balance, cut_layers
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.stage import REENTRANT, CutError, InterceptedModel, StageExit, StageForward

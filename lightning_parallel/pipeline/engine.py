@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import BatchNormalization
-from lightning_parallel.pipeline.actions import Schedule, forward_only
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
 from lightning_parallel.pipeline.runtime import ScheduleRun, StepResult
-from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
 from lightning_parallel.pipeline.stage import PipelineStages, StageInputs, TiedParameter
 from lightning_parallel.pipeline.zero_bubble import split_linears
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
-from lightning_parallel.pipeline.actions import Action, Kind, Schedule
+from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 
 __all__ = ["MessageLayouts", "MessageLayout", "MessageGroups", "StageMessages", "Message", "TensorSpec"]
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.actions import Schedule, activations_held
-from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activations_held, build_schedule
 from lightning_parallel.pipeline.search import stage_costs
 from lightning_parallel.pipeline.simulate import Cost, Link
 

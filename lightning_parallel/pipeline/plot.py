@@ -15,8 +15,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from lightning_parallel.pipeline.actions import Action, Kind, Schedule
-from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.schedule import Action, Kind, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Timeline
 from lightning_parallel.tracing.text import seconds_text
 

@@ -21,7 +21,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_parallel import tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree
-from lightning_parallel.pipeline.actions import Action, Kind, Schedule
 from lightning_parallel.pipeline.microbatch import mixed, random_state_kept, seed_all, seed_torch, seeded
 from lightning_parallel.pipeline.p2p import (
     Message,
@@ -32,6 +31,7 @@ from lightning_parallel.pipeline.p2p import (
     TensorSpec,
 )
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, missing
+from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.stage import (
     REENTRANT,
     CutError,

@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from lightning_parallel.pipeline.actions import (
+from lightning_parallel.pipeline.schedule import (
     Action,
     Kind,
     Schedule,

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 
-from lightning_parallel.pipeline.actions import (
+from lightning_parallel.pipeline.schedule import (
+    SCHEDULES,
     Action,
     Kind,
     Schedule,
@@ -21,7 +22,6 @@ from lightning_parallel.pipeline.actions import (
     producer,
     run_order,
 )
-from lightning_parallel.pipeline.schedule import SCHEDULES
 
 __all__ = ["ScheduleError", "describe_waits", "validate"]
 
