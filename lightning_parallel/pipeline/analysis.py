@@ -35,10 +35,9 @@ from lightning_parallel.pipeline.placeholder import PlaceholderTensor, dry_run, 
 from lightning_parallel.pipeline.runtime import MissingLossError
 from lightning_parallel.pipeline.schedule import Schedule, activations_held, build_schedule
 from lightning_parallel.pipeline.search import Balance, cut_layers
-from lightning_parallel.pipeline.simulate import Cost, Link
+from lightning_parallel.pipeline.simulate import Cost, Link, validate
 from lightning_parallel.pipeline.stage import REENTRANT, CutError, InterceptedModel, StageExit, StageForward
 from lightning_parallel.pipeline.stubs import StubOutputs, named_placeholders
-from lightning_parallel.pipeline.validate import validate
 
 __all__ = ["ModuleUse", "Step", "analyze", "dry_run_stages", "trace_use", "use_by_registration"]
 

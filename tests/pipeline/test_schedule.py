@@ -21,7 +21,7 @@ from lightning_parallel.pipeline.schedule import (
     producer,
     run_order,
 )
-from lightning_parallel.pipeline.validate import validate
+from lightning_parallel.pipeline.simulate import validate
 
 CHUNKS = {"1f1b": (1,), "zb_h1": (1,), "zbv": (2,)}
 
