@@ -21,10 +21,9 @@ from lightning_parallel.compat.torch import BatchNormalization
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
-from lightning_parallel.pipeline.runtime import ScheduleRun, StepResult
+from lightning_parallel.pipeline.runtime import ScheduleRun, StepResult, split_linears
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
 from lightning_parallel.pipeline.stage import PipelineStages, StageInputs, TiedParameter
-from lightning_parallel.pipeline.zero_bubble import split_linears
 
 __all__ = ["PipelineEngine"]
 

@@ -26,10 +26,10 @@ from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.microbatch import seeded
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.pipeline.runtime import WeightGradients, deferring, split_linears
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.pipeline.stubs import autocast_dtype, copy_args
-from lightning_parallel.pipeline.zero_bubble import WeightGradients, deferring, splitting
 
 __all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_link", "truncated"]
 
@@ -339,7 +339,7 @@ class _Clock(TruncatedModel):
     def _measured(self, noted: _NotedCall) -> Cost:
         # The least of a few: other programs can only make a run longer.
         whole = [self._run(noted) for _ in range(_REPEATS)]
-        with splitting(noted.call.module):
+        with _splitting(noted.call.module):
             put_off = [self._run(noted, WeightGradients()) for _ in range(_REPEATS)]
         forward_s = min(run.forward_s for run in whole)
         backward_s = min(run.input_gradient_s for run in whole)
@@ -454,3 +454,16 @@ def _one_way_s(group: Group, peer: int, leads: bool, num_bytes: int, device: tor
             torch.accelerator.synchronize()
         taken.append((time.perf_counter() - begun_s) / 2)
     return min(taken)
+
+
+@contextmanager
+def _splitting(module: nn.Module) -> Iterator[None]:
+    """Apply `split_linears` inside the block only."""
+    before = [child for child in module.modules() if type(child) is nn.Linear]
+    split_linears(module)
+    try:
+        yield
+    finally:
+        # The measured layer is the user's: a plan may still be discarded, or its schedule not split the backward.
+        for child in before:
+            child.__class__ = nn.Linear
