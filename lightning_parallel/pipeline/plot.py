@@ -17,7 +17,7 @@ from rich.text import Text
 
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Timeline
-from lightning_parallel.tracing.text import seconds_text
+from lightning_parallel.tracing.spans import seconds_text
 
 __all__ = [
     "draw_svg",

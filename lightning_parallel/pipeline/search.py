@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
-from lightning_parallel.tracing.text import bytes_text
+from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = [
     "Balance",

@@ -43,7 +43,7 @@ from lightning_parallel.strategies import processes
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, warn_unless_mean
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, sharding_table
-from lightning_parallel.tracing.text import bytes_text, show
+from lightning_parallel.tracing.spans import bytes_text, show
 
 __all__ = [
     "PLAN_FILE",
