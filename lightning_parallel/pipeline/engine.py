@@ -27,6 +27,7 @@ from lightning_parallel.pipeline.stage import PipelineStages, StageInputs, TiedP
 
 __all__ = ["PipelineEngine"]
 
+# Beyond the tags of messages between stages and of the measurement of links, with room for one per parameter.
 _TIED_TAG = 1000
 
 
@@ -62,6 +63,7 @@ class PipelineEngine:
         microbatch_weight: Callable[[Any], float] = num_samples,
         message_groups: MessageGroups | None = None,
     ) -> None:
+        # Before anything is freed: a model that is refused stays whole.
         plan.check_fits(module, group.size)
         self.module = module
         self.plan = plan
@@ -76,6 +78,7 @@ class PipelineEngine:
         # Only schedules with a W: the split costs every linear layer a custom autograd function.
         if self.schedule.splits_backward:
             split_linears(module)
+        # Kept from step to step: layouts that have not changed are not sent again, and dry runs are not repeated.
         self._layouts = MessageLayouts()
         self._stage_inputs: dict[int, list[StageInputs]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}

@@ -249,6 +249,7 @@ def truncated(module: nn.Module, plan: PipelinePlan, device: torch.device, step:
 
 def _random(name: str, parameter: Tensor, device: torch.device) -> Tensor:
     """Return the same random values for a parameter each time, small enough that half precision stays finite."""
+    # Not `hash`, which differs from process to process: all ranks are to draw the same values.
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
     if value.is_floating_point() or value.is_complex():
@@ -308,6 +309,7 @@ class _Clock(TruncatedModel):
         """Clock the prologue and its backward; the layers' arguments have no history from here on."""
         forward_s = self._now() - self.begun_s
         arguments = (call.args, call.kwargs)
+        # The graph is kept: what follows the layers may use outputs of the prologue, and is differentiated later.
         self.prologues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(arguments), keep=True)))
         return call.with_arguments(pytree.tree_map_only(Tensor, cut_off, arguments))
 
@@ -324,6 +326,7 @@ class _Clock(TruncatedModel):
         """Note the first call of each kind with its arguments, before the layer may change them."""
         if key not in self.noted:
             arguments = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
+            # The dtype of autocast too: the layer is run again after the step, outside of its `autocast` block.
             self.noted[key] = _NotedCall(call.with_arguments(arguments), autocast_dtype(self.device))
         return super().run_layer(key, call)
 
@@ -353,6 +356,7 @@ class _Clock(TruncatedModel):
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
+            # By storage: several views of one tensor may be saved, and memory is held once.
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
@@ -417,6 +421,7 @@ def _held_bytes(parameters: Any) -> int:
 
 _PROBE_BYTES = 1 << 18
 _LINK_REPEATS = 5
+# Of no other message: stages use 1 and 2, tied parameters 1000 and more.
 _TAG = 900
 
 
@@ -439,6 +444,7 @@ def measure_link(group: Group, device: torch.device, sync_group: Group | None = 
     found = comm.all_gather_object((short_s, long_s), sync_group or group)
     latency_s = max(short for short, _ in found)
     transfer_s = max(long for _, long in found) - latency_s
+    # On a fast link the difference of the two is lost in noise, and may be negative.
     return Link(latency_s, _PROBE_BYTES / transfer_s if transfer_s > 0 else float("inf"))
 
 
@@ -446,6 +452,7 @@ def _one_way_s(group: Group, peer: int, leads: bool, num_bytes: int, device: tor
     """Return half the least of a few round trips, in seconds."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     taken = []
+    # There and back, so that one clock is read: those of two hosts cannot be compared.
     for _ in range(_LINK_REPEATS):
         begun_s = time.perf_counter()
         for sends in (leads, not leads):

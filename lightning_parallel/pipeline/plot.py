@@ -56,6 +56,7 @@ def _lighten(colour: str, share: float) -> str:
 
 def _text_on(colour: str) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    # Perceived brightness by the weights of ITU-R BT.601: green looks brightest, blue darkest.
     return "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 160 else _INK
 
 

@@ -204,7 +204,7 @@ def _channel_faults(schedule: Schedule) -> list[str]:
                 what = f"rank {sender} sends {first} before {second}, rank {receiver} uses them the other way round"
                 rows = _marked(schedule, sender, places[producer(second)][1]), _marked(schedule, receiver, next_at)
                 faults.append("\n".join((what, *rows)))
-                # Later pairs of this channel are out of order as a consequence.
+                # One mistake mostly puts later pairs out of order, too.
                 break
     return faults
 
@@ -237,7 +237,7 @@ def _builder_faults(schedule: Schedule) -> list[str]:
                     f"rank {rank} runs {action} where `{schedule.name}` runs {wanted}; "
                     f"name a schedule `custom` if no builder made it\n{_marked(schedule, rank, index)}"
                 )
-                # After one action more or less, all that follow are in another place.
+                # With one action more or less, all that follow are in another place.
                 break
     return faults
 
