@@ -106,9 +106,11 @@ class CallCounter:
         """Count a call; returns its number in the group, from 0."""
         # In an all_to_all ranks may send different amounts, so its size must not enter the digest.
         call = (op, None if op == "all_to_all" else num_bytes, dtype)
+        # The same few calls come in every step: each is hashed once. Not by `hash`, which differs between processes.
         call_hash = self._hashes.get(call)
         if call_hash is None:
             call_hash = self._hashes[call] = zlib.crc32(repr(call).encode())
+        # The order counts: ranks that issue the same calls in another order wait for each other.
         self.digest = (self.digest * 31 + call_hash) & 0xFFFFFFFF
         self.recent.append(call)
         self.count += 1
@@ -177,11 +179,9 @@ class Ledger:
         self.last_ns = end_ns
 
     def reassign(self, phase: str, start_ns: int, end_ns: int, now_ns: int) -> int:
-        """Charge an interval to `phase` instead of the current one; returns how many nanoseconds were reassigned.
-
-        At most what the current phase was charged in this window, so that no phase becomes negative.
-        """
+        """Charge an interval to `phase` instead of the current one; returns how many nanoseconds were reassigned."""
         self._charge(now_ns)
+        # At most what the current phase was charged in this window, so that no phase becomes negative.
         current = self._phases[-1]
         reassigned = min(max(end_ns - start_ns, 0), self._charged[current])
         self._charged[current] -= reassigned
@@ -231,6 +231,7 @@ class StepSampler(Generic[T]):
 
 def percent(share: float) -> str:
     """Format a share: `0.0734` as `7.3 %`."""
+    # From 9.95 % on, rounding to one decimal would give three digits.
     return f"{share * 100:.1f} %" if abs(share) < 0.0995 else f"{share * 100:.0f} %"
 
 
@@ -254,6 +255,7 @@ def bytes_text(count: float) -> str:
 
 def count_text(value: float) -> str:
     """Format a number with three digits, or all of those before the point: `1234.5` as `1,234`."""
+    # From 1000 on, `.3g` would write an exponent.
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
