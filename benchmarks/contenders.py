@@ -14,10 +14,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.pipeline.actions import Action
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+from lightning_parallel.pipeline.schedule import SCHEDULES, Action, Schedule, build_schedule
 
 __all__ = ["Contender", "Entry", "Model", "contend", "in_turn"]
 

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.pipeline import zero_bubble
+from lightning_parallel.pipeline import runtime
 
 __all__ = ["LiveBytes", "Sleeper", "pause"]
 
@@ -117,7 +117,7 @@ class _Weight(Function):
             device.spend(seconds)
             return gradient
 
-        waiting = zero_bubble.waiting()
+        waiting = runtime.waiting()
         if waiting is not None and waiting.defer(weight, compute):
             return None, None, None
         device.spend(seconds)

@@ -19,8 +19,7 @@ from rich.table import Table
 from lightning_parallel.pipeline.plot import draw_svg, draw_text, legend_text, rank_table, schedule_title
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.search import Choice, Workload, choose_schedule
-from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
-from lightning_parallel.pipeline.validate import validate
+from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate, validate
 
 __all__ = ["main"]
 

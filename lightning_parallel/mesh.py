@@ -27,6 +27,7 @@ Size = Union[Literal["auto"], int]
 DATA: Axis = "data_parallel"
 PIPELINE: Axis = "pipeline_parallel"
 TENSOR: Axis = "tensor_parallel"
+# The order is that of the ranks, outermost first: `coordinate`, `peers` and torch's `DeviceMesh` go by it.
 AXES: tuple[Axis, ...] = (DATA, PIPELINE, TENSOR)
 
 
@@ -69,6 +70,7 @@ class Mesh:
         Raises:
             ValueError: If the sizes cannot multiply to `world_size`.
         """
+        # Built first, so that a size of 0 is refused before anything is divided by it.
         given = cls(**{axis: size for axis, size in sizes.items() if size != "auto"})
         # Innermost first: tensor parallelism communicates most, and neighbouring ranks share a node.
         automatic = [axis for axis in reversed(AXES) if sizes.get(axis, 1) == "auto"]
@@ -119,6 +121,8 @@ class Mesh:
         >>> Mesh(data_parallel=2, tensor_parallel=2).peers("data_parallel")
         [[0, 2], [1, 3]]
         """
+        # Positions come in the order of the ranks, so every process builds the same lists in the same order, as torch
+        # requires where groups are created.
         fixed = [axis for axis in AXES if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}
         for position in product(*map(range, self.shape)):

@@ -30,7 +30,7 @@ LAYERS = {
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 PURE = {"mesh.py", "pipeline/schedule.py", "pipeline/simulate.py"}
-PURE |= {f"tracing/{name}.py" for name in ("__init__", "recorder", "spans", "text")}
+PURE |= {f"tracing/{name}.py" for name in ("__init__", "recorder", "spans")}
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
 MIN_LINES = 80

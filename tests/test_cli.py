@@ -12,7 +12,7 @@ from lightning_parallel.cli import main
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.simulate import simulate as played
-from lightning_parallel.tracing.text import seconds_text
+from lightning_parallel.tracing.spans import seconds_text
 from tests.harness import run_script
 
 

@@ -17,7 +17,7 @@ from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallbac
 from lightning_parallel.compression import Reducer
 from lightning_parallel.compression.compressor import check_integer
 from lightning_parallel.compression.feedback import Method, Outcome
-from lightning_parallel.tracing.text import bytes_text, count_text, percent, seconds_text
+from lightning_parallel.tracing.spans import bytes_text, count_text, percent, seconds_text
 
 __all__ = ["CompressionAccumulator", "CompressionMonitor"]
 

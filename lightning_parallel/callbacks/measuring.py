@@ -36,7 +36,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import logged_step, should_update_logs
 from lightning_parallel.mesh import AXES
 from lightning_parallel.tracing import Window
-from lightning_parallel.tracing.text import show
+from lightning_parallel.tracing.spans import show
 
 __all__ = [
     "VERSION",

@@ -31,7 +31,7 @@ from lightning_parallel.compat.torch import (
     version_of,
 )
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.tracing.text import bytes_text
+from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = [
     "HELD",

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.mesh import PIPELINE, Mesh
-from lightning_parallel.pipeline.actions import Action, Kind, Schedule
 from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.simulate import Cost, Timeline, simulate
 from lightning_parallel.tracing import Span, Window
 

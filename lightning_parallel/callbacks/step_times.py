@@ -18,7 +18,7 @@ from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallbac
 from lightning_parallel.callbacks.session import PHASES
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.tracing import OTHER, Span, StepSampler, Window
-from lightning_parallel.tracing.text import percent, seconds_text
+from lightning_parallel.tracing.spans import percent, seconds_text
 
 __all__ = [
     "BreakdownAccumulator",

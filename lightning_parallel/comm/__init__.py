@@ -36,7 +36,7 @@ from lightning_parallel.comm.gradient_session import (
     overlapping_executor,
 )
 from lightning_parallel.comm.groups import Group, MeshGroups
-from lightning_parallel.comm.work import PROFILING, Pending, dry_run
+from lightning_parallel.comm.work import PROFILING, Pending, dry_run, start_heartbeat, stop_heartbeat
 
 __all__ = [
     "GradientSession",
@@ -71,4 +71,6 @@ __all__ = [
     "raise_together",
     "reduce_scatter",
     "row_fingerprints",
+    "start_heartbeat",
+    "stop_heartbeat",
 ]

@@ -117,6 +117,7 @@ class MeshGroups:
 
     def _create(self, axes: Sequence[Axis], name: str) -> Group:
         me = self.world.ranks[self.world.rank]
+        # The size of an axis is the same everywhere: either all ranks create groups for it, or none does.
         if self.mesh.size(*axes) == 1:
             return Group.alone(name, me)
         peers = self.mesh.peers(*axes)

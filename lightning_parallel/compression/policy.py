@@ -24,7 +24,7 @@ from lightning_parallel.compression.feedback import Method
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Quantize
 from lightning_parallel.compression.reducer import GroupLike, Reducer, ReductionStep
-from lightning_parallel.tracing.text import show
+from lightning_parallel.tracing.spans import show
 
 __all__ = ["Auto", "Policy", "bind_to_module", "warn_of_unmatched"]
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree
-from lightning_parallel.pipeline.actions import Schedule, activations_held
 from lightning_parallel.pipeline.interception import Call
 from lightning_parallel.pipeline.layer_stack import (
     LayerStack,
@@ -34,12 +33,11 @@ from lightning_parallel.pipeline.measure import count_parameters, measure
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, TensorLayout, device_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, dry_run, missing, watch_parameters
 from lightning_parallel.pipeline.runtime import MissingLossError
-from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.schedule import Schedule, activations_held, build_schedule
 from lightning_parallel.pipeline.search import Balance, cut_layers
-from lightning_parallel.pipeline.simulate import Cost, Link
+from lightning_parallel.pipeline.simulate import Cost, Link, validate
 from lightning_parallel.pipeline.stage import REENTRANT, CutError, InterceptedModel, StageExit, StageForward
 from lightning_parallel.pipeline.stubs import StubOutputs, named_placeholders
-from lightning_parallel.pipeline.validate import validate
 
 __all__ = ["ModuleUse", "Step", "analyze", "dry_run_stages", "trace_use", "use_by_registration"]
 
@@ -101,6 +99,7 @@ def analyze(
         schedule = build_schedule(schedule, num_ranks, num_microbatches or 4 * num_ranks, virtual_stages)
     if device is None:
         device = device_of(module)
+    # A schedule that is chosen later has at least one stage per rank.
     num_stages = num_ranks if callable(schedule) else schedule.num_stages
     # Only a trace can tell whether several containers follow each other; without one, the user has to name them.
     if example is None:
@@ -209,6 +208,7 @@ class _Analysis:
         """Cut by cost; every stage gets parameters if there are enough layers with some."""
         balance = "parameters" if self.balance == "auto" and not costs.are_measured else self.balance
         runs = cut_units(stack)
+        # Layers without parameters are cut off by themselves only where there are too few others, or the user counted.
         if len(runs) < schedule.num_stages or balance not in ("auto", "measured", "parameters"):
             runs = stack.blocks
         in_runs = _summed(costs, runs)
@@ -272,6 +272,7 @@ def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any,
     with named_placeholders(module, device), watch_parameters(tracer.note), sites.handled_by(tracer):
         try:
             step(microbatch)
+        # Not a matter of the cut: in one process this step would fail, too.
         except MissingLossError:
             raise
         except Exception as error:
@@ -341,6 +342,7 @@ def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def place(owner: str) -> int:
+        # As the trace does: what is between two layers goes with the first of the two.
         return max(0, sum(start < order[owner] for start in starts) - 1)
 
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -398,6 +400,7 @@ class _StageDryRun(StageForward):
                     "compute the loss from what the layers return"
                 )
         finally:
+            # All stages run on the same placeholders, and the next one holds others.
             for placeholder in self.held:
                 placeholder.available = False
 
@@ -421,6 +424,7 @@ class _StageDryRun(StageForward):
         return pytree.tree_map_only(PlaceholderTensor, _differentiable, output) if torch.is_grad_enabled() else output
 
     def _run(self, call: Call) -> Any:
+        # In a real run the outputs of the stage's own modules are there, so what is made of them is not missing.
         return self.stubs.run_stub(call, available=True)
 
 
@@ -457,6 +461,7 @@ class _UseTracer:
     def layer(self, call: Call) -> Any:
         """Note which layer is called."""
         index = call.site.layer_index
+        # Before the first call the position is 0 as well, hence `called`.
         if self.called and index <= self.position:
             raise CutError(
                 f"`{call.site.name}` is called twice or out of order; a pipeline runs each layer once per step, in "
@@ -475,6 +480,7 @@ class _UseTracer:
 def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse) -> ModuleUse:
     """Add the parameters of layers and of outer modules; what was not seen is taken for used with the last layer."""
     last = len(stack.layers) - 1
+    # By identity: a tied parameter is reached under several names, and counts under its first.
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for index, layer in enumerate(stack.layers):
         for parameter in layer.parameters():

@@ -18,17 +18,16 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import BatchNormalization
-from lightning_parallel.pipeline.actions import Schedule, forward_only
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
-from lightning_parallel.pipeline.runtime import ScheduleRun, StepResult
-from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
+from lightning_parallel.pipeline.runtime import ScheduleRun, StepResult, split_linears
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
 from lightning_parallel.pipeline.stage import PipelineStages, StageInputs, TiedParameter
-from lightning_parallel.pipeline.zero_bubble import split_linears
 
 __all__ = ["PipelineEngine"]
 
+# Beyond the tags of messages between stages and of the measurement of links, with room for one per parameter.
 _TIED_TAG = 1000
 
 
@@ -64,6 +63,7 @@ class PipelineEngine:
         microbatch_weight: Callable[[Any], float] = num_samples,
         message_groups: MessageGroups | None = None,
     ) -> None:
+        # Before anything is freed: a model that is refused stays whole.
         plan.check_fits(module, group.size)
         self.module = module
         self.plan = plan
@@ -78,6 +78,7 @@ class PipelineEngine:
         # Only schedules with a W: the split costs every linear layer a custom autograd function.
         if self.schedule.splits_backward:
             split_linears(module)
+        # Kept from step to step: layouts that have not changed are not sent again, and dry runs are not repeated.
         self._layouts = MessageLayouts()
         self._stage_inputs: dict[int, list[StageInputs]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}

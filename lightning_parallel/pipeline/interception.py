@@ -150,11 +150,9 @@ class CallSite:
 
 
 class _Intercepted(nn.Module):
-    """First base of the class of every intercepted module, so that its `__call__` comes before that of the class.
+    """First base of the class of every intercepted module, so that its `__call__` comes before that of the class."""
 
-    A forward hook would come too late: checkpointing wrappers and `nn.Module.__call__` itself would already have run.
-    """
-
+    # A forward hook would come too late: checkpointing wrappers and `nn.Module.__call__` itself would have run by then.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         site: CallSite = self.__dict__["_pipeline_site"]
         return site.dispatch(self, super().__call__, args, kwargs)
@@ -226,6 +224,7 @@ def run_with_fake_data(call: Call, device: torch.device, available: bool) -> tup
         _attributes_as_placeholders(module, as_placeholder),
         _hooks_on_placeholders(module, as_placeholder, device),
         _forwards_on_placeholders(module, as_placeholder, device),
+        # Last, as it has to end first: the stand-ins would be taken for what the module left in its attributes.
         replaced(module, lambda path, child: data_of(child, device)),
     ):
         result = call.function(*args, **kwargs)
@@ -249,6 +248,7 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
     for path, child in module.named_modules():
         attributes = stand_ins(path, child)
         done.append((child, {name: vars(child)[name] for name in attributes if name in vars(child)}, attributes))
+        # `nn.Module.__getattr__` finds registered parameters, and is asked only for what `__dict__` lacks.
         child.__dict__.update(attributes)
     try:
         yield
@@ -291,11 +291,9 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 class SavedForwards:
-    """Saves the `forward` attributes of a model's modules, to restore them after a step that was ended early.
+    """Saves the `forward` attributes of a model's modules, to restore them after a step that was ended early."""
 
-    Libraries that record outputs replace `forward` for one call and restore it afterwards; `StageExit` may skip that.
-    """
-
+    # Libraries that record outputs replace `forward` for one call and restore it afterwards; `StageExit` may skip that.
     def __init__(self, module: nn.Module) -> None:
         self.before = [(child, vars(child).get("forward")) for child in module.modules()]
 
@@ -329,6 +327,7 @@ def _with_tensors(value: Any, function: _TensorFunction) -> Any:
 def _change_inside(value: Any, function: _TensorFunction, seen: set[int]) -> None:
     """Apply `function` to the tensors inside an object such as a key-value cache, and inside all it refers to."""
     attributes = getattr(value, "__dict__", None)
+    # `seen`, since objects may refer to each other in circles.
     if attributes is None or callable(value) or isinstance(value, Tensor) or id(value) in seen:
         return
     seen.add(id(value))
@@ -419,6 +418,7 @@ def data_of(module: nn.Module, device: torch.device) -> dict[str, Any]:
     """
     data: dict[str, Any] = {}
     by_original: dict[int, Any] = {}
+    # Freed parameters are attributes: they are registered no longer.
     hidden = {name: value for name, value in vars(module).items() if isinstance(value, PlaceholderTensor)}
     for name, value in {**hidden, **parameters_of(module), **buffers_of(module)}.items():
         if value is None:

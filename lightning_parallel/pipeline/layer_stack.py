@@ -102,6 +102,7 @@ def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto") ->
     # The row first: whether its containers do follow each other, the trace of the step will show.
     stacks = [LayerStack.at(module, path) for path in paths]
     enough = [stack for stack in stacks if len(stack.blocks) >= num_stages]
+    # With too few layers everywhere, the error tells of the candidate with the most of them.
     return enough or [_with_layers(stacks[0], num_stages)]
 
 
@@ -116,8 +117,10 @@ def _containers_in_a_row(module: nn.Module, candidates: list[str], sizes: dict[s
     row = [largest]
     for name in candidates[1:]:
         is_rival = sizes[name] > _RIVAL_SHARE * sizes[largest] or kind in _kinds(_container(module, name))
+        # What lies inside another container is a part of its layers, and cannot follow it.
         if is_rival and not any(_related(name, other) for other in row):
             row.append(name)
+    # Registration mostly is the order of execution; where it is not, the trace of the step refuses the row.
     return sorted(row, key=list(sizes).index)
 
 
@@ -163,6 +166,7 @@ def cut_units(stack: LayerStack) -> tuple[int, ...]:
         for start, stop in pairwise(bounds)
         if any(next(layer.parameters(), None) is not None for layer in stack.layers[start:stop])
     ]
+    # From 0 and not from the first start: what precedes the first layer with parameters goes with it.
     return tuple(stop - start for start, stop in pairwise([0, *starts[1:], len(stack.layers)]))
 
 
@@ -215,6 +219,7 @@ def _container(module: nn.Module, path: str) -> nn.Module:
 def _entries(path: str, container: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     """Return the layers of each entry of a container, with their names; a nested list is one entry."""
     entries = []
+    # Not `named_children`, which leaves out a module that is there twice: such a stack has to be refused.
     for key, child in children_of(container).items():
         name = f"{path}.{key}" if path else key
         if child is not None:
@@ -225,6 +230,7 @@ def _entries(path: str, container: nn.Module) -> list[list[tuple[str, nn.Module]
 
 def _is_list(module: nn.Module) -> bool:
     """Return whether `module` is only a container, which is never called itself."""
+    # A subclass with a forward of its own is called, like any other module.
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
 
 

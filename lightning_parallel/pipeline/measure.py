@@ -26,10 +26,10 @@ from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.microbatch import seeded
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.pipeline.runtime import WeightGradients, deferring, split_linears
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.pipeline.stubs import autocast_dtype, copy_args
-from lightning_parallel.pipeline.zero_bubble import WeightGradients, deferring, splitting
 
 __all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_link", "truncated"]
 
@@ -259,6 +259,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 def _random(name: str, parameter: Tensor, device: torch.device) -> Tensor:
     """Return the same random values for a parameter each time, small enough that half precision stays finite."""
+    # Not `hash`, which differs from process to process: all ranks are to draw the same values.
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
     if value.is_floating_point() or value.is_complex():
@@ -318,6 +319,7 @@ class _Clock(TruncatedModel):
         """Clock the prologue and its backward; the layers' arguments have no history from here on."""
         forward_s = self._now() - self.begun_s
         arguments = (call.args, call.kwargs)
+        # The graph is kept: what follows the layers may use outputs of the prologue, and is differentiated later.
         self.prologues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(arguments), keep=True)))
         return call.with_arguments(pytree.tree_map_only(Tensor, cut_off, arguments))
 
@@ -334,6 +336,7 @@ class _Clock(TruncatedModel):
         """Note the first call of each kind with its arguments, before the layer may change them."""
         if key not in self.noted:
             arguments = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
+            # The dtype of autocast too: the layer is run again after the step, outside of its `autocast` block.
             self.noted[key] = _NotedCall(call.with_arguments(arguments), autocast_dtype(self.device))
         return super().run_layer(key, call)
 
@@ -349,7 +352,7 @@ class _Clock(TruncatedModel):
     def _measured(self, noted: _NotedCall) -> Cost:
         # The least of a few: other programs can only make a run longer.
         whole = [self._run(noted) for _ in range(_REPEATS)]
-        with splitting(noted.call.module):
+        with _splitting(noted.call.module):
             put_off = [self._run(noted, WeightGradients()) for _ in range(_REPEATS)]
         forward_s = min(run.forward_s for run in whole)
         backward_s = min(run.input_gradient_s for run in whole)
@@ -363,6 +366,7 @@ class _Clock(TruncatedModel):
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
+            # By storage: several views of one tensor may be saved, and memory is held once.
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
@@ -427,6 +431,7 @@ def _held_bytes(parameters: Any) -> int:
 
 _PROBE_BYTES = 1 << 18
 _LINK_REPEATS = 5
+# Of no other message: stages use 1 and 2, tied parameters 1000 and more.
 _TAG = 900
 
 
@@ -449,6 +454,7 @@ def measure_link(group: Group, device: torch.device, sync_group: Group | None = 
     found = comm.all_gather_object((short_s, long_s), sync_group or group)
     latency_s = max(short for short, _ in found)
     transfer_s = max(long for _, long in found) - latency_s
+    # On a fast link the difference of the two is lost in noise, and may be negative.
     return Link(latency_s, _PROBE_BYTES / transfer_s if transfer_s > 0 else float("inf"))
 
 
@@ -456,6 +462,7 @@ def _one_way_s(group: Group, peer: int, leads: bool, num_bytes: int, device: tor
     """Return half the least of a few round trips, in seconds."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     taken = []
+    # There and back, so that one clock is read: those of two hosts cannot be compared.
     for _ in range(_LINK_REPEATS):
         begun_s = time.perf_counter()
         for sends in (leads, not leads):
@@ -464,3 +471,16 @@ def _one_way_s(group: Group, peer: int, leads: bool, num_bytes: int, device: tor
             torch.accelerator.synchronize()
         taken.append((time.perf_counter() - begun_s) / 2)
     return min(taken)
+
+
+@contextmanager
+def _splitting(module: nn.Module) -> Iterator[None]:
+    """Apply `split_linears` inside the block only."""
+    before = [child for child in module.modules() if type(child) is nn.Linear]
+    split_linears(module)
+    try:
+        yield
+    finally:
+        # The measured layer is the user's: a plan may still be discarded, or its schedule not split the backward.
+        for child in before:
+            child.__class__ = nn.Linear

@@ -214,6 +214,7 @@ def _merge_mappings(values: Sequence[Any], samples: Sequence[int], weights: Sequ
     if type(first) is dict:
         return entries
     merged = copy.copy(first)
+    # One by one: the `ModelOutput` of Hugging Face refuses `update`.
     for key, entry in entries.items():
         merged[key] = entry
     return merged
@@ -240,10 +241,8 @@ def mixed(seed: int, stage: int) -> int:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators, those of CUDA if it is in use.
-
-    `torch.manual_seed` takes a millisecond if CUDA is available but not initialized, and this runs for each action.
-    """
+    """Seed torch's generators, those of CUDA if it is in use."""
+    # `torch.manual_seed` takes a millisecond if CUDA is available but not initialized, and this runs for each action.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)

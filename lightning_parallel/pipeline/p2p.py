@@ -26,12 +26,12 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
-from lightning_parallel.pipeline.actions import Action, Kind, Schedule
+from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 
 __all__ = ["MessageLayouts", "MessageLayout", "MessageGroups", "StageMessages", "Message", "TensorSpec"]
 
 _TAGS = {Kind.F: 1, Kind.I: 2}
-_HEADER_BYTES = 24
+_HEADER_BYTES = 24  # three int64
 _SMALL_BYTES = 1 << 16  # up to this size a message of its own takes longer than a copy
 _Key = tuple[int, int]
 MessageGroups = Mapping[tuple[Kind, bool], Group]
@@ -170,6 +170,7 @@ class StageMessages:
                 wire += tensors
         if layout != last:
             self.layouts.sent[stage] = layout
+            # A `bytearray`, since torch warns of buffers that cannot be written to.
             wire.append(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self.device))
             wire += message.tensors
         sends = self._send(Action(Kind.F, stage, microbatch), wire, receiver)
@@ -215,7 +216,7 @@ class StageMessages:
         tag = _TAGS[action.kind]
         try:
             # Empty tensors are not sent: both ends know from the layout which these are.
-            pending = [comm.isend(tensor.contiguous(), channel, receiver, tag) for tensor in tensors if tensor.numel()]
+            pending = [comm.isend(_in_memory(tensor), channel, receiver, tag) for tensor in tensors if tensor.numel()]
         except RuntimeError as error:
             raise self._not_sent(action, receiver, error) from error
         return _Sends(action, receiver, pending)
@@ -243,6 +244,7 @@ class StageMessages:
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
+        # A tensor must neither be freed nor written to before its send is complete.
         for _, sends in self._sent.values():
             self._finish_sends(sends)
         for returned in self._returned.values():
@@ -288,13 +290,19 @@ def _used_before(schedule: Schedule, sender: int, receiver: int) -> Iterator[int
             used += 1
 
 
+# The same few headers are sent in every step, and nobody writes into them; making one copies to the device.
 @lru_cache(maxsize=4096)
 def _header(stage: int, microbatch: int, num_bytes: int, device: torch.device) -> Tensor:
     return torch.tensor([stage, microbatch, num_bytes], device=device).view(torch.uint8)
 
 
+def _in_memory(tensor: Tensor) -> Tensor:
+    # Messages are bytes: a conjugate or a negative is only a flag on other bytes.
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return _in_memory(tensor).view(-1).view(torch.uint8)
 
 
 @dataclass
@@ -323,6 +331,7 @@ class _Activations:
     def post(self) -> None:
         """Begin to receive the next message, if none is under way: header first, then tensors of the last layout."""
         if self.header is None and self.coming:
+            # Layouts go by the stage that receives, `coming` by the one that sends.
             known = self.messages.layouts.received.get(self.coming[0][0] + 1)
             packed_bytes = 0 if known is None else known.packed_bytes
             self.header = self._begin(self._bytes(_HEADER_BYTES + packed_bytes))
@@ -355,6 +364,7 @@ class _Activations:
             tensors = self._unpacked(packet, received[action.stage])
         self.coming.popleft()
         self.header = None
+        # Before the stage computes with this message, so that the next one arrives meanwhile.
         self.post()
         return Message(received[action.stage], tuple(tensors))
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.actions import Schedule, activations_held
-from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activations_held, build_schedule
 from lightning_parallel.pipeline.search import stage_costs
 from lightning_parallel.pipeline.simulate import Cost, Link
 
 __all__ = ["Costs", "PipelinePlan", "PlannedParameter", "TensorLayout", "device_of"]
 
+# To be raised when `to_dict` changes: an old file is refused instead of misread.
 _VERSION = 1
 
 
@@ -45,6 +45,7 @@ class Costs:
     @property
     def are_measured(self) -> bool:
         """True if the costs have seconds, and not bytes only."""
+        # One is enough: single layers, and the ends of the model, may cost nothing.
         return any(cost.total_s for cost in (*self.layers, self.prologue, self.epilogue))
 
     def per_stage(self, layers_per_stage: Sequence[int]) -> list[Cost]:
@@ -136,6 +137,7 @@ class PipelinePlan:
 
     def stage_parameters(self, stage: int) -> int:
         """Return the elements of the parameters that a stage computes with."""
+        # A tied parameter counts on each of its stages, since each holds it.
         return sum(parameter.count for parameter in self.parameters.values() if stage in parameter.stages)
 
     def stage_bytes(self, stage: int, copies: float) -> tuple[float, float]:
@@ -158,6 +160,7 @@ class PipelinePlan:
 
     def in_flight(self, stage: int) -> int:
         """Return the most microbatches whose activations `stage` holds at once."""
+        # A rank with several stages need not hold the most of each at the same time, so each is counted by itself.
         row = self.schedule.rows[self.schedule.stage_ranks[stage]]
         return max(activations_held([action for action in row if action.stage == stage]), default=0)
 
@@ -173,6 +176,7 @@ class PipelinePlan:
         owners = []
         for name, parameter in self.parameters.items():
             if stage in parameter.stages and not name.startswith(inside):
+                # A parameter of the model itself has no owner: it is listed by its own name.
                 owners.append(name.rpartition(".")[0] or name)
         return list(dict.fromkeys(owners))
 
@@ -187,6 +191,7 @@ class PipelinePlan:
                 f"expected a plan for the {num_ranks} ranks of the pipeline group, got one for "
                 f"{self.schedule.num_ranks}; make it anew (`analyze`)"
             )
+        # Sizes of this rank's shards: layers are divided over the tensor-parallel ranks before the plan is made.
         found = {name: parameter.numel() for name, parameter in module.named_parameters()}
         planned = {name: parameter.count for name, parameter in self.parameters.items()}
         if found != planned:
@@ -238,11 +243,13 @@ class PipelinePlan:
         Raises:
             ValueError: If it is of another version.
         """
+        # By `get`, so that a file that holds no plan at all is refused in the same words.
         if data.get("version") != _VERSION:
             raise ValueError(f"expected a pipeline plan of version {_VERSION}, got {data.get('version')!r}")
         built = data["schedule"]
         costs = data["costs"]
         link = data["link"]
+        # JSON makes lists of tuples, and a plan that was read has to equal the one that was written.
         return cls(
             model=data["model"],
             container=data["container"],
@@ -296,12 +303,13 @@ class PipelinePlan:
 
 
 def _finite(value: float) -> float | None:
-    """Return None for infinity, which JSON cannot hold."""
+    # JSON has no infinity: Python would write a word that other readers refuse.
     return None if value == float("inf") else value
 
 
 def device_of(module: nn.Module) -> torch.device:
     """Return the device of the parameters that have data; the CPU where there are none."""
+    # The meta device does not tell where deferred parameters will be.
     for parameter in module.parameters():
         if not parameter.is_meta:
             return parameter.device

@@ -88,6 +88,7 @@ class PlaceholderTensor(Tensor):
         return cls(_to_meta(tensor), tensor.device if device is None else device, provenance, parameter, available)
 
     def __repr__(self) -> str:  # type: ignore[override]
+        # `Tensor.__repr__` would read the data.
         shape, dtype = self.signature
         received = ", received" if self.value is not None else ""
         return f"PlaceholderTensor({tuple(shape)}, {dtype}, {self.provenance}{received})"
@@ -97,11 +98,9 @@ class PlaceholderTensor(Tensor):
         return PlaceholderTensor(self.meta, self.device, self.provenance, self.parameter, self.available)
 
     def receive(self, value: Tensor) -> None:
-        """Use `value` in place of this placeholder from now on.
-
-        A custom autograd function that takes the placeholder computes with the value, but gives its gradient to the
-        placeholder: see `own_grad`.
-        """
+        """Use `value` in place of this placeholder from now on."""
+        # A custom autograd function that takes the placeholder computes with the value, but gives its gradient to the
+        # placeholder, which has to require one for that: see `own_grad`.
         if value.requires_grad and not isinstance(value, PlaceholderTensor):
             self.requires_grad_()
         self.value = value
@@ -109,6 +108,7 @@ class PlaceholderTensor(Tensor):
     @property
     def own_grad(self) -> Tensor | None:
         """Gradient that reached the placeholder itself instead of its value."""
+        # Through `__torch_function__` this would be the gradient of the value.
         with DisableTorchFunctionSubclass():
             return self.grad
 
@@ -207,10 +207,8 @@ _in_dry_run = False
 
 @contextmanager
 def dry_run() -> Iterator[None]:
-    """Treat available placeholders as data inside the block.
-
-    Outside they count as missing: a module may have kept one from a dry run.
-    """
+    """Treat available placeholders as data inside the block."""
+    # Outside they count as missing: a module may have kept one from a dry run.
     global _in_dry_run
     _in_dry_run = True
     try:
@@ -272,10 +270,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _require_shape(func: Any, written: PlaceholderTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse operations that change the shape of `written` in place, which a tensor subclass cannot do.
-
-    Tried on copies, since the meta tensors of placeholders are shared.
-    """
+    """Refuse operations that change the shape of `written` in place, which a tensor subclass cannot do."""
+    # Tried on copies, since the meta tensors of placeholders are shared.
     changed = func(*_on_meta(args, copied=True), **_on_meta(kwargs, copied=True))
     if changed.shape != written.signature[0]:
         raise PlaceholderError(

@@ -15,10 +15,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from lightning_parallel.pipeline.actions import Action, Kind, Schedule
-from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.schedule import Action, Kind, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Timeline
-from lightning_parallel.tracing.text import seconds_text
+from lightning_parallel.tracing.spans import seconds_text
 
 __all__ = [
     "draw_svg",
@@ -57,6 +56,7 @@ def _lighten(colour: str, share: float) -> str:
 
 def _text_on(colour: str) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    # Perceived brightness by the weights of ITU-R BT.601: green looks brightest, blue darkest.
     return "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 160 else _INK
 
 

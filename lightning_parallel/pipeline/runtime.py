@@ -5,23 +5,31 @@
     I  as B, but the weight gradients of linear layers are deferred
     W  compute the deferred weight gradients
 
-The span of an action begins when its inputs are there, so waiting shows as idle time.
+Zero-bubble schedules (https://arxiv.org/abs/2401.10241) compute W when the rank would wait otherwise. A layer takes
+part by asking in its backward, with the parameter that it kept from its forward:
+
+    queue = waiting()
+    if queue is not None and queue.defer(ctx.weight, lambda: gradient.t() @ x):
+        return input_gradient, None
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel import tracing
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import pytree
-from lightning_parallel.pipeline.actions import Action, Kind, Schedule
+from lightning_parallel.compat.torch import parameters_of, pytree
 from lightning_parallel.pipeline.microbatch import mixed, random_state_kept, seed_all, seed_torch, seeded
 from lightning_parallel.pipeline.p2p import (
     Message,
@@ -32,6 +40,7 @@ from lightning_parallel.pipeline.p2p import (
     TensorSpec,
 )
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, missing
+from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.stage import (
     REENTRANT,
     CutError,
@@ -42,9 +51,17 @@ from lightning_parallel.pipeline.stage import (
     StageForward,
     StageInputs,
 )
-from lightning_parallel.pipeline.zero_bubble import WeightGradients, deferring
 
-__all__ = ["MissingLossError", "ScheduleRun", "StepResult", "loss_of"]
+__all__ = [
+    "MissingLossError",
+    "ScheduleRun",
+    "StepResult",
+    "WeightGradients",
+    "deferring",
+    "loss_of",
+    "split_linears",
+    "waiting",
+]
 
 
 @dataclass
@@ -76,6 +93,7 @@ class _MicrobatchState:
     deferred: WeightGradients | None = None
 
 
+@dataclass(eq=False)
 class ScheduleRun:
     """One step: a schedule, the microbatches, and their state between actions.
 
@@ -93,34 +111,24 @@ class ScheduleRun:
         message_groups: Groups for messages between stages; see `MessageGroups`.
     """
 
-    def __init__(
-        self,
-        model: PipelineStages,
-        group: Group,
-        schedule: Schedule,
-        step: Callable[[Any], Any],
-        microbatches: Sequence[Any],
-        weights: Sequence[float],
-        layouts: MessageLayouts,
-        stage_inputs: dict[int, list[StageInputs]],
-        scale: float | Tensor = 1.0,
-        seed: int = 0,
-        message_groups: MessageGroups | None = None,
-    ) -> None:
-        self.model = model
-        self.group = group
-        self.schedule = schedule
-        self.step = step
-        self.microbatches = microbatches
-        self.weights = weights
-        self.stage_inputs = stage_inputs
-        self.scale = scale
-        self.seed = seed
-        self.messages = StageMessages(group, schedule, model.device, layouts, message_groups)
-        self.training = schedule.is_training
+    model: PipelineStages
+    group: Group
+    schedule: Schedule
+    step: Callable[[Any], Any]
+    microbatches: Sequence[Any]
+    weights: Sequence[float]
+    layouts: MessageLayouts
+    stage_inputs: dict[int, list[StageInputs]]
+    scale: float | Tensor = 1.0
+    seed: int = 0
+    message_groups: MessageGroups | None = None
+
+    def __post_init__(self) -> None:
+        self.messages = StageMessages(self.group, self.schedule, self.model.device, self.layouts, self.message_groups)
+        self.training = self.schedule.is_training
         # Received tensors enter the graph by a function of this leaf: a function without inputs that require a gradient
         # would record nothing.
-        self.anchor = torch.empty(0, device=model.device, requires_grad=True)
+        self.anchor = torch.empty(0, device=self.model.device, requires_grad=True)
         self.states: dict[tuple[int, int], _MicrobatchState] = {}
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
@@ -198,6 +206,7 @@ class ScheduleRun:
         message = self.messages.receive_activations(action)
         placeholders = [leaves[position] for position in positions]
         self._check(action, message.layout, index, positions, placeholders)
+        # The span of an action begins when its inputs are there, so that waiting shows as idle time.
         self.open.restart()
         if action.stage > 0:
             # From here on each stage draws its own numbers: equal ones would repeat dropout masks from stage to stage.
@@ -218,7 +227,7 @@ class ScheduleRun:
         layout: MessageLayout,
         index: int,
         positions: list[int],
-        placeholders: list[PlaceholderTensor],
+        lacking: list[PlaceholderTensor],
     ) -> None:
         """Compare the message with what this stage lacks: the sender found that out by a dry run on its own side."""
         names = self.model.plan.layers
@@ -228,7 +237,7 @@ class ScheduleRun:
                 f"{list(layout.positions)} for `{names[layout.index]}`: the step does not do the same on every "
                 "stage. Does it depend on the rank, on time, or on random numbers drawn before the layers?"
             )
-        for placeholder, spec in zip(placeholders, layout.tensors):
+        for placeholder, spec in zip(lacking, layout.tensors):
             shape, dtype = placeholder.signature
             if (tuple(shape), dtype) != (spec.shape, spec.dtype):
                 raise RuntimeError(
@@ -336,11 +345,10 @@ class ScheduleRun:
         return gradients
 
 
-class _Received(torch.autograd.Function):
-    """Put received tensors into the graph and capture their gradients.
+class _Received(Function):
+    """Put received tensors into the graph and capture their gradients."""
 
-    They are no leaves, so that a layer may write into them, as it may in one process.
-    """
+    # Outputs of a function instead of leaves, so that a layer may write into them, as it may in one process.
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, captured: list[Tensor | None], flags: list[bool], *tensors: Tensor) -> Any:
@@ -361,11 +369,7 @@ class MissingLossError(ValueError):
 
 
 def loss_of(result: Any) -> Tensor:
-    """Return the loss of a training step's result: the tensor itself, or the entry `loss`.
-
-    Raises:
-        MissingLossError: If there is none.
-    """
+    """Return the loss of a step's result: the tensor itself, or the entry `loss`, else raise MissingLossError."""
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
         raise MissingLossError(
@@ -373,3 +377,122 @@ def loss_of(result: Any) -> Tensor:
             "a pipeline cannot skip a microbatch"
         )
     return loss
+
+
+class WeightGradients:
+    """A queue of weight gradients that are computed later."""
+
+    def __init__(self) -> None:
+        self._deferred: list[tuple[Tensor, Callable[[], Tensor]]] = []
+
+    def __len__(self) -> int:
+        return len(self._deferred)
+
+    def defer(self, parameter: Tensor | None, compute: Callable[[], Tensor]) -> bool:
+        """Defer the gradient of `parameter`; returns False if the layer has to compute it now."""
+        # Only a parameter itself can wait. The gradient of a cast or a view of one has to pass through a graph that is
+        # freed by then; so has that of a tensor which hooks recomputed (activation checkpointing).
+        if not isinstance(parameter, nn.Parameter):
+            return False
+        self._deferred.append((parameter, compute))
+        return True
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Compute the deferred gradients and accumulate them as a backward pass does: hooks run once per parameter."""
+        deferred, self._deferred = self._deferred, []
+        # Summed before autograd sees them: a layer that ran twice would run its hooks twice.
+        totals: dict[int, tuple[Tensor, Tensor]] = {}
+        for parameter, compute in deferred:
+            gradient = compute()
+            if id(parameter) in totals:
+                gradient = totals[id(parameter)][1] + gradient
+            totals[id(parameter)] = (parameter, gradient)
+        if totals:
+            parameters, gradients = zip(*totals.values())
+            # Through autograd instead of `.grad +=`: data-parallel reduction and the user's hooks wait for it.
+            torch.autograd.backward(parameters, gradients)
+
+
+# Global instead of thread-local: autograd runs backward functions of CUDA tensors on threads of its own.
+_waiting: WeightGradients | None = None
+
+
+def waiting() -> WeightGradients | None:
+    """Return the queue for weight gradients; None if they are to be computed now."""
+    return _waiting
+
+
+@contextmanager
+def deferring(gradients: WeightGradients) -> Iterator[None]:
+    """Let layers defer their weight gradients to `gradients` during the backward pass in this block."""
+    global _waiting
+    before, _waiting = _waiting, gradients
+    try:
+        yield
+    finally:
+        _waiting = before
+
+
+def split_linears(module: nn.Module) -> int:
+    """Make the plain linear layers of `module` take part in split backward passes; returns how many there are."""
+    # A weight that several modules share keeps its ordinary backward, since it has to be complete at once.
+    owners = Counter(id(value) for child in module.modules() for value in parameters_of(child).values())
+    count = 0
+    for child in module.modules():
+        # Subclasses, such as tensor-parallel layers, compute something else.
+        if type(child) is nn.Linear and owners[id(child.weight)] == 1:
+            child.__class__ = _SplitLinear
+            count += 1
+    return count
+
+
+class _SplitLinear(nn.Linear):
+    """`nn.Linear` with a backward that can defer the gradients of its weight and bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return nn.functional.linear(x, self.weight, self.bias)
+        # As autocast does inside `linear`, which leaves double precision alone, but before x is saved: backward
+        # multiplies it by a gradient of that dtype.
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return _Linear.apply(x, self.weight, self.bias)
+
+    def _get_name(self) -> str:
+        return "Linear"
+
+
+class _Linear(Function):
+    """y = x W^T + b; backward computes the gradients of W and b now, or defers them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        # Saved tensors come back as other objects under unpacking hooks; only here is known which are parameters.
+        ctx.leaves = [leaf if isinstance(leaf, nn.Parameter) else None for leaf in (weight, bias)]
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight, bias = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        dx = gradient @ weight.to(gradient.dtype) if wants_x else None
+        flat = gradient.flatten(0, -2) if gradient.dim() > 1 else gradient[None]
+
+        def weight_gradient() -> Tensor:
+            inputs = x.flatten(0, -2) if x.dim() > 1 else x[None]
+            return (flat.t() @ inputs).to(weight.dtype)
+
+        def bias_gradient() -> Tensor:
+            return flat.sum(0).to(bias.dtype)
+
+        queue = waiting()
+        dw = None
+        db = None
+        if wants_weight and (queue is None or not queue.defer(ctx.leaves[0], weight_gradient)):
+            dw = weight_gradient()
+        if wants_bias and (queue is None or not queue.defer(ctx.leaves[1], bias_gradient)):
+            db = bias_gradient()
+        return dx, dw, db

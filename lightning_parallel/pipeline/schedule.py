@@ -1,4 +1,10 @@
-"""The pipeline schedules: pure functions of (ranks, virtual stages, microbatches) to rows of actions.
+"""Pipeline schedules: actions, what each waits for, one row of actions per rank, and the functions that build the rows.
+
+    rank 0:  0F0 0F1 0F2 0F3 0B0 0F4 0B1 ...        2F0 = stage 2, forward, microbatch 0
+    rank 1:  1F0 1F1 1F2 1B0 1F3 1B1 ...
+
+A schedule is data and nothing else: no communication, no times. The simulator, the checks, the runtime and the command
+line all read the same value; the builders are pure functions of (ranks, virtual stages, microbatches).
 
 Legend: P ranks, V stages on each rank ("virtual stages"), m microbatches, r a rank, s a stage; F, B, I, W the seconds
 of a rank's whole share of the model, B = I + W. "Bubble" is what the step takes beyond m(F+B).
@@ -7,35 +13,287 @@ of a rank's whole share of the model, B = I + W. "Bubble" is what the step takes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import count, pairwise
-
-from lightning_parallel.pipeline.actions import (
-    Action,
-    Kind,
-    Schedule,
-    dependencies,
-    forward_only,
-    in_flight_peaks,
-)
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from itertools import accumulate, count, pairwise
+from typing import NamedTuple
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Builder",
+    "Channel",
     "Kind",
     "Schedule",
+    "activations_held",
     "build_schedule",
     "dependencies",
     "forward_only",
     "gpipe",
+    "in_flight_peaks",
     "interleaved_1f1b",
     "interleaved_zb",
     "one_f_one_b",
+    "producer",
+    "run_order",
     "zb_h1",
     "zbv",
 ]
+
+
+class Kind(str, Enum):
+    """The kinds of actions, by what they compute."""
+
+    F = "F"
+    """Forward."""
+    B = "B"
+    """Whole backward: gradients of the stage's input and of its weights."""
+    I = "I"  # noqa: E741 - the literature's letter
+    """Gradient of the stage's input only; the previous stage waits for it."""
+    W = "W"
+    """Gradient of the stage's weights; no other stage waits for it."""
+
+    # Enum's own hash is Python code and shows in simulations of 10^5 actions.
+    __hash__ = str.__hash__
+
+
+class Action(NamedTuple):
+    """One stage working on one microbatch. Prints as `2F0`: stage 2, forward, microbatch 0."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read an action from its text form; raises ValueError if `text` is not of the form `2F0`."""
+        word = text.strip()
+        match = _ACTION.fullmatch(word)
+        if match is None:
+            raise ValueError(f"expected an action such as `2F0` (stage, one of F B I W, microbatch), got `{word}`")
+        return cls(Kind(match[2]), int(match[1]), int(match[3]))
+
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+# A split backward holds what forward saved until its W, which needs the inputs of the linear layers.
+_HELD = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
+
+
+def dependencies(action: Action, num_stages: int) -> tuple[Action, ...]:
+    """Return the actions that must end before `action` may start, nearest first.
+
+    F(s)  <- F(s-1)             the previous stage's output
+    B(s)  <- F(s), B(s+1)       what forward saved, and the gradient of the output
+    I(s)  <- F(s), I(s+1)
+    W(s)  <- I(s)
+    """
+    kind, stage, microbatch = action
+    if kind is Kind.F:
+        return (Action(Kind.F, stage - 1, microbatch),) if stage > 0 else ()
+    if kind is Kind.W:
+        return (Action(Kind.I, stage, microbatch),)
+    forward = Action(Kind.F, stage, microbatch)
+    # The gradient of the output is named by the kind of `action`. The next stage may make it by the other: a stage that
+    # splits its backward and one that does not may be neighbours. `producer` gives both the same name.
+    return (forward, Action(kind, stage + 1, microbatch)) if stage + 1 < num_stages else (forward,)
+
+
+def producer(action: Action) -> Action:
+    """Return `I` for `B`, and other actions as they are: both produce the gradient of the stage's input."""
+    return action._replace(kind=Kind.I) if action.kind is Kind.B else action
+
+
+Channel = tuple[int, int, Kind]
+"""Sending rank, receiving rank, and `F` for activations or `I` for gradients."""
+
+
+def run_order(rows: Sequence[Sequence[Action]], num_stages: int) -> Iterator[tuple[int, Action, tuple[Action, ...]]]:
+    """Play the rows and yield (rank, action, its dependencies) in an order that respects the dependencies.
+
+    Ends early, without the blocked actions, where ranks wait for each other. Dependencies are named as by `producer`.
+    """
+    done: set[Action] = set()
+    waiting: dict[Action, list[int]] = {}
+    rests = [iter(row) for row in rows]
+    blocked: list[Action | None] = [next(rest, None) for rest in rests]
+    # A rank is looked at again only when the one action it waits for is done: searching all ranks after each action
+    # would be quadratic, and the search for a schedule plays many.
+    ready = deque(range(len(rows)))
+    while ready:
+        rank = ready.popleft()
+        while (action := blocked[rank]) is not None:
+            needs = tuple(map(producer, dependencies(action, num_stages)))
+            missing = next((need for need in needs if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            yield rank, action, needs
+            made = producer(action)
+            done.add(made)
+            ready.extend(waiting.pop(made, ()))
+            blocked[rank] = next(rests[rank], None)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of each rank, in order. Two schedules are equal if they run the same actions under the same limits.
+
+    Args:
+        rows: Actions of each rank, in the order in which it runs them.
+        stage_ranks: The rank that holds each stage.
+        num_microbatches: Microbatches of one step.
+        max_in_flight: For each rank, the most (stage, microbatch) pairs whose activations it may hold at once:
+            from the end of `F` to the end of `B` or `W`.
+        name: The builder's name, or `custom`. `validate` holds a named schedule to what its builder makes.
+        warmup: The builder's warm-up option, where it has one.
+    """
+
+    rows: tuple[tuple[Action, ...], ...]
+    stage_ranks: tuple[int, ...]
+    num_microbatches: int
+    max_in_flight: tuple[int, ...]
+    # Not compared: with few microbatches several builders and warm-ups make the same schedule.
+    name: str = field(default="custom", compare=False)
+    warmup: float | None = field(default=None, compare=False)
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Iterable[Action]], *, name: str = "custom") -> Schedule:
+        """Read placement, microbatches and activation limits off a table of actions.
+
+        Raises:
+            ValueError: If a stage has no actions, or is on two ranks.
+        """
+        table = tuple(tuple(row) for row in rows)
+        places: dict[int, set[int]] = {}
+        for rank, row in enumerate(table):
+            for action in row:
+                places.setdefault(action.stage, set()).add(rank)
+        if not places:
+            raise ValueError("expected at least one action, got an empty table")
+        wrong = {s: sorted(places.get(s, ())) for s in range(max(places) + 1) if len(places.get(s, ())) != 1}
+        if wrong:
+            found = ", ".join(f"stage {stage} on ranks {ranks}" for stage, ranks in wrong.items())
+            raise ValueError(f"expected each stage on exactly one rank, got {found}")
+        stage_ranks = tuple(next(iter(places[stage])) for stage in range(len(places)))
+        num_microbatches = 1 + max(action.microbatch for row in table for action in row)
+        return cls(table, stage_ranks, num_microbatches, in_flight_peaks(table), name)
+
+    @property
+    def num_ranks(self) -> int:
+        """P: ranks of the pipeline."""
+        return len(self.rows)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, over all ranks."""
+        return len(self.stage_ranks)
+
+    @property
+    def virtual_stages(self) -> int:
+        """V: stages on each rank; in a custom table, the most on any rank."""
+        return max(self.stage_ranks.count(rank) for rank in range(self.num_ranks))
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if weight gradients are computed separately from input gradients."""
+        return any(action.kind is Kind.I for row in self.rows for action in row)
+
+    @property
+    def is_training(self) -> bool:
+        """True if the schedule has any backward."""
+        return any(action.kind is not Kind.F for row in self.rows for action in row)
+
+    @cached_property
+    def channels(self) -> dict[Channel, tuple[Action, ...]]:
+        """The actions (`F`, or `B` and `I`) whose results each rank sends to each other rank, in order."""
+        sent: dict[Channel, list[Action]] = {}
+        for rank, row in enumerate(self.rows):
+            for action in row:
+                # Activations go to the next stage, gradients to the one before; a W sends nothing.
+                target = action.stage + (1 if action.kind is Kind.F else -1)
+                if action.kind is Kind.W or not 0 <= target < self.num_stages:
+                    continue
+                receiver = self.stage_ranks[target]
+                if receiver != rank:
+                    sent.setdefault((rank, receiver, producer(action).kind), []).append(action)
+        return {channel: tuple(made) for channel, made in sent.items()}
+
+    @cached_property
+    def forwards(self) -> Schedule:
+        """The forward actions alone, built once; see `forward_only`."""
+        rows = tuple(tuple(action for action in row if action.kind is Kind.F) for row in self.rows)
+        return Schedule(rows, self.stage_ranks, self.num_microbatches, (0,) * self.num_ranks, "forward_only")
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that `rank` holds, in model order."""
+        return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+
+    def to_text(self) -> str:
+        """Write one header line and one line per rank, read back by `from_text`."""
+        header = {
+            "schedule": self.name,
+            "microbatches": self.num_microbatches,
+            "stage_ranks": ",".join(map(str, self.stage_ranks)),
+            "max_in_flight": ",".join(map(str, self.max_in_flight)),
+        }
+        if self.warmup is not None:
+            header["warmup"] = self.warmup
+        lines = ["# " + " ".join(f"{key}={value}" for key, value in header.items())]
+        lines += [f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.rows)]
+        return "\n".join(lines) + "\n"
+
+    __str__ = to_text
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        """Read a schedule from its text form. Without the header line, `from_rows` derives the rest from the rows.
+
+        Raises:
+            ValueError: If a word is not an action, or the rank lines are not 0, 1, 2, ... in order.
+        """
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        rows: list[tuple[Action, ...]] = []
+        for line in (line for line in lines if not line.startswith("#")):
+            label, _, words = line.rpartition(":")
+            if label not in ("", f"rank {len(rows)}"):
+                raise ValueError(f"expected the line of rank {len(rows)}, got `{label}`")
+            rows.append(tuple(map(Action.parse, words.split())))
+        header = dict(word.split("=", 1) for line in lines if line.startswith("#") for word in line[1:].split())
+        if "stage_ranks" not in header:
+            return cls.from_rows(rows)
+        return cls(
+            rows=tuple(rows),
+            stage_ranks=tuple(map(int, header["stage_ranks"].split(","))),
+            num_microbatches=int(header["microbatches"]),
+            max_in_flight=tuple(map(int, header["max_in_flight"].split(","))),
+            name=header["schedule"],
+            warmup=float(header["warmup"]) if "warmup" in header else None,
+        )
+
+
+def activations_held(row: Sequence[Action]) -> list[int]:
+    """Count the activations held after each action: from `F` to `B` or `W`; none in a schedule without backward."""
+    if all(action.kind is Kind.F for action in row):
+        return [0] * len(row)
+    return list(accumulate(_HELD[action.kind] for action in row))
+
+
+def in_flight_peaks(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """Count, for each rank, the most activations held at once."""
+    return tuple(max(activations_held(row), default=0) for row in rows)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """Return the schedule's forward actions, in order, for evaluation: no activation is held for a backward."""
+    return schedule.forwards
 
 
 def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedule:
@@ -45,7 +303,7 @@ def gpipe(num_ranks: int, virtual_stages: int, num_microbatches: int) -> Schedul
 
     Source: https://arxiv.org/abs/1811.06965; breadth-first: https://arxiv.org/abs/2211.05953
     """
-    stage_ranks = _looped(num_ranks, virtual_stages)
+    stage_ranks = tuple(range(num_ranks)) * virtual_stages
     rows = []
     for rank in range(num_ranks):
         stages = range(rank, len(stage_ranks), num_ranks)
@@ -63,12 +321,7 @@ def one_f_one_b(num_ranks: int, virtual_stages: int, num_microbatches: int, warm
 
     Bubble (P-1)(F+B), as GPipe, but rank r holds min(m, P-r) microbatches. `warmup=2` runs twice as far ahead,
     holds 2(P-r)-1, and hides a link's latency, of which plain 1F1B exposes two hops in every steady step.
-
-    Args:
-        num_ranks: P.
-        virtual_stages: Must be 1.
-        num_microbatches: m, may be less than P.
-        warmup: Forwards run ahead, per rank of distance to the last rank, at least 1.
+    V must be 1; m may be less than P.
 
     Source: https://arxiv.org/abs/1806.03377
     """
@@ -155,18 +408,12 @@ SCHEDULES: Mapping[str, Builder] = {
 
 
 def build_schedule(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    virtual_stages: int | None = None,
-    warmup: float | None = None,
+    name: str, num_ranks: int, num_microbatches: int, virtual_stages: int | None = None, warmup: float | None = None
 ) -> Schedule:
-    """Build a schedule by name.
+    """Build a schedule of P ranks and m microbatches by name.
 
     Args:
         name: One of `SCHEDULES`.
-        num_ranks: P.
-        num_microbatches: m.
         virtual_stages: V; by default 2 where the schedule needs chunks, else 1.
         warmup: For the schedules that take it, forwards run ahead per rank of distance to the last rank.
 
@@ -191,15 +438,11 @@ def build_schedule(
 def _alternating(
     name: str, num_ranks: int, virtual_stages: int, num_microbatches: int, warmup: float, *, split: bool
 ) -> Schedule:
-    """Build the 1F1B family: some forwards ahead, then one forward and one backward, alternating.
-
-    With a split backward, the W of a rank follow their I as many iterations later as there are ranks before it, which
-    evens out what the ranks hold.
-    """
+    """Build the 1F1B family: some forwards ahead, then one forward and one backward, alternating."""
     if warmup < 1 or (virtual_stages > 1 and warmup > 2):
         allowed = "at least 1" if virtual_stages == 1 else "from 1 to 2 with several stages on a rank"
         raise ValueError(f"expected `warmup` {allowed}, outside of which ranks wait for each other, got {warmup}")
-    stage_ranks = _looped(num_ranks, virtual_stages)
+    stage_ranks = tuple(range(num_ranks)) * virtual_stages
     groups = _groups(num_ranks, num_microbatches)
     rows = []
     for rank in range(num_ranks):
@@ -211,9 +454,10 @@ def _alternating(
         # The first group goes through the earlier chunks before any backward. Earlier ranks run further ahead, since
         # their first gradient has to come back from the last rank.
         ahead = (virtual_stages - 1) * len(groups[0]) + math.ceil(warmup * (num_ranks - 1 - rank))
+        # Late ranks run few forwards ahead and may keep what a W needs for longer: with a lag of as many iterations as
+        # there are ranks before it, each rank holds about as much.
         rows.append(list(_interleave(forwards, backwards, ahead, math.ceil(warmup * rank) if split else None)))
-    schedule = _finish(name, rows, stage_ranks, num_microbatches)
-    return replace(schedule, warmup=warmup)
+    return replace(_finish(name, rows, stage_ranks, num_microbatches), warmup=warmup)
 
 
 def _interleave(
@@ -235,19 +479,13 @@ def _interleave(
 
 
 def _groups(num_ranks: int, num_microbatches: int) -> list[range]:
-    """Cut the microbatches into groups that pass through a rank's chunks together, larger groups first.
-
-    Groups of P keep every rank busy and hold least. Where P does not divide m a short last group would leave
-    ranks waiting (or deadlock), so the remainder is spread and groups have up to 2P-1.
-    """
+    """Cut the microbatches into groups that pass through a rank's chunks together, larger groups first."""
+    # Groups of P keep every rank busy and hold least. Where P does not divide m a short last group would leave
+    # ranks waiting (or deadlock), so the remainder is spread and groups have up to 2P-1.
     num_groups = max(1, num_microbatches // num_ranks)
     size, longer = divmod(num_microbatches, num_groups)
     starts = [g * size + min(g, longer) for g in range(num_groups + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
-
-
-def _looped(num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    return tuple(range(num_ranks)) * virtual_stages
 
 
 def _finish(

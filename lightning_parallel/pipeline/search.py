@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
-from lightning_parallel.tracing.text import bytes_text
+from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = [
     "Balance",
@@ -114,7 +114,7 @@ def _explicit(balance: Sequence[int], num_layers: int, num_stages: int) -> tuple
 
 
 def _uniform(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Give the remainder to the stages in the middle: the first and the last hold the prologue and the epilogue too."""
+    # The remainder goes to the stages in the middle: the first and the last hold the prologue and the epilogue too.
     size, longer = divmod(num_layers, num_stages)
     first = (num_stages - longer) // 2
     return tuple(size + (first <= stage < first + longer) for stage in range(num_stages))
@@ -163,6 +163,7 @@ def _bottleneck(num_layers: int, num_stages: int, segment: Segment) -> float:
 
 def _most_even(num_layers: int, num_stages: int, segment: Segment) -> tuple[int, ...]:
     limit = _bottleneck(num_layers, num_stages, segment)
+    # The stages' costs have a given sum, so the sum of their squares is least where they are most alike.
     return _solve(num_layers, num_stages, segment, lambda so_far, cost: so_far + cost * cost, limit)[1]
 
 
@@ -171,8 +172,7 @@ def _solve(
 ) -> tuple[float, tuple[int, ...]]:
     """Minimise the stages' costs, combined by `add`, over the cuts whose stages cost at most `limit` each.
 
-    `best[stop]` is the least combined cost of the stages so far over the first `stop` layers. A run is grown backwards
-    from its end, so the search stops as soon as the run alone is worse than the best found.
+    `best[stop]` is the least combined cost of the stages so far over the first `stop` layers.
     """
     best = [0.0] + [_INFINITE] * num_layers
     starts: list[list[int]] = []
@@ -183,6 +183,7 @@ def _solve(
         for stop in range(stage + 1, num_layers + 1):
             for start in range(stop - 1, stage - 1, -1):
                 cost = segment(stage, start, stop)
+                # Runs grow backwards from their end and cost no less with each layer: longer ones cannot be better.
                 if cost > limit or add(0.0, cost) > found[stop]:
                     break
                 total = add(best[start], cost)
@@ -283,6 +284,7 @@ class Choice:
     candidates: tuple[Candidate, ...]
     memory_limit_bytes: float | None
 
+    # Without an annotation, so that it is no field of the dataclass.
     HEADER = ("schedule", "V", "microbatches", "warm-up", "step", "bubble", "held", "peak memory", "")
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -386,6 +388,7 @@ def _play(workload: Workload, schedule: Schedule, limit_bytes: float | None) -> 
     try:
         return _play_cut(workload, schedule, limit_bytes, *workload.cut(schedule, limit_bytes))
     except ValueError:
+        # Kept although it does not fit: the error, or the table of the choice, has to name it.
         return candidate
 
 

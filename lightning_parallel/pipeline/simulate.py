@@ -1,6 +1,12 @@
-"""Simulate a schedule with given costs: makespan, bubble, memory, critical path.
+"""Run a schedule on paper, before anything runs: check it, and simulate its makespan, bubble, memory, critical path.
 
-A `Timeline` says when each action started and ended on each rank. The simulator makes one from costs, the
+`validate` finds deadlocks, actions that are missing or repeated, and too much memory. An error prints the row at fault
+and marks the action, or says which ranks wait for each other:
+
+    rank 0 waits at 0B1 for 1B1 of rank 1
+    rank 1 waits at 1F0 for 0F0 of rank 0
+
+A `Timeline` says when each action started and ended on each rank. `simulate` makes one from costs, the
 `PipelineTimeline` callback from recorded spans, so that prediction and measurement can be compared.
 
     costs = [Cost(forward_s=0.02, input_gradient_s=0.02, weight_gradient_s=0.02)] * 4
@@ -9,13 +15,15 @@ A `Timeline` says when each action started and ended on each rank. The simulator
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import inf
 from typing import Any
 
-from lightning_parallel.pipeline.actions import (
+from lightning_parallel.pipeline.schedule import (
+    SCHEDULES,
     Action,
     Kind,
     Schedule,
@@ -24,9 +32,230 @@ from lightning_parallel.pipeline.actions import (
     producer,
     run_order,
 )
-from lightning_parallel.pipeline.validate import ScheduleError, describe_waits, validate
 
-__all__ = ["Cost", "Link", "ScheduleError", "Span", "Timeline", "simulate", "validate"]
+__all__ = ["Cost", "Link", "ScheduleError", "Span", "Timeline", "describe_waits", "simulate", "validate"]
+
+# Rows have thousands of actions, and one mistake makes many faults: print the surroundings of the first few.
+_WINDOW = 6
+_MOST_FAULTS = 4
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be run. The message prints the row at fault."""
+
+
+def validate(schedule: Schedule) -> None:
+    """Check that every rank can run its row to the end and that the result is one whole step, training or forward-only.
+
+    In this order: each action exactly once and on its rank; each after what it depends on; no circular wait;
+    on every channel both ends agree on the order of messages; no more activations held than declared; and a
+    schedule that bears a builder's name is what that builder makes, action for action.
+
+    Raises:
+        ScheduleError: At the first kind of fault found.
+    """
+    # Each check relies on those before it: places and dependencies have no meaning in a table with gaps.
+    faults = _shape_faults(schedule) or _count_faults(schedule)
+    if not faults:
+        waits = describe_waits(schedule)
+        if waits:
+            raise ScheduleError(f"{_title(schedule)}\nthese ranks would wait forever:\n{waits}")
+        faults = _channel_faults(schedule) or _in_flight_faults(schedule) or _builder_faults(schedule)
+    if faults:
+        rest = len(faults) - _MOST_FAULTS
+        more = [f"... and {rest} more"] if rest > 0 else []
+        raise ScheduleError("\n".join([_title(schedule), *faults[:_MOST_FAULTS], *more]))
+
+
+def describe_waits(schedule: Schedule) -> str:
+    """Describe which rank waits at which action for what, if the rows cannot be played to the end; else return "".
+
+    Ranks that wait for each other in a circle come first.
+    """
+    places = _places(schedule)
+    done: set[Action] = set()
+    stuck = dict.fromkeys(range(schedule.num_ranks), 0)
+    for rank, action, _ in run_order(schedule.rows, schedule.num_stages):
+        done.add(producer(action))
+        stuck[rank] += 1
+    stuck = {rank: at for rank, at in stuck.items() if at < len(schedule.rows[rank])}
+    waits = {}
+    for rank, index in stuck.items():
+        needs = dependencies(schedule.rows[rank][index], schedule.num_stages)
+        waits[rank] = next(need for need in needs if producer(need) not in done)
+    lines = []
+    for rank in _circle_first(schedule, waits):
+        index, need = stuck[rank], waits[rank]
+        owner, actual = schedule.stage_ranks[need.stage], need
+        # The neighbour may make the gradient by a B where this stage would by an I: print what stands in its row.
+        if producer(need) in places:
+            owner, position = places[producer(need)]
+            actual = schedule.rows[owner][position]
+        whose = "later in its own row" if owner == rank else f"of rank {owner}"
+        lines.append(f"rank {rank} waits at {schedule.rows[rank][index]} for {actual} {whose}")
+        lines.append(_marked(schedule, rank, index))
+    return "\n".join(lines)
+
+
+def _title(schedule: Schedule) -> str:
+    return (
+        f"schedule `{schedule.name}` ({schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches) is not valid:"
+    )
+
+
+def _shape_faults(schedule: Schedule) -> list[str]:
+    ranks = range(schedule.num_ranks)
+    strangers = [rank for rank in schedule.stage_ranks if rank not in ranks]
+    faults = []
+    if strangers or not schedule.stage_ranks:
+        faults.append(f"expected `stage_ranks` to place stages on ranks 0 to {len(ranks) - 1}, got {strangers}")
+    if len(schedule.max_in_flight) != len(ranks):
+        faults.append(f"expected `max_in_flight` for {len(ranks)} ranks, got {len(schedule.max_in_flight)}")
+    if schedule.num_microbatches < 1:
+        faults.append(f"expected at least 1 microbatch, got {schedule.num_microbatches}")
+    return faults
+
+
+def _count_faults(schedule: Schedule) -> list[str]:
+    """Find actions that are unknown, on the wrong rank, repeated or missing."""
+    faults = []
+    for rank, row in enumerate(schedule.rows):
+        seen: set[Action] = set()
+        for index, action in enumerate(row):
+            problem = _misplaced(schedule, rank, action)
+            if action in seen:
+                problem = f"repeats {action}, expected once"
+            if problem:
+                faults.append(f"rank {rank} {problem}\n{_marked(schedule, rank, index)}")
+            seen.add(action)
+    return faults or _missing_faults(schedule)
+
+
+def _misplaced(schedule: Schedule, rank: int, action: Action) -> str:
+    if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
+        most = f"stages below {schedule.num_stages} and microbatches below {schedule.num_microbatches}"
+        return f"has {action}, expected {most}"
+    owner = schedule.stage_ranks[action.stage]
+    return "" if owner == rank else f"has {action}, but stage {action.stage} is on rank {owner}"
+
+
+def _missing_faults(schedule: Schedule) -> list[str]:
+    """Require for each stage and microbatch F, and B or both I and W; only F in a forward-only schedule."""
+    have = Counter(action for row in schedule.rows for action in row)
+    faults = []
+    for stage, rank in enumerate(schedule.stage_ranks):
+        split = sum(have[Action(Kind.I, stage, i)] for i in range(schedule.num_microbatches))
+        whole = sum(have[Action(Kind.B, stage, i)] for i in range(schedule.num_microbatches))
+        for i in range(schedule.num_microbatches):
+            forward, b, grad, weight = (Action(kind, stage, i) for kind in Kind)
+            wanted = [forward]
+            if schedule.is_training:
+                # A microbatch without any backward lacks the kind that most microbatches of the stage have.
+                splits = have[grad] or have[weight] or (not have[b] and split > whole)
+                wanted += [grad, weight] if splits else [b]
+            faults += [_missing(schedule, rank, action) for action in wanted if not have[action]]
+            if have[b] and (have[grad] or have[weight]):
+                index = schedule.rows[rank].index(b)
+                faults.append(f"rank {rank} runs {b} in addition to its halves\n{_marked(schedule, rank, index)}")
+    return faults
+
+
+def _missing(schedule: Schedule, rank: int, action: Action) -> str:
+    """Mark the gap, after the same action on an earlier microbatch."""
+    row = schedule.rows[rank]
+    before = [i for i, a in enumerate(row) if a[:2] == action[:2] and a.microbatch < action.microbatch]
+    index = before[-1] + 1 if before else 0
+    return f"rank {rank} lacks {action}\n{_draw_marked(rank, [*row[:index], f'({action})', *row[index:]], index)}"
+
+
+def _circle_first(schedule: Schedule, waits: dict[int, Action]) -> list[int]:
+    if not waits:
+        return []
+    path = [next(iter(waits))]
+    # Follow who waits for whom until a rank comes again, or one is reached that does not wait.
+    while True:
+        owner = schedule.stage_ranks[waits[path[-1]].stage]
+        if owner in path:
+            circle = path[path.index(owner) :]
+            break
+        if owner not in waits:
+            circle = path[-1:]
+            break
+        path.append(owner)
+    # The fault is in the circle; other ranks mostly wait because these do.
+    return circle + [rank for rank in waits if rank not in circle]
+
+
+def _places(schedule: Schedule) -> dict[Action, tuple[int, int]]:
+    return {producer(a): (rank, index) for rank, row in enumerate(schedule.rows) for index, a in enumerate(row)}
+
+
+def _channel_faults(schedule: Schedule) -> list[str]:
+    """Compare the order in which messages are made with the order in which the other end uses them."""
+    places = _places(schedule)
+    faults = []
+    for (sender, receiver, kind), messages in schedule.channels.items():
+        step = 1 if kind is Kind.F else -1
+        uses = [places[Action(kind, a.stage + step, a.microbatch)][1] for a in messages]
+        # Gradients have no header, and a backend may ignore tags: both ends must agree on the order of messages.
+        for (first, at), (second, next_at) in pairwise(zip(messages, uses)):
+            if next_at < at:
+                what = f"rank {sender} sends {first} before {second}, rank {receiver} uses them the other way round"
+                rows = _marked(schedule, sender, places[producer(second)][1]), _marked(schedule, receiver, next_at)
+                faults.append("\n".join((what, *rows)))
+                # One mistake mostly puts later pairs out of order, too.
+                break
+    return faults
+
+
+def _in_flight_faults(schedule: Schedule) -> list[str]:
+    faults = []
+    for rank, (row, limit) in enumerate(zip(schedule.rows, schedule.max_in_flight)):
+        index = next((i for i, held in enumerate(activations_held(row)) if held > limit), None)
+        if index is not None:
+            what = f"rank {rank} holds more activations than the {limit} that it declares"
+            faults.append(f"{what}\n{_marked(schedule, rank, index)}")
+    return faults
+
+
+def _builder_faults(schedule: Schedule) -> list[str]:
+    """Compare with the builder: an order may be legal, but that of another schedule, with another bubble."""
+    # `custom` and `forward_only` schedules have no builder.
+    if schedule.name not in SCHEDULES:
+        return []
+    options = {} if schedule.warmup is None else {"warmup": schedule.warmup}
+    meant = SCHEDULES[schedule.name](schedule.num_ranks, schedule.virtual_stages, schedule.num_microbatches, **options)
+    faults = []
+    for rank, (row, expected) in enumerate(zip(schedule.rows, meant.rows)):
+        for index, (action, wanted) in enumerate(zip_longest(row, expected)):
+            if action is None:
+                faults.append(_missing(schedule, rank, wanted))
+                break
+            if action != wanted:
+                faults.append(
+                    f"rank {rank} runs {action} where `{schedule.name}` runs {wanted}; "
+                    f"name a schedule `custom` if no builder made it\n{_marked(schedule, rank, index)}"
+                )
+                # With one action more or less, all that follow are in another place.
+                break
+    return faults
+
+
+def _marked(schedule: Schedule, rank: int, index: int) -> str:
+    return _draw_marked(rank, schedule.rows[rank], index)
+
+
+def _draw_marked(rank: int, row: Sequence[Action | str], index: int) -> str:
+    """Draw the part of a row around one action, with arrows under it."""
+    start = max(0, index - _WINDOW)
+    stop = index + _WINDOW + 1
+    words = [str(word) for word in row[start:stop]]
+    line = f"  rank {rank}: " + ("... " if start else "")
+    marked = index - start
+    arrows = " " * len(line + "".join(f"{word} " for word in words[:marked])) + "^" * len(words[marked])
+    return f"{line}{' '.join(words)}{' ...' if stop < len(row) else ''}\n{arrows}"
+
 
 Span = tuple[float, float]
 """Start and end, in seconds."""
@@ -56,6 +285,7 @@ class Cost:
     resident_bytes: float = 0
 
     def __post_init__(self) -> None:
+        # Written so that NaN, which is neither less nor more than anything, is refused too.
         wrong = [f"{key}={value}" for key, value in vars(self).items() if not 0 <= value < inf]
         if wrong:
             raise ValueError(f"expected finite costs of at least 0, got {', '.join(wrong)}")
@@ -67,13 +297,8 @@ class Cost:
 
     def seconds(self) -> dict[Kind, float]:
         """Return the duration of an action of each kind."""
-        backward_s = self.input_gradient_s + self.weight_gradient_s
-        return {
-            Kind.F: self.forward_s,
-            Kind.B: backward_s,
-            Kind.I: self.input_gradient_s,
-            Kind.W: self.weight_gradient_s,
-        }
+        halves = {Kind.I: self.input_gradient_s, Kind.W: self.weight_gradient_s}
+        return {Kind.F: self.forward_s, Kind.B: sum(halves.values()), **halves}
 
     def scaled(self, factor: float) -> Cost:
         """Return the cost of a microbatch `factor` times as large: all but `resident_bytes` is scaled."""
@@ -85,6 +310,7 @@ class Cost:
         """Add the costs of consecutive layers; `boundary_bytes` is that of the last."""
         layers = list(costs)
         total = {key: sum(getattr(layer, key) for layer in layers) for key in cls.__dataclass_fields__}
+        # Outputs of the layers before the last stay inside of the stage.
         return cls(**{**total, "boundary_bytes": layers[-1].boundary_bytes if layers else 0})
 
 
@@ -159,6 +385,7 @@ class Timeline:
     @property
     def in_flight_peaks(self) -> list[int]:
         """For each rank, the most (stage, microbatch) activations held at once."""
+        # A dict keeps the order of insertion, in which the rank ran its actions.
         return [max(activations_held(list(row)), default=0) for row in self.spans]
 
     def in_flight(self, rank: int) -> list[tuple[float, int]]:
@@ -167,15 +394,10 @@ class Timeline:
         return [(row[action][1], held) for action, held in zip(row, activations_held(list(row)))]
 
     def memory_peaks(self, costs: Sequence[Cost]) -> list[float]:
-        """Return the most bytes that each rank holds, of resident memory and activations.
-
-        Args:
-            costs: One per stage.
-        """
+        """Return the most bytes that each rank holds, of resident memory and activations, by the cost of each stage."""
         peaks = []
         for rank, row in enumerate(self.spans):
-            held_bytes = 0.0
-            peak = 0.0
+            held_bytes = peak = 0.0
             # Without a backward nothing is saved. Stages differ in their bytes, so the count alone does not do.
             is_training = any(action.kind is not Kind.F for action in row)
             for action in row if is_training else ():
@@ -189,7 +411,7 @@ class Timeline:
         """Walk back from the last action to end, each time to what it waited for; first action first.
 
         The step back is to the rank's previous action if that left no gap, else to the dependency that ended
-        last on another rank. One that had ended before the previous action began counts as having arrived by its end.
+        last on another rank.
 
         Args:
             tolerance_s: A gap up to which the rank counts as not having waited; more than 0 for measured times.
@@ -206,6 +428,7 @@ class Timeline:
             needs = (producer(need) for need in dependencies(here, self.schedule.num_stages))
             remote = [actual[need] for need in needs if need.stage != here.stage and need in actual]
             if previous is not None:
+                # One that had ended before the previous action began counts as having arrived by that action's end.
                 remote = [need for need in remote if span_of[need][1] > span_of[previous][0]]
             # Without a gap before it, the action started when its rank was free, whatever had arrived in the meantime.
             waited = previous is None or start_s - span_of[previous][1] > tolerance_s
@@ -227,16 +450,13 @@ class Timeline:
 def simulate(
     schedule: Schedule, costs: Cost | Sequence[Cost], link: Link = Link(), overhead_s: float = 0.0
 ) -> Timeline:
-    """Simulate a schedule: each action starts when its rank is free and its inputs have arrived.
+    """Simulate a schedule from time 0: each action starts when its rank is free and its inputs have arrived.
 
     Args:
         schedule: What to run.
         costs: One per stage, or one for all stages.
         link: Between any two ranks; by default instant. Stages on one rank hand over without it.
         overhead_s: Seconds that every action takes in addition to its cost.
-
-    Returns:
-        The timeline, starting at 0.
 
     Raises:
         ValueError: If there is not one cost per stage.
@@ -257,6 +477,7 @@ def simulate(
     for rank, action, needs in run_order(schedule.rows, schedule.num_stages):
         kind, stage, _ = action
         # What the stage made itself is there as soon as its rank is free.
+        # The 0.0 is there for actions without needs: `max` of a single number is an error.
         start_s = max(free_s[rank], *(arrival_s[need] for need in needs if need.stage != stage), 0.0)
         end_s = start_s + seconds[stage][kind]
         free_s[rank] = end_s

@@ -75,11 +75,9 @@ class StageEnd:
 
 
 class StageExit(BaseException):
-    """Ends a step at the first layer of a later stage.
+    """Ends a step at the first layer of a later stage."""
 
-    Not an `Exception`, so that no handler in the model stops it.
-    """
-
+    # Not an `Exception`, so that no handler in the model stops it.
     def __init__(self, end: StageEnd) -> None:
         self.end = end
 
@@ -116,6 +114,7 @@ class StageForward:
         self.stubs = stubs
         self.receive = receive
         self.on_entry = on_entry
+        # The first stage receives nothing: its inputs are in the batch.
         self.entered = stage == 0
         self.last = -1
 
@@ -246,6 +245,7 @@ def _require_data(name: str, arguments: Any) -> None:
 
 
 def _first_missing(value: Any) -> PlaceholderTensor | None:
+    # Written out instead of `pytree`, which flattens everything first: this runs at each call and rarely finds any.
     if type(value) is PlaceholderTensor:
         return value if missing(value) else None
     items: Any = ()
@@ -347,8 +347,10 @@ class PipelineStages:
         stack = LayerStack.at(module, plan.container)
         # Before parameters are freed, as ties are found by identity.
         self.tied = self._find_tied()
+        # Also before: a module whose parameters are gone is recognized by its site.
         self._intercepted = InterceptedModel(module, stack, self._holds)
         self._free(stack)
+        # After: only parameters that are still registered have to be hidden.
         self._hidden = self._stand_ins(stack)
 
     @contextmanager
@@ -367,11 +369,14 @@ class PipelineStages:
 
     def show(self) -> None:
         """Undo what hides parameters from a stage that is not entered yet."""
+        # Called on entry and at the end of the step, by when there may be nothing left to undo.
         for module, name, _ in self._hidden:
             module.__dict__.pop(name, None)
 
     def _hide(self) -> None:
         """Put placeholders before the parameters that the step reads directly, as a stage without them would see."""
+        # The stage before finds out by a dry run what this one lacks, and sees placeholders here: with their data this
+        # stage would lack less than it is sent.
         for module, name, placeholder in self._hidden:
             module.__dict__[name] = placeholder
 
@@ -410,7 +415,8 @@ class PipelineStages:
                 self._free_buffers(module, name, keep_constants=True)
 
     def _free_buffers(self, module: nn.Module, name: str, keep_constants: bool) -> None:
-        """Free buffers, or only those that a checkpoint holds: the others are constants that any stage may read."""
+        """Free the buffers of a module, with `keep_constants` only those that a checkpoint holds."""
+        # The others are constants, such as inverse frequencies, which any stage may read.
         for path, child in module.named_modules(prefix=name):
             buffers = buffers_of(child)
             for key, value in list(buffers.items()):

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.comm import MeshGroups, heartbeat
+from lightning_parallel.comm import MeshGroups, start_heartbeat, stop_heartbeat
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import PathLike, timeout_of
 from lightning_parallel.compat.torch import pytree, remove_ddp_hooks
@@ -182,7 +182,7 @@ class SavesCompression(Strategy):
 
     def _begin_compression(self) -> None:
         """Watch the other ranks, and bind the compressor to the module; once the processes have met."""
-        heartbeat.start()
+        start_heartbeat()
         module = self.lightning_module
         # For fitting only: to evaluate another module must not reset the compressor.
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
@@ -197,7 +197,7 @@ class SavesCompression(Strategy):
 
     @override
     def teardown(self) -> None:
-        heartbeat.stop()
+        stop_heartbeat()
         super().teardown()
 
     @override

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import Checkpoints, ModelNames, rules_by_name
-from lightning_parallel.comm import heartbeat
+from lightning_parallel.comm import stop_heartbeat
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
     PathLike,
@@ -269,7 +269,7 @@ class MeshStrategy(MeshProcesses):
             self._reducer.remove()
             self._reducer = None
         self._patches.undo()
-        heartbeat.stop()
+        stop_heartbeat()
         super().teardown()
 
     # -------------------------------------------------------------------------------------------------- the steps

@@ -35,7 +35,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group, MeshGroups, fingerprints, heartbeat
+from lightning_parallel.comm import Group, MeshGroups, fingerprints, start_heartbeat
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import (
     FunctionLauncher,
@@ -398,7 +398,7 @@ class MeshProcesses(ParallelStrategy):
             assert self.cluster_environment is not None
             connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
             self._groups, self._device_mesh = process_groups(mesh, self.root_device.type, self._timeout)
-        heartbeat.start()
+        start_heartbeat()
         share_random_state(self.groups.replica)
         set_device_mesh(self.module, self.device_mesh)
 

@@ -30,21 +30,20 @@ from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import BatchNormalization, buffers_of
 from lightning_parallel.mesh import PIPELINE
-from lightning_parallel.pipeline.actions import Kind
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.measure import measure_link, truncated
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
-from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
+from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
 from lightning_parallel.pipeline.search import Balance, Choice, Workload, choose_schedule
 from lightning_parallel.pipeline.simulate import simulate
 from lightning_parallel.strategies import processes
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, warn_unless_mean
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, sharding_table
-from lightning_parallel.tracing.text import bytes_text, show
+from lightning_parallel.tracing.spans import bytes_text, show
 
 __all__ = [
     "PLAN_FILE",

@@ -37,7 +37,7 @@ from lightning_parallel.tensor.layers import (
     shard_parameters,
 )
 from lightning_parallel.tensor.linear import SharedInputs, column_linear, shared_inputs
-from lightning_parallel.tensor.random import RandomRegion
+from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
 __all__ = [
@@ -141,7 +141,7 @@ class ParallelAttention(nn.MultiheadAttention):
 
     @property
     def region_end(self) -> Literal["inside"]:
-        """`"inside"`: the dropout of the attention weights has to differ between the ranks; see `tensor.random`."""
+        """`"inside"`: the dropout of the attention weights has to differ between the ranks; see `tensor.regions`."""
         return "inside"
 
     @torch.compiler.disable  # the collectives cannot be traced into a graph

@@ -12,7 +12,7 @@ always right; modules that cannot be divided stay whole. The plan's notes tell b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -29,13 +29,12 @@ from lightning_parallel.tensor.inspection import (
     read_elsewhere,
     sizes_of,
 )
-from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
+from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
 from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, resolve_ties
-from lightning_parallel.tensor.sequence import sequence_parallel_styles
 from lightning_parallel.tensor.sharding import ShardPart
 from lightning_parallel.tensor.verify import PlanVerifier
 
-__all__ = ["make_plan"]
+__all__ = ["make_plan", "sequence_parallel_styles"]
 
 GATHERED = "each layer by itself, its output gathered: how its neighbours use it is not known"
 LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
@@ -321,6 +320,34 @@ def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier) -> Pl
     except ValueError:
         return None
     return verifier.first_verified(block, inside, [Plan(styles, sequence_regions=[("", "", "")])])
+
+
+def sequence_parallel_styles(block: nn.Module, styles: Mapping[str, Style], dim: int = 1) -> dict[str, Style]:
+    """Return the styles of a `block` whose input and output are divided along the sequence.
+
+    Args:
+        block: The full module.
+        styles: The styles of its layers without sequence parallelism, by path inside it.
+        dim: Dimension of the sequence.
+
+    Returns:
+        The same styles with sequence parallelism, and partial gradients for all other parameters of the block.
+
+    Raises:
+        ValueError: If a style cannot be combined with sequence parallelism.
+    """
+    result: dict[str, Style] = {}
+    for path, style in styles.items():
+        gathered = isinstance(style, Column) and style.gather_output
+        split = isinstance(style, Row) and style.split_input
+        if gathered or split or not isinstance(style, (Column, Row, Replicate)):
+            raise ValueError(f"`{path}` cannot be sequence-parallel with {style}; use `Column()` and `Row()` in pairs")
+        result[path] = style if isinstance(style, Replicate) else replace(style, sequence_dim=dim)
+    for path, module in block.named_modules():
+        # Norms and other layers see this rank's positions only.
+        if any(True for _ in module.parameters(recurse=False)) and not isinstance(result.get(path), (Column, Row)):
+            result[path] = Replicate(partial_gradient=True)
+    return result
 
 
 # --------------------------------------------------------------------------------------------------------- the rest

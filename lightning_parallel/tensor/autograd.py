@@ -307,6 +307,7 @@ class _ScatterToGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Each rank has the gradient of its own slice, and the input was whole on all of them.
         return gather_from_group(grad, *ctx.args), None, None, None
 
 
@@ -342,6 +343,7 @@ class _ReduceScatterToGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # Every rank's summand has the gradient of the whole sum, of which each rank holds a slice.
         return all_gather_to_group(grad, *ctx.args), None, None, None
 
 

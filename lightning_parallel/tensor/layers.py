@@ -34,7 +34,7 @@ from lightning_parallel.tensor.autograd import (
 )
 from lightning_parallel.tensor.inspection import describe, full_shape, is_linear, is_native, is_transposed
 from lightning_parallel.tensor.linear import SequenceLengths, SharedInputs, column_linear, row_linear, shared_inputs
-from lightning_parallel.tensor.random import RandomRegion
+from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
 __all__ = [
@@ -277,7 +277,7 @@ class ColumnLinear(_ParallelLinear):
 
     @property
     def region_end(self) -> Literal["opens"] | None:
-        """`"opens"` if random numbers after this layer have to differ between the ranks; see `tensor.random`."""
+        """`"opens"` if random numbers after this layer have to differ between the ranks; see `tensor.regions`."""
         return None if self.gather_output or self.inputs.lengths is not None else "opens"
 
     def extra_repr(self) -> str:
@@ -303,7 +303,7 @@ class RowLinear(_ParallelLinear):
 
     @property
     def region_end(self) -> Literal["closes"] | None:
-        """`"closes"` if random numbers before this layer have to differ between the ranks; see `tensor.random`."""
+        """`"closes"` if random numbers before this layer have to differ between the ranks; see `tensor.regions`."""
         return None if self.split_input or self.lengths is not None else "closes"
 
     def extra_repr(self) -> str:

@@ -156,6 +156,7 @@ class _CrossEntropy(Function):
         hard = (1 - a) * w_target * grad
         soft = a / ctx.classes.count * grad
         dz = p * (hard + soft * ctx.w_total).unsqueeze(-1)
+        # `index` is 0 where another rank holds the target, and `held` makes that addition one of zero.
         dz.scatter_add_(-1, index, -(hard * held).unsqueeze(-1))
         if a:
             dz -= soft.unsqueeze(-1) * (1.0 if local_w is None else local_w)

@@ -33,8 +33,7 @@ from lightning_parallel.tensor.inspection import (
     read_elsewhere,
 )
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
-from lightning_parallel.tensor.random import connect_random_regions
-from lightning_parallel.tensor.sequence import divide_sequence
+from lightning_parallel.tensor.regions import connect_random_regions, divide_sequence
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [

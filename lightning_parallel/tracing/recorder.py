@@ -63,6 +63,7 @@ class InFlight:
         complete: When it was complete, where something reports that: nanoseconds, or a mark of the device clock.
     """
 
+    # One is made for every communication call of a step; slots keep that cheap.
     __slots__ = (
         "_blocked",
         "_recorder",
@@ -398,6 +399,7 @@ class _RecordedSpan(OpenSpan):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = self._recorder.now() if self._phase is None else self._recorder.leave()
+        # In the order in which `_keep` unpacks them.
         fields = (*self._fields, None, None, None, (), None, None, get_ident(), None, None, "")
         self._recorder.add(fields, self._start, end)
 

@@ -11,7 +11,7 @@ from lightning_parallel.callbacks.report.page import PHASE_LABELS, render
 from lightning_parallel.callbacks.session import PHASES
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Timeline, simulate
-from lightning_parallel.tracing.text import bytes_text
+from lightning_parallel.tracing.spans import bytes_text
 from tests.callbacks.sample import sample_report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")

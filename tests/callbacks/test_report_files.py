@@ -9,7 +9,7 @@ import pytest
 from lightning_parallel.callbacks.report.comparison import Change, changes
 from lightning_parallel.callbacks.report.trace import read_trace
 from lightning_parallel.cli import main
-from lightning_parallel.tracing.text import percent
+from lightning_parallel.tracing.spans import percent
 from tests.callbacks.sample import sample_report
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel import comm
+from lightning_parallel.comm import work
 from lightning_parallel.tracing import Recorder, activate, span
 from tests.harness import distributed, recorded_communication
 
@@ -118,3 +119,16 @@ def test_backward_on_a_device_belongs_to_the_dry_run():
     with comm.dry_run():
         _Reduced.apply(torch.ones(2, device="cuda", requires_grad=True)).sum().backward()
     assert _Reduced.threads == [threading.get_ident()]
+
+
+@distributed(world_size=2)
+def test_the_error_of_an_earlier_run_does_not_explain_a_later_one(group):
+    for attempt in range(2):
+        comm.start_heartbeat()
+        comm.barrier(group)
+        if attempt == 0:
+            work._heartbeat.report("an earlier error")
+        comm.barrier(group)
+        assert bool(work._heartbeat.errors([1 - group.rank])) == (attempt == 0)
+        comm.barrier(group)
+        comm.stop_heartbeat()

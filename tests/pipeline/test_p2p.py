@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lightning_parallel import comm
-from lightning_parallel.pipeline.actions import Action, Kind
 from lightning_parallel.pipeline.p2p import Message, MessageLayout, MessageLayouts, StageMessages, TensorSpec
-from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.schedule import Action, Kind, build_schedule
 from tests.harness import RankError, distributed, recorded_communication, run
 
 CPU = torch.device("cpu")

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.actions import Schedule
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TensorLayout, device_of
-from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.schedule import Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Link
 from tests.pipeline.models import built
 

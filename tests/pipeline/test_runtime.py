@@ -8,8 +8,7 @@ import torch
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.mesh import PIPELINE, Mesh
-from lightning_parallel.pipeline.actions import Kind
-from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.schedule import Kind, build_schedule
 from tests.harness import distributed
 from tests.pipeline.models import built, pipeline
 

@@ -8,17 +8,20 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from lightning_parallel.pipeline.actions import activations_held, in_flight_peaks, producer, run_order
 from lightning_parallel.pipeline.schedule import (
     SCHEDULES,
     Action,
     Kind,
     Schedule,
+    activations_held,
     build_schedule,
     dependencies,
     forward_only,
+    in_flight_peaks,
+    producer,
+    run_order,
 )
-from lightning_parallel.pipeline.validate import validate
+from lightning_parallel.pipeline.simulate import validate
 
 CHUNKS = {"1f1b": (1,), "zb_h1": (1,), "zbv": (2,)}
 

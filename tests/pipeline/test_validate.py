@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_parallel.pipeline.schedule import SCHEDULES, Action, Kind, Schedule, build_schedule, forward_only
-from lightning_parallel.pipeline.validate import ScheduleError, describe_waits, validate
+from lightning_parallel.pipeline.simulate import ScheduleError, describe_waits, validate
 
 
 def changed(schedule, rank, change):

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from lightning_parallel.tensor.attention import guard_fast_path
-from lightning_parallel.tensor.random import connect_random_regions
+from lightning_parallel.tensor.regions import connect_random_regions
 from lightning_parallel.tensor.sharding import reduce_partial_
 
 

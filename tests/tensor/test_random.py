@@ -10,7 +10,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.attention import TransformerLayer
 from lightning_parallel.tensor.layers import Column, Row
-from lightning_parallel.tensor.random import RandomRegion
+from lightning_parallel.tensor.regions import RandomRegion
 from tests.harness import distributed
 from tests.tensor.oracle import divide
 

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_parallel import comm
+from lightning_parallel.tensor.auto_plan import sequence_parallel_styles
 from lightning_parallel.tensor.layers import Column, Replicate, Row
-from lightning_parallel.tensor.sequence import divide_sequence, sequence_parallel_styles
+from lightning_parallel.tensor.regions import divide_sequence
 from lightning_parallel.tensor.sharding import ShardPart
 from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import divide, finish_gradients, same_by_name

@@ -17,7 +17,7 @@ from lightning_parallel.callbacks.report.page import (
     render_template,
     run_line,
 )
-from lightning_parallel.tracing.text import bytes_text, count_text, gap_text, percent, seconds_text
+from lightning_parallel.tracing.spans import bytes_text, count_text, gap_text, percent, seconds_text
 
 __all__ = ["Change", "changes", "render_comparison"]
 

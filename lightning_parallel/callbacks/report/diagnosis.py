@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from lightning_parallel.callbacks.memory import HELD
-from lightning_parallel.tracing.text import bytes_text, gap_text, percent, seconds_text
+from lightning_parallel.tracing.spans import bytes_text, gap_text, percent, seconds_text
 
 __all__ = ["Advice", "diagnose"]
 

@@ -16,7 +16,7 @@ from lightning_parallel.callbacks.memory import HELD
 from lightning_parallel.callbacks.report.charts import Bar, Curve, Segment, line_chart
 from lightning_parallel.pipeline.plot import draw_svg
 from lightning_parallel.pipeline.simulate import Timeline
-from lightning_parallel.tracing.text import bytes_text, count_text, gap_text, percent, rank_label, seconds_text
+from lightning_parallel.tracing.spans import bytes_text, count_text, gap_text, percent, rank_label, seconds_text
 
 __all__ = [
     "CURVES",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_parallel.tracing.text import bytes_text, count_text, gap_text, percent, rank_label, seconds_text, show
+from lightning_parallel.tracing.spans import bytes_text, count_text, gap_text, percent, rank_label, seconds_text, show
 
 
 @pytest.mark.parametrize(

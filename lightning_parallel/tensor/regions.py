@@ -1,13 +1,26 @@
-"""Random numbers under tensor parallelism: equal on all ranks where activations are equal, different where divided.
+"""Regions between divided layers, where the ranks hold different parts: features, or positions of the sequence.
 
-Between a column-parallel layer and the row-parallel layer that follows it, ranks hold different features. In such a
-region each rank uses a separate random stream:
+**Random numbers** are equal on all ranks where activations are equal, and different where these are divided. Between a
+column-parallel layer and the row-parallel layer that follows it, each rank uses a separate random stream:
 
     replicated  |  region                          |  replicated
     state S     |  seed(S, rank)  dropout, ...     |  S, advanced by one draw if the region drew anything
 
 The stream derives from the replicated state alone. So code that restores this state (activation checkpointing before
 it recomputes, a resumed run) reproduces the region too, and a region that draws nothing does not change the state.
+
+**Sequence parallelism** lets each rank hold a part of the sequence between the divided layers instead of all of it:
+
+    hidden | first: keep my part | norm | Column: all-gather ... Row: reduce-scatter | last: all-gather | hidden
+    (L, E) | (L / ranks, E)             | (L, E / ranks)                              | (L / ranks, E)   | (L, E)
+
+An all-gather and a reduce-scatter send as many bytes as the all-reduce that they replace, and the activations between
+the layers take 1 / ranks of the memory. Each rank computes norms and biases there for its positions only, so their
+gradients are partial. The blocks must take all lengths from the outputs of their projections, not from their input.
+
+Legend: L sequence length, E features.
+
+Source: Korthikanti et al., https://arxiv.org/abs/2205.05198
 """
 
 from __future__ import annotations
@@ -17,11 +30,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
+from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
+from lightning_parallel.tensor.linear import SequenceLengths, shared_inputs
 
-__all__ = ["RandomRegion", "connect_random_regions"]
+__all__ = ["RandomRegion", "connect_random_regions", "divide_sequence"]
 
 # The increment of SplitMix64, 2^64 over the golden ratio: it keeps the seeds of neighbouring ranks far apart.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -116,6 +131,33 @@ def _connect(module: nn.Module, region: RandomRegion) -> list[nn.Module]:
         layer.region = region  # type: ignore[assignment]
     module.register_forward_hook(lambda *_: region.close(), always_call=True)
     return []
+
+
+def divide_sequence(owner: nn.Module, first: nn.Module, last: nn.Module, group: Group, dim: int = 1) -> None:
+    """Divide the sequence from the input of `first` to the output of `last`, two modules inside `owner`.
+
+    The tensor that is divided is the first positional argument of `first`; the one that is gathered is the output of
+    `last` or its first element. Random numbers in between differ between the ranks.
+    """
+    lengths: SequenceLengths = shared_inputs(group, dim).lengths  # type: ignore[assignment]
+    region = RandomRegion(group)
+
+    def scatter_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden = scatter_to_group(args[0], group, dim, lengths.divide(args[0].shape[dim]))
+        if module.training:  # dropout between the layers draws for different positions on each rank
+            region.open(hidden.device)
+        return (hidden, *args[1:])
+
+    def gather_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        region.close()
+        hidden = output if isinstance(output, Tensor) else output[0]
+        hidden = gather_from_group(hidden, group, dim, lengths.parts(hidden.shape[dim]))
+        return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+    first.register_forward_pre_hook(scatter_input)
+    last.register_forward_hook(gather_output)
+    # The blocks may be left by an exception, before `last` closes the region.
+    owner.register_forward_hook(lambda *_: region.close(), always_call=True)
 
 
 # -------------------------------------------------------------------------------------------- one generator per device
