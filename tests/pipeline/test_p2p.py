@@ -49,6 +49,8 @@ def test_any_tensors_in_any_order_arrive(group):
         message(torch.randn(1, 5, requires_grad=True), index=2),
         message(torch.randn(1, 5, requires_grad=True), torch.empty(0, 3), index=2),
         message(torch.tensor(3), hidden.t()),
+        message(torch.randn(4, 3)[:, 0], torch.randn(3, dtype=torch.complex64).conj(), torch.randn(2, 4)[:, ::2]),
+        message(torch.randn(4, 3)[:, 0], torch.randn(3, dtype=torch.complex64).conj(), torch.randn(2, 4)[:, ::2]),
         message(),
     ]
     schedule, layouts = build_schedule("gpipe", 2, len(many)), MessageLayouts()
