@@ -34,7 +34,6 @@ __all__ = [
     "packed_state",
     "read_values",
     "scratch_tensor",
-    "settle_history",
     "values_of",
 ]
 
@@ -107,7 +106,6 @@ class StorageHistory:
         operations: What made and wrote the storage, in order.
         address: A number that differs between storages, for code that compares `data_ptr()`.
         value: The contents, where they have been made to stay.
-        is_settled: Whether these are the contents from now on, and operations are no longer recorded.
     """
 
     def __init__(self, device: torch.device, storage: torch.UntypedStorage) -> None:
@@ -116,7 +114,6 @@ class StorageHistory:
         self.operations: list[RecordedOperation] = []
         self.address = next(_order) << 44
         self.value: torch.UntypedStorage | None = None
-        self.is_settled = False
 
     @property
     def is_reachable(self) -> bool:
@@ -229,25 +226,8 @@ class RecordedOperation:
 
 
 def history_of(tensor: Tensor) -> StorageHistory:
-    """Return the history of the storage of `tensor`.
-
-    Raises:
-        RuntimeError: If it was released.
-    """
-    history = getattr(tensor.untyped_storage(), "history", None)
-    if history is None:
-        raise RuntimeError("this deferred tensor was released: another rank was to make its data")
-    return history
-
-
-def settle_history(storage: torch.UntypedStorage, data: torch.UntypedStorage | None) -> None:
-    """End the history of a meta storage: tensors on it find `data` from now on, or nothing, which is an error."""
-    history = storage.history  # type: ignore[attr-defined]
-    if data is None:
-        del storage.history  # type: ignore[attr-defined]
-    else:
-        history.value = data
-        history.is_settled = True
+    """Return the history of the storage of a deferred tensor."""
+    return tensor.untyped_storage().history  # type: ignore[attr-defined]
 
 
 def has_history(tensor: Tensor) -> bool:

@@ -34,7 +34,7 @@ from lightning_parallel.strategies.deferred_records import (
     values_of,
 )
 
-__all__ = ["BuildMode", "DeferredTensor", "is_deferred", "making_data", "materialize", "without_rest"]
+__all__ = ["BuildMode", "DeferredTensor", "is_deferred", "materialize"]
 
 _aten = torch.ops.aten
 
@@ -69,25 +69,14 @@ def is_deferred(value: object) -> bool:
     return isinstance(value, DeferredTensor)
 
 
-def materialize(tensor: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def materialize(tensor: Tensor) -> Tensor:
     """Make the data of a deferred tensor, which stays deferred itself.
 
-    Args:
-        tensor: Deferred, or any other, whose data are used as they are.
-        keep: Takes the part that is needed from the full tensor, which is dropped afterwards.
-
     Raises:
-        RuntimeError: If the tensor was released, or an operation gives another shape than it did when recorded.
+        RuntimeError: If an operation gives another shape than it did when recorded.
     """
-    with making_data(), torch.no_grad():
-        full = values_of([tensor])[0] if is_deferred(tensor) else tensor.detach()
-        return full if keep is None else without_rest(keep(full), full)
-
-
-def without_rest(kept: Tensor, full: Tensor) -> Tensor:
-    """Copy `kept` if it is a part of `full`, whose memory it would keep alive."""
-    is_part = kept.untyped_storage() is full.untyped_storage() and kept.numel() < full.numel()
-    return kept.clone(memory_format=torch.contiguous_format) if is_part else kept
+    with _making_data(), torch.no_grad():
+        return values_of([tensor])[0]
 
 
 class DeferredTensor(Tensor):
@@ -124,7 +113,7 @@ class DeferredTensor(Tensor):
         kwargs = kwargs or {}
         if func in _READERS or func in _EXPORTERS:
             make = values_of if func in _EXPORTERS else read_values
-            with making_data(), torch.no_grad():
+            with _making_data(), torch.no_grad():
                 args, kwargs = pytree.tree_map_only(DeferredTensor, lambda tensor: make([tensor])[0], (args, kwargs))
                 return func(*args, **kwargs)
         with DisableTorchFunctionSubclass():
@@ -154,18 +143,11 @@ def _dispatched(func: Any, types: Any, args: Any, kwargs: dict[str, Any], thresh
     has_other_classes = any(not issubclass(kind, DeferredTensor) for kind in types)
     if has_other_classes or (_is_making and threshold is not None):
         return func(*args, **kwargs)
-    if types:
-        args, kwargs = pytree.tree_map_only(DeferredTensor, _settled, (args, kwargs))
     return _Invocation(func, args, kwargs, threshold).run()
 
 
-def _settled(tensor: Tensor) -> Tensor:
-    """Return the data of a view of a tensor that has data by now, or the tensor itself."""
-    return values_of([tensor])[0] if history_of(tensor).is_settled else tensor
-
-
 @contextmanager
-def making_data() -> Iterator[None]:
+def _making_data() -> Iterator[None]:
     """Let operations pass inside the block, also during a build."""
     global _is_making
     before = _is_making

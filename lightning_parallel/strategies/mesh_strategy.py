@@ -42,9 +42,8 @@ from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, processes
 from lightning_parallel.strategies.compressed import MeshCompression
-from lightning_parallel.strategies.deferred_init import deferred_init
+from lightning_parallel.strategies.deferred_init import deferred_init, hold_back, materialize_owned
 from lightning_parallel.strategies.optimization import ReplicaNorm, remove_placeholders, span_replica, whole_parameters
-from lightning_parallel.strategies.ownership import hold_back, materialize_owned
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.setup import (
