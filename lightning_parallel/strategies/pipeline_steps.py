@@ -73,6 +73,7 @@ class PipelineSteps:
         self._engine: PipelineEngine | None = None
         self._positional: dict[str, int] = {}
         self._step_gradients: dict[nn.Parameter, Tensor | None] = {}
+        self._gradients_are_watched = False
         self._is_running = False
 
     @property
@@ -89,6 +90,7 @@ class PipelineSteps:
     def bind(self, engine: PipelineEngine, patches: Patches) -> None:
         """Run steps through `engine` from now on; metrics give their value on every rank until `patches` are undone."""
         self._engine = engine
+        self._gradients_are_watched = self._hooks_see_gradients()
         share_metrics(self.module, engine.group, engine.last_rank, lambda: self._is_running, patches)
 
     def example(self, trainer: Trainer) -> tuple[Callable[[Any], Any], Any] | None:
@@ -129,8 +131,12 @@ class PipelineSteps:
     def _gradients_are_needed(self) -> bool:
         """Tell whether anybody sees the gradients of earlier batches after `training_step`."""
         trainer = self.module.trainer
-        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
-            return True
+        is_accumulating = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
+        return is_accumulating or self._gradients_are_watched
+
+    def _hooks_see_gradients(self) -> bool:
+        """Tell whether a hook of the user runs while gradients of the step before are still there in one process."""
+        trainer = self.module.trainer
         hooks = [callback for callback in trainer.callbacks if isinstance(callback, Callback)]  # type: ignore[attr-defined]
         return (
             is_overridden("optimizer_zero_grad", self.module)

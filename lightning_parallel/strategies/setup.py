@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 PLAN_FILE = "pipeline_plan.json"
-"""Name of the file beside checkpoints in which a resumed run finds its plan."""
+"""Name of the file, in the folder of a checkpoint, from which a resumed run takes its plan."""
 
 _MOST_TIED = 0.5
 """Share of the parameters that may be on several stages without a word."""
@@ -309,6 +309,7 @@ def _plan(
     if example is not None:
         step, batch = example
         weights = [options.microbatch_weight(part) for part in microbatches]
+        # On every rank, though only the first one warns: the step may communicate, in divided layers or by itself.
         warn_unless_mean(module, truncated(module, plan, device, step), batch, microbatches, weights)
     return replace(plan, request=request)
 
@@ -333,7 +334,7 @@ def _request(
 
 
 def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world: Group) -> PipelinePlan | None:
-    """Return the plan beside the checkpoint that the run resumes from, if it was made for the same request."""
+    """Return the plan in the folder of the checkpoint to resume from, if it was made for the same request."""
 
     def found() -> dict[str, Any] | None:
         path = module.trainer.ckpt_path
@@ -356,7 +357,7 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
 
 
 def save_plan(plan: PipelinePlan, checkpoint: str | Path) -> None:
-    """Write the plan beside a checkpoint on a local disk, where a run that resumes from it will find it."""
+    """Write the plan into the folder of a checkpoint on a local disk; a run that resumes from it will find it there."""
     folder = Path(checkpoint).parent
     if plan.schedule.name in SCHEDULES and folder.is_dir():
         plan.save(folder / PLAN_FILE)
