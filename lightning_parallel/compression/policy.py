@@ -264,6 +264,8 @@ class _MeasuringStep(ReductionStep):
             return
         # Before anything is timed: ranks with different gradients would meet in the wrong collectives.
         self._agree(named_gradients)
+        # Before the first clock starts: on CUDA it stops when the device is done, not when the host is.
+        self._device = next(gradient.device for gradient in named_gradients.values())
         # Plain means are measured as DDP takes them: one all-reduce of a flat bucket, which it fills anyway.
         flat = torch.cat([gradient.detach().flatten() for gradient in named_gradients.values()])
         self._time(0, lambda: comm.all_reduce_(flat, self.group).div_(self.group.size))
@@ -272,7 +274,6 @@ class _MeasuringStep(ReductionStep):
             copies = {name: gradient.detach().clone() for name, gradient in named_gradients.items()}
             self._time(1 + index, partial(self._try, candidate, copies))
         super().reduce_(named_gradients, shards)
-        self._device = next((gradient.device for gradient in named_gradients.values()), self._device)
 
     def _try(self, candidate: Reducer, copies: Mapping[str, Tensor]) -> None:
         with candidate.begin(self.group) as step:
