@@ -126,7 +126,7 @@ class PowerSGD(Compressor):
         self, matrices: Tensor, block: GradientBlock, step: StepContext
     ) -> Generator[Request, Tensor, _Factors]:
         """Return the mean's factors P^T (names, rank, n) and Q^T (names, rank, m), and those of what this rank sent."""
-        # Factors lie transposed: on a CPU, P^T M runs ten times as fast as M^T P, whose operands are read across rows.
+        # Factors lie transposed: on a CPU, P^T M takes less than a tenth of the time of M^T P.
         keep = block.keep_rest
         if self.alternate and block.effective_step % 2:
             left = _orthonormal(self._basis("left", block, step, matrices.shape))

@@ -205,6 +205,7 @@ class Quantize(Quantizer):
         block.write(into)
 
     def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
+        # `_mean` leaves in its rows what was not sent: what was sent is the difference to a copy.
         rest = rows.clone() if keep else rows
         mean = torch.empty_like(rows)
         yield from self._mean(rest, step, purpose, keep, mean)
