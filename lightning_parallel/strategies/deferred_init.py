@@ -113,8 +113,10 @@ def replace_data(target: Tensor, value: Tensor) -> None:
     if is_parameter:
         value = nn.Parameter(value, target.requires_grad)
     after = type(value)
+    # Before the swap, which takes the hooks along with what each tensor stood for.
     move_tensor_hooks(target, value)
     swap_tensor_impl(target, value)
+    # The swap leaves the classes of the Python objects as they were.
     target.__class__ = after
     value.__class__ = before
     mark_as_parameter(target, is_parameter and after is DeferredTensor)
@@ -148,6 +150,7 @@ def hold_back(module: nn.Module, device: torch.device) -> HeldBack:
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
             if is_deferred(parameter):
+                # A second tensor on the same storage, which keeps the record when the parameter leaves it.
                 deferred = parameter.detach()
                 replace_data(parameter, Layout.of(parameter).empty(META))
                 held.parameters[id(parameter)] = (parameter, deferred)
@@ -195,7 +198,9 @@ def materialize_owned(
 
     were_deferred = set(held.parameters)
     for key in list(held.parameters):
+        # Taken out one by one, so that each record is freed before the next tensor is made.
         parameter, deferred = held.parameters.pop(key)
+        # Also where this rank holds nothing of it: the broadcast needs all ranks.
         if is_shared:
             full = _shared(deferred, groups)
         elif holds(parameter):
@@ -214,6 +219,7 @@ def materialize_owned(
         return id(tensor) not in were_deferred
 
     for owner, name, buffer in held.buffers:
+        # Back on meta, to be initialised together with the parameters of their module.
         buffers_of(owner)[name] = buffer
     if sharding is not None:
         materialize_shards(module, device, sharding, groups.tensor_parallel, wanted=wanted, holds=holds)

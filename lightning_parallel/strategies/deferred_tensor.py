@@ -112,11 +112,13 @@ class DeferredTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _READERS or func in _EXPORTERS:
+            # What is exported may be written by its new owner, so it gets data of its own.
             make = values_of if func in _EXPORTERS else read_values
             with _making_data(), torch.no_grad():
                 args, kwargs = pytree.tree_map_only(DeferredTensor, lambda tensor: make([tensor])[0], (args, kwargs))
                 return func(*args, **kwargs)
         with DisableTorchFunctionSubclass():
+            # For code that compares addresses to find shared memory; there is nothing at this one.
             if func == Tensor.data_ptr:
                 return history_of(args[0]).address + args[0].storage_offset() * args[0].itemsize
             return func(*args, **kwargs)
@@ -138,6 +140,7 @@ class BuildMode(TorchDispatchMode):
 
 
 def _dispatched(func: Any, types: Any, args: Any, kwargs: dict[str, Any], threshold: int | None) -> Any:
+    # Reading `.device` comes here too, as the class answers for its device.
     if func is torch.ops.prim.device.default:
         return history_of(args[0]).device
     has_other_classes = any(not issubclass(kind, DeferredTensor) for kind in types)
@@ -196,10 +199,12 @@ class _Invocation:
         device = self.kwargs.get("device")
         if device is None:
             tensors = [*self.deferred, *self.others]
+            # A scalar on the CPU may meet tensors of any device: these decide.
             devices = [tensor.device for tensor in tensors if tensor.device.type != "cpu"]
             device = META if META in devices else devices[0] if devices else "cpu"
         device = torch.device(device)
         if device.type not in ("cpu", "meta") and device.index is None:
+            # Tensors know their index, and `cuda` does not equal `cuda:0` where devices are compared.
             device = torch.device(device.type, torch.get_device_module(device).current_device())
         return device
 
@@ -307,6 +312,7 @@ class _Invocation:
 
     def _states(self) -> dict[torch.device, Tensor]:
         for leaf in self.leaves:
+            # An operation with a generator of its own draws from no other.
             if isinstance(leaf, torch.Generator):
                 return {leaf.device: packed_state(leaf.get_state())}
         return generator_states(self.device)
@@ -351,12 +357,14 @@ class _Invocation:
         written, *others = operation.views
         target = self.written[0]
         is_whole = target.untyped_storage().nbytes() == target.numel() * target.itemsize and target.is_contiguous()
+        # A source in the same storage would be read while it is overwritten.
         return is_whole and all(view.history is not written.history for view in others)
 
     def _wrapped(self, layout: Any) -> Any:
         """Turn meta tensors into the arguments that they stand for, or into new deferred tensors."""
         for tensor in self.written:
             alias = self.aliases[id(tensor)]
+            # `resize_`, `t_` and `set_` have changed the alias only: the argument has to follow.
             if Layout.of(alias) != Layout.of(tensor) or alias.untyped_storage() is not tensor.untyped_storage():
                 tensor.data = DeferredTensor(alias)
         if self.facts.num_returns == 0:
