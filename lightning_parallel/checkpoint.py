@@ -210,6 +210,7 @@ class Checkpoints:
         part: dict[int, Any] = {}
         for index, (name, parameter) in enumerate(zip(chain.from_iterable(mine), _parameters(optimizer))):
             entry = full["state"].get(index_of[name])
+            # Optimizers make the state of a parameter with its first gradient; it may have had none.
             if entry is not None:
                 part[index] = {key: self._split_like(parameter, name, value) for key, value in entry.items()}
         return {**full, "state": part, "param_groups": _numbered(full["param_groups"], whole, mine)}
@@ -299,6 +300,7 @@ class Checkpoints:
         full = empty
         if stage == place.stage:
             full = _merge(values[key].detach(), place.shard, self.tensor_group)
+        # Only now: all ranks of the tensor group had to take part in the merge.
         if self.tensor_group.rank > 0:
             return empty
         if place.stage == 0:

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.run(options)
     # Mistakes in arguments or files; the message says what was expected, a traceback would only hide it.
     except (ValueError, RuntimeError, OSError) as error:
+        # With the status that argparse gives to mistakes which it finds by itself.
         print(f"lightning-parallel {options.command}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -138,6 +139,7 @@ def _simulate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--virtual-stages", type=int, help="stages on each rank (default: what the schedule needs)")
     parser.add_argument("--warmup", type=float, help="forwards run ahead, per rank of distance to the last rank")
     parser.add_argument(
+        # By default a backward takes twice as long as a forward, since it has twice the products.
         "--costs",
         default="1,2",
         help="milliseconds of one microbatch in the layers of one rank: `F,B`, `F,I,W` (input and weight gradient "
@@ -179,10 +181,12 @@ def _simulate_one(name: str, options: argparse.Namespace, costs: list[Cost]) -> 
         choice = choose_schedule(workload, options.ranks, [options.microbatches], memory_limit_bytes=limit)
         Console(width=options.width, highlight=False).print(_choice_table(choice))
         return choice.best.timeline
+    # A name that is neither gets the error of `build_schedule`, which lists the known ones.
     if name in SCHEDULES or not Path(name).is_file():
         schedule = build_schedule(name, options.ranks, options.microbatches, options.virtual_stages, options.warmup)
     else:
         schedule = Schedule.from_text(Path(name).read_text())
+    # A schedule from a file may deadlock, which a simulation would only run into.
     validate(schedule)
     if len(costs) == 1:  # of a rank's layers, which its stages share
         costs = [costs[0].scaled(1 / schedule.virtual_stages)] * schedule.num_stages
@@ -206,6 +210,7 @@ def _read_cost(group: str) -> Cost:
     except ValueError:
         seconds = []
     if len(seconds) == 2:
+        # Both gradients of a matrix product are products of the same size.
         seconds = [seconds[0], seconds[1] / 2, seconds[1] / 2]
     if len(seconds) != 3:
         raise ValueError(f"expected costs as `F,B` or `F,I,W` in milliseconds, got `{group}`")
@@ -239,6 +244,7 @@ def _draw(timelines: Sequence[tuple[str, Timeline]], options: argparse.Namespace
     for title, timeline in timelines:
         if len(timelines) > 1:
             console.print(f"\n[bold]{title}")
+        # The drawing fits the width already: its lines must not be broken again.
         console.print(*draw_text(timeline, console.width), sep="\n", soft_wrap=True)
         console.print(legend_text(timeline))
         console.print(rank_table(timeline))

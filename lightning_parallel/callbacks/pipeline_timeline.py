@@ -76,6 +76,7 @@ class PipelineAccumulator(Accumulator):
         for (kind, stage, _), start_ns, end_ns in self._last:
             self._count[stage, kind] += 1
             self._total_ns[stage, kind] += end_ns - start_ns
+        # The actions of a rank run one after the other, so their times add up.
         busy = sum(end_ns - start_ns for _, start_ns, end_ns in self._last)
         # Messages that ended before are those of a validation.
         messages = [span for span in window.spans if span.peer is not None and span.end_ns > since_ns]
@@ -120,6 +121,7 @@ class PipelineAccumulator(Accumulator):
             "bubble": bubble,
             "ranks": sorted(rows, key=lambda row: row["rank"]),
             "stages": [_stage_row(stage, cost) for stage, cost in enumerate(costs)],
+            # Of one replica: all run the same schedule.
             "timeline": {
                 "step": matched[0][-1][0].step,
                 "planned": planned.to_dict(),
@@ -262,6 +264,7 @@ def _mean_cost(costs: Sequence[Cost]) -> Cost:
 
 def _stage_row(stage: int, cost: Cost) -> dict[str, Any]:
     row = {"stage": stage, "forward": cost.forward_s}
+    # A schedule that does not divide the backward has no actions W.
     if cost.weight_gradient_s == 0:
         return {**row, "backward": cost.input_gradient_s}
     return {**row, "input_gradient": cost.input_gradient_s, "weight_gradient": cost.weight_gradient_s}

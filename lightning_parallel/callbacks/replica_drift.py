@@ -289,6 +289,7 @@ def _hashes(keys: Sequence[StateKey], state: Mapping[StateKey, StateEntry]) -> d
 
 
 def _number_hash(value: Any) -> int:
+    # `hash` differs between processes for text, and takes 1, 1.0 and True for the same.
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "little")
 
 
@@ -347,6 +348,7 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        # Replicas that begin unequal are found before a step is spent on them.
         self._check(trainer, pl_module)
 
     @override
@@ -373,6 +375,7 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
         more = f"\n  and {len(findings) - MAX_COMPARED} more" if len(findings) > MAX_COMPARED else ""
         message = f"Ranks that must hold equal values do not, at optimizer step {trainer.global_step}:\n{listed}{more}"
         if self.action == "raise":
+            # All ranks have the same findings, so they all stop here.
             raise RuntimeError(message)
         rank_zero_warn(message)
 

@@ -86,6 +86,7 @@ class BreakdownAccumulator(Accumulator):
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        # A rank that ended no step has no means to show.
         report: dict[str, Any] = {"ranks": [rank["row"] for rank in shared if rank["waits"]]}
         # With a rank missing, the shortest wait of the others would be no bound.
         if len(report["ranks"]) == len(shared) > 1:
@@ -97,6 +98,7 @@ class BreakdownAccumulator(Accumulator):
         steps = self._steps - self._steps_logged
         if steps == 0:
             return {}
+        # Since the last logging: in a mean over the whole run a change would be slow to show.
         recent = Counter({phase: self._total[phase] - self._logged[phase] for phase in self._total})
         self._logged = self._total.copy()
         self._steps_logged = self._steps
@@ -301,6 +303,7 @@ class StragglerAccumulator(Accumulator):
             return {"missing": [f"No two ranks do the same for {MIN_STEPS} steps, so none can be called slow."]}
         stragglers = [
             {"rank": one.rank, "cause": one.cause, "excess": one.excess}
+            # Worst first, as the table and the page list them.
             for one in sorted(found, key=lambda one: -one.excess)
             if one.late >= LATE_SHARE
         ]

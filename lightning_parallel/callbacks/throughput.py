@@ -128,6 +128,7 @@ class ThroughputAccumulator(Accumulator):
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        # Ranks end their steps together: the run takes as long as the slowest.
         seconds = max(rank["seconds"] for rank in shared)
         if seconds == 0:
             return {}
@@ -493,5 +494,6 @@ def _measured_flops(dtype: torch.dtype, size: int = 512, seconds: float = 0.05) 
     until = time.perf_counter() + seconds
     while (start := time.perf_counter()) < until:
         matrix @ matrix
+        # Other load only ever makes a product slower.
         fastest = min(fastest, time.perf_counter() - start)
     return 2 * size**3 / fastest

@@ -15,6 +15,7 @@ from typing import Any
 
 __all__ = ["ParallelState", "Patches", "patched"]
 
+# None may be what an attribute was.
 _MISSING = object()
 
 
@@ -31,6 +32,7 @@ class Patches:
         """Set `target.name` to `value` and return what it was."""
         before = getattr(target, name)
         # A data descriptor of the type, such as `__class__` or a slot, can be set again but not deleted.
+        # Looked up statically, as asking for a descriptor would run it.
         is_descriptor = hasattr(type(getattr_static(type(target), name, None)), "__set__")
         own = before if is_descriptor or not hasattr(target, "__dict__") else vars(target).get(name, _MISSING)
         setattr(target, name, value)
@@ -40,6 +42,7 @@ class Patches:
     def undo(self) -> None:
         """Put everything back; a second call does nothing."""
         while self._replaced:
+            # Last first, as a later patch may have replaced an earlier one.
             target, name, own = self._replaced.pop()
             if own is _MISSING:
                 delattr(target, name)

@@ -58,6 +58,7 @@ def initializer_of(root: nn.Module, path: str) -> Callable[[], object] | None:
     if callable(reset):
         return reset
     parts = path.split(".")
+    # From the inside out: a model inside of another one brings its own way.
     for depth in range(len(parts) - 1, -1, -1):
         initialize = weight_initializer_of(root.get_submodule(".".join(parts[:depth])))
         if initialize is not None:
@@ -138,6 +139,7 @@ def _initialize(
     for name, buffer in buffers.items():
         buffers_of(owner)[name] = _empty(buffer, buffer.shape, device)
     try:
+        # Initialisers write into parameters, which autograd forbids where these are to be trained.
         with torch.no_grad():
             initialize()
     finally:

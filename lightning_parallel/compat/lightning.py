@@ -159,6 +159,7 @@ def take_first_entry(loop: Any) -> Any:
     loop.setup_data()
     # Without this the run would go on with loaders that were set up for the look.
     loader, loop._combined_loader = loop._combined_loader, None
+    # An iterator would have lost its first entry for the run.
     if loader is None or any(hasattr(data, "__next__") for data in loader.flattened):
         return None
     return next(iter(loader), None)
@@ -205,6 +206,7 @@ def update_count_of(metric: Metric) -> int:
 def set_update_count(metric: Metric, count: int) -> None:
     """Set how often a metric was updated, and forget the value that it computed before."""
     metric._update_count = count
+    # Otherwise `compute` would return what it has kept from before.
     metric._computed = None
 
 

@@ -11,11 +11,11 @@ From the outside in:
 * `Compressor` (`compressor.py`) is a reducer with one method for all tensors; `Policy` chooses one by name. Error
   feedback (`feedback.py`) surrounds the method: it gives it a work tensor, in which the method leaves what it did not
   send.
-* A method (`method.py`) is a generator of requests (`wire.py`): it yields a tensor to be summed, gathered or exchanged
-  and is sent the answer. All methods of a bucket run in lockstep and share their collectives.
-* The gradients come through a `comm.GradientSession`: from `DistributedDataParallel` (`ddp.py`: `HookState`,
-  `compression_hook`), FSDP1 and FSDP2 (`fsdp.py`: `compress_fsdp`, `compress_fully_shard`), DeepSpeed
-  (`deepspeed_engine.py`: `compress_deepspeed`), or the hooks of `data_parallel`.
+* A method is a generator of requests (`wire.py`): it yields a tensor to be summed, gathered or exchanged and is sent
+  the answer. All methods of a bucket run in lockstep and share their collectives.
+* The gradients come through a `comm.GradientSession`: from `DistributedDataParallel` and DeepSpeed
+  (`whole_gradients.py`: `HookState` with `compression_hook`, `compress_deepspeed`), FSDP1 and FSDP2 (`fsdp.py`:
+  `compress_fsdp`, `compress_fully_shard`), or the hooks of `data_parallel`.
 * State lives in a `Memory` (`compressor_state.py`), by parameter name, in two buffers, so that rolling back is free.
 
 A step that is dropped leaves non-finite gradients on every rank and makes `reduce_` return False.

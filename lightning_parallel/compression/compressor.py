@@ -47,6 +47,7 @@ __all__ = [
 def check_integer(name: str, value: object, least: Optional[int] = None) -> None:
     """Check that `value` is an integer, of at least `least`."""
     expected = f"`{name}` must be an integer{'' if least is None else f' of at least {least}'}"
+    # True and False are integers too, but never meant as such here.
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise TypeError(f"{expected}, got {value!r}")
     if least is not None and int(value) < least:
@@ -62,6 +63,7 @@ def check_number(name: str, value: object) -> float:
 
 def check_fraction(name: str, value: object) -> None:
     """Check that `value` is a number in [0, 1)."""
+    # Asked this way round, NaN is refused too; so below.
     if not 0 <= check_number(name, value) < 1:
         raise ValueError(f"`{name}` must be in [0, 1), got {value!r}")
 
@@ -82,6 +84,7 @@ class StepValue:
     """A ratio or rank that changes with the step: each value holds from its step until the next.
 
         StepValue({0: 0.25, 100: 0.05, 200: 0.01})
+        StepValue.warm_up(0.01, steps=200)
 
     Args:
         values: Value by the optimizer step from which it holds; step 0 must be there.
@@ -117,6 +120,7 @@ class StepValue:
         found = {steps * stage // stages: start * factor**stage for stage in range(stages)}
         if isinstance(value, Integral) and isinstance(start, Integral):
             found = {step: round(rank) for step, rank in found.items()}
+        # The last value as given, since a product of factors is rounded; without warm-up it replaces `start`.
         return cls({**found, steps: value})
 
     def __call__(self, step: int) -> float:
@@ -145,6 +149,7 @@ def seeded_generator(device: torch.device, *purpose: object) -> Optional[torch.G
     """
     if device.type == "meta":
         return None
+    # `hash` of a string differs from process to process, and the ranks must draw the same numbers.
     digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -171,6 +176,7 @@ class Compressor(Reducer, Method):
         ValueError: If an argument is out of range, or a combination makes no sense.
     """
 
+    # By name, since the classes of encodings are derived from this one.
     codecs: ClassVar[tuple[str, ...]] = ()  # names of the classes allowed after `|`
     method_slots: ClassVar[frozenset[str]] = frozenset()  # in memory, besides those of the feedback
 
@@ -214,6 +220,7 @@ class Compressor(Reducer, Method):
 
     def accepts(self, shape: Sequence[int]) -> bool:
         """Return whether a gradient of `shape` is worth compressing."""
+        # At least one element: of an empty tensor there is nothing to select.
         return len(shape) >= 2 and math.prod(shape) >= max(self.min_numel, 1)
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
@@ -292,6 +299,7 @@ def _defaults(compressor: type[Compressor]) -> dict[str, Any]:
             parameters = inspect.signature(base).parameters.values()
             for parameter in parameters:
                 if parameter.kind is not parameter.VAR_KEYWORD:
+                    # The most derived class comes first, and its default counts.
                     found.setdefault(parameter.name, parameter.default)
             if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
                 break
@@ -347,6 +355,7 @@ class Dense(Reducer, Method):
         step.average_(total)
         self.feedback.apply_momentum(total, block, step.memory, step.scale)
         block.write(total)
+        # The gradients were summed with the loss scale on them, so their mean has it already.
         block.write_gradients(scale=1.0)
 
     @staticmethod

@@ -103,6 +103,7 @@ class Memory:
         """Keep the old values, and the staged tensors as spare buffers."""
         for key, buffer in self._staged.items():
             current = self._buffers[key][-1:]
+            # A buffer that is alone counts as the current one, but this has no committed values.
             self._buffers[key] = [buffer, *current] if current else []
         self._staged, self._discarded = {}, []
 

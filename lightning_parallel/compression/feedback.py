@@ -60,6 +60,7 @@ FeedbackName = Literal["classic", "decayed", "ef21"]
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients of `dtype` are compressed and remembered: fp64 stays, others are fp32."""
+    # A residual adds up what many steps have left: in 16 bits small rests would be lost in the sum.
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -109,6 +110,7 @@ class GradientBlock:
         """Use the gradients themselves as outputs where their layout and dtype allow it, new tensors elsewhere."""
         self.outputs = []
         for gradient in self.gradients:
+            # Methods write through views of another shape, which only contiguous tensors have.
             if gradient.dtype == self.dtype and gradient.is_contiguous():
                 self.outputs.append(gradient)
             else:
@@ -117,6 +119,7 @@ class GradientBlock:
     def write(self, means: Tensor) -> None:
         """Copy the unscaled means (names, numel or shape) into the outputs."""
         for output, mean in zip(self.outputs, means):
+            # A lone gradient is summed where it lies, and is its own mean then.
             if output.data_ptr() != mean.data_ptr():
                 output.copy_(mean.view(self.shape))
 
@@ -130,6 +133,7 @@ class GradientBlock:
         """Copy the outputs to the gradients, times the loss scale."""
         for gradient, output in zip(self.gradients, self.outputs):
             if output is not gradient:
+                # Scaled before the cast: the mean without its scale may be below what fp16 can hold.
                 gradient.copy_(output if scale == 1 else output * scale)
             elif scale != 1:
                 gradient.mul_(scale)
@@ -233,6 +237,7 @@ class Feedback:
 
 
 def _stage(block: GradientBlock, memory: Memory, slot: str) -> Tensor:
+    # A step reads one buffer and writes the other: what is staged never overwrites what `_read` returns.
     return memory.stage(slot, block.names, block.shape, block.dtype, block.device)
 
 
@@ -241,6 +246,7 @@ def _read(block: GradientBlock, memory: Memory, slot: str) -> list[Optional[Tens
 
 
 def _scaled(gradient: Tensor, factor: float, out: Tensor) -> None:
+    # Cast first: divided by the loss scale, a gradient in fp16 may become zero.
     out.copy_(gradient)
     if factor != 1:
         out.mul_(factor)
@@ -259,7 +265,9 @@ class CompressionError:
     def true_means(named_gradients: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
         """Return the exact means, in new tensors, by one all-reduce per tensor."""
         means: dict[str, Tensor] = {}
+        # One collective per name, so all ranks need the same order, whatever that of their own dicts.
         for name, gradient in sorted(named_gradients.items()):
+            # A copy, since the gradient itself is yet to be compressed.
             total = gradient.detach().to(working_dtype(gradient.dtype), copy=True).contiguous()
             means[name] = comm.all_reduce_(total, group) / group.size
         return means
@@ -269,6 +277,7 @@ class CompressionError:
         for name, mean in true.items():
             mine = ours[name].detach().to(mean.dtype)
             sums = [(mine - mean).square().sum(), mean.square().sum(), mine.square().sum(), (mine * mean).sum()]
+            # Left on the device: to read them here would block the host in every bucket.
             self._sums[name] = torch.stack(sums).double()
 
     def report(self, names: Iterable[str] | None = None) -> dict[str, float]:

@@ -105,10 +105,12 @@ class ShardedSession(GradientSession):
     def gather_state(self) -> dict[str, Any]:
         """Return the state of all ranks, for one checkpoint file, on the first; every rank must call it."""
         self.finish()
+        # A step is open until the next forward pass unless `finish` ends it, and what it leaves belongs to the state.
         state = self.compressor.gather_state(self.group)
         if self.group.size == self.everyone.size:
             return state
         # The first rank of each group has the state of its piece, the others an empty dict.
+        # On the CPU: a pickled CUDA tensor would be created on the device of the rank that sent it.
         pieces = comm.all_gather_object(state_on_cpu(state), self.everyone)
         if self.everyone.rank > 0:
             return {}
@@ -123,6 +125,7 @@ class ShardedSession(GradientSession):
         if len(pieces) == len(firsts):
             self.compressor.load_state_dict(pieces[firsts.index(self.group.ranks[0])], self.group)
             return
+        # Schedules and warm-up go on, even where residuals are lost.
         self.compressor.step = int(state["step"])
         if self.everyone.rank == 0:
             warnings.warn(
@@ -202,6 +205,7 @@ def _fsdp1_hook(unit: _Fsdp1Unit, gradient: Tensor, shard: Optional[Tensor] = No
         return
     unit.session.add(unit.whole(gradient))
     if shard is not None:
+        # `add` has written the means into the flat gradient, through the views.
         shard.copy_(gradient.view(-1, shard.numel())[unit.shards.rank])
 
 
@@ -393,6 +397,7 @@ def _groups_by_module(model: nn.Module) -> dict[str, FullyShardedGroup]:
     found: dict[str, FullyShardedGroup] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
+            # `fully_shard([a, b])` gives both modules the same group.
             found.update((name, group) for group in fully_sharded_groups(module) if group not in found.values())
     return found
 
@@ -445,5 +450,6 @@ def _make_equal(model: nn.Module, replicas: Group) -> None:
     """Copy the values of the first replica to the others."""
     for tensor in (*model.parameters(), *model.buffers()):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        # Ranks with an empty shard skip it together: replicas hold equal shards.
         if local.numel():
             local.copy_(comm.broadcast_(local.detach().contiguous().clone(), replicas))

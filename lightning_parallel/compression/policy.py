@@ -90,6 +90,7 @@ class Policy(Reducer):
         return [pattern for pattern in self.rules if pattern not in found]
 
     def _pattern(self, name: str) -> Optional[str]:
+        # `fnmatch` would ignore case on some systems.
         return next((pattern for pattern in self.rules if fnmatchcase(name, pattern)), None)
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
@@ -206,6 +207,7 @@ class Auto(Reducer):
 
     def _decide(self, group: Group, device: torch.device) -> None:
         # The slowest rank decides what a step costs, and an all-reduce gives all ranks the same numbers to choose by.
+        # On the gradients' device, since NCCL takes no tensors of the CPU.
         seconds = torch.tensor(self._seconds[_WARM_UP:], dtype=torch.float64, device=device)
         fastest, slowest = comm.all_reduce_(seconds, group, "max").aminmax(dim=0)
         dense = fastest[0].item()
@@ -260,14 +262,18 @@ class _MeasuringStep(ReductionStep):
         """Take the plain means, and time everything on copies."""
         if not named_gradients:
             return
+        # Before anything is timed: ranks with different gradients would meet in the wrong collectives.
         self._agree(named_gradients)
+        # Before the first clock starts: on CUDA it stops when the device is done, not when the host is.
+        self._device = next(gradient.device for gradient in named_gradients.values())
+        # Plain means are measured as DDP takes them: one all-reduce of a flat bucket, which it fills anyway.
         flat = torch.cat([gradient.detach().flatten() for gradient in named_gradients.values()])
         self._time(0, lambda: comm.all_reduce_(flat, self.group).div_(self.group.size))
         for index, candidate in enumerate(self.reducer.candidates):
+            # New copies for each candidate, as it overwrites them; made before its clock starts.
             copies = {name: gradient.detach().clone() for name, gradient in named_gradients.items()}
             self._time(1 + index, partial(self._try, candidate, copies))
         super().reduce_(named_gradients, shards)
-        self._device = next((gradient.device for gradient in named_gradients.values()), self._device)
 
     def _try(self, candidate: Reducer, copies: Mapping[str, Tensor]) -> None:
         with candidate.begin(self.group) as step:
@@ -279,6 +285,7 @@ class _MeasuringStep(ReductionStep):
         finite = super().commit()
         if finite:
             self.reducer._seconds.append(self._taken)
+            # All ranks get here in the same step, as `finite` is the same on all: `_decide` communicates.
             if len(self.reducer._seconds) == _WARM_UP + self.reducer.steps:
                 self.reducer._decide(self.group, self._device)
         return finite

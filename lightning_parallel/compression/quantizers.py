@@ -205,6 +205,7 @@ class Quantize(Quantizer):
         block.write(into)
 
     def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
+        # `_mean` leaves in its rows what was not sent: what was sent is the difference to a copy.
         rest = rows.clone() if keep else rows
         mean = torch.empty_like(rows)
         yield from self._mean(rest, step, purpose, keep, mean)
@@ -245,6 +246,7 @@ class Quantize(Quantizer):
 
     def _noise(self, rows: Tensor, step: StepContext, purpose: object) -> Optional[torch.Generator]:
         return (
+            # With the rank: roundings that are independent cancel in the mean.
             seeded_generator(rows.device, self.seed, step.number, purpose, step.group.rank) if self.stochastic else None
         )
 
@@ -324,6 +326,7 @@ class Quantize(Quantizer):
         # Equal groups, rather than full ones and a rest, so that a row can be viewed as (groups, extent).
         groups = math.ceil(n / _GROUP)
         extent = math.ceil(n / groups)
+        # Two numbers of 4 bits share a byte.
         return groups, extent + (extent % 2 if self.bits == 4 else 0)
 
     def _main(self) -> dict[str, str]:

@@ -216,6 +216,7 @@ class Reducer(abc.ABC):
     def residual_norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual by parameter name."""
         norms = {name: tensor.norm().double() for slot, name, tensor in self.memory.items() if slot == "residual"}
+        # One transfer for all, as each waits for the device.
         return dict(zip(norms, torch.stack(list(norms.values())).tolist())) if norms else {}
 
     @property
@@ -296,6 +297,7 @@ class ReductionStep:
     def watch(self, received: Tensor) -> None:
         """Check at the end that a tensor, equal on all ranks, is finite, as it is if the gradients of all ranks are."""
         # Only the sum is kept, and read at the end: reading it here would block the host for each bucket.
+        # In the working dtype: finite numbers of 16 bits may add up to infinity.
         self._watched.append(received.detach().sum(dtype=working_dtype(received.dtype)))
 
     def average_(self, total: Tensor) -> Tensor:

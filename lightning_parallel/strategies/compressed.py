@@ -129,6 +129,7 @@ class MeshCompression:
             return
         state = checkpoint[KEY]
         is_mesh = state.get("layout") == "mesh"
+        # A state without positions is of replicas of one rank each.
         saved = state["model"] if is_mesh else [1, 1]
         if saved == self._sizes:
             mine = state["positions"][self.groups.replica.rank] if is_mesh else state
@@ -192,6 +193,7 @@ class SavesCompression(Strategy):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         if module is not None and self.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
+            # Before FSDP wraps layers, and so renames their parameters.
             warn_of_unmatched(module, self.compression)
         super().setup(trainer)
 
@@ -214,6 +216,7 @@ class SavesCompression(Strategy):
         # Lightning has no hook for a strategy's own state in a checkpoint: it is taken out where the file is read.
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
+        # Only a fit goes on with compression, and has a session to load its state into.
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             if KEY in checkpoint:
                 self._load_compression(checkpoint[KEY])

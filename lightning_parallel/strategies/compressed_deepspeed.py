@@ -144,6 +144,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         if self.root_device.type != "cpu":
             super().setup_distributed()
             return
+        # What Lightning's method does after it has checked the indices of CUDA devices.
         reset_seed()
         self.set_world_ranks()
         init_deepspeed_distributed(self)

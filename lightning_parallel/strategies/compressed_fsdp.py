@@ -80,6 +80,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
         # Lightning would make a mesh of CUDA devices of the tuple.
         if mesh is not None:
             self.kwargs["device_mesh"] = init_device_mesh(device, mesh) if isinstance(mesh, tuple) else mesh
+        # Here, since the Trainer sets a strategy's plugin after its constructor.
         plugin = self.precision_plugin
         # Not of a subclass, which may be the user's.
         if type(plugin) is FSDPPrecision:
@@ -122,6 +123,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
         if self.root_device.type == "cpu" and not is_wrapped:
             # Lightning leaves a module that is FSDP already as it is.
             model = FullyShardedDataParallel(model, **self._arguments)
+            # Done with; Lightning would warn that a wrapped module cannot follow it.
             self.kwargs.pop("auto_wrap_policy", None)
         return super()._setup_model(model)
 
@@ -156,6 +158,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
             state = FullyShardedDataParallel.optim_state_dict(self.model, inner)
         if self.global_rank > 0:
             return state
+        # FSDP names parameters in an optimizer's state, where checkpoints of Lightning number them.
         return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
 
     def _whole_on_cpu(self) -> AbstractContextManager:
@@ -174,6 +177,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator:
+        # Lightning's own does this for DDP only: every accumulated batch would be reduced.
         model = self.model
         with model.no_sync() if isinstance(model, FullyShardedDataParallel) else nullcontext():
             yield
@@ -182,6 +186,7 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         synchronized = isinstance(self.model, FullyShardedDataParallel) and fsdp1_synchronizes(self.model)
+        # With a scaler the gradients stay: it finds that they are not finite, and skips the step.
         if self._state is not None and synchronized and not self._state.finish() and self._scaler is None:
             self._skip_step()
 
@@ -242,6 +247,7 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
+            # Only now: `super().setup` gives data to parameters on the meta device, which replicas are to share.
             self._state = compress_fully_shard(self.lightning_module, self.compression, self._replicas)
 
     @contextmanager
@@ -299,4 +305,5 @@ class DeviceFSDPPrecision(FSDPPrecision):
                 "FSDP clips the gradients of the whole model by their norm, but this optimizer has only a part of it; "
                 "use one optimizer, or `gradient_clip_algorithm='value'`"
             )
+        # Lightning's plugin refuses this, as it has no reference to the root: only FSDP sees all shards of the norm.
         model.clip_grad_norm_(clip_val)

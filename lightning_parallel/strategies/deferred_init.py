@@ -1,8 +1,9 @@
-"""Build a model without holding it: large tensors record how they are made, and are made later, whole or in part.
+"""Build a model without holding it, then give memory and initial values to what this rank owns, and to nothing else.
 
     with deferred_init("cuda"):
-        model = Model()                                   # parameters have a shape, a dtype and a device, but no data
-    materialize_module(model, device, owned, keep)        # what this rank owns, and of that its shard
+        model = Model()                  # large tensors have a shape, a dtype and a device, but no data
+    held = hold_back(model, device)      # the same parameters on the meta device: planned and divided as these
+    materialize_owned(model, ...)        # makes each tensor that this rank owns, keeps its shard, and drops the rest
 
 Every bit is what the same code gives without this module, and after the build all random generators stand where they
 would stand then. A random operation is therefore also executed when it is recorded, on temporaries that are dropped,
@@ -18,34 +19,29 @@ Small tensors are made at once, and data that the user brings (numpy arrays, che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_parallel import comm
+from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import patched
-from lightning_parallel.compat.torch import mark_as_parameter, move_tensor_hooks, swap_tensor_impl
-from lightning_parallel.strategies.deferred_records import (
-    META,
-    Layout,
-    history_of,
-    memory_reused,
-    settle_history,
-    values_of,
-)
-from lightning_parallel.strategies.deferred_tensor import (
-    BuildMode,
-    DeferredTensor,
-    is_deferred,
-    making_data,
-    materialize,
-    without_rest,
-)
+from lightning_parallel.compat.initialization import materialize as initialize
+from lightning_parallel.compat.initialization import set_data
+from lightning_parallel.compat.torch import buffers_of, mark_as_parameter, move_tensor_hooks, swap_tensor_impl
+from lightning_parallel.pipeline.microbatch import random_state_kept
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.strategies.deferred_records import META, Layout, memory_reused
+from lightning_parallel.strategies.deferred_tensor import BuildMode, DeferredTensor, is_deferred, materialize
+from lightning_parallel.tensor.plan import Sharding, materialize_shards
 
-__all__ = ["THRESHOLD", "deferred_init", "is_deferred", "materialize", "materialize_module", "release", "replace_data"]
+__all__ = ["THRESHOLD", "HeldBack", "deferred_init", "hold_back", "materialize_owned", "replace_data"]
 
 # Constructors read small tensors (`linspace(...).tolist()`), and the vectors of a layer weigh little next to its
 # matrices. 16 Ki elements are 64 KiB in float32; the record of a random operation takes 5 KiB, a generator's state.
@@ -77,45 +73,7 @@ def deferred_init(device: torch.device | str | None = None, threshold: int = THR
                 yield
 
 
-def materialize_module(
-    module: nn.Module,
-    device: torch.device | str,
-    owned: Callable[[str], bool] = lambda name: True,
-    keep: Callable[[str, Tensor], Tensor] = lambda name, full: full,
-) -> None:
-    """Give `module` the data of its parameters, buffers and other tensors, in place and one after the other.
-
-    Tensors that are tied, or share memory, still do so afterwards. Deferred tensors that are not owned become plain
-    tensors on the meta device; others that are not owned stay as they are.
-
-    Args:
-        module: The model, with the tensors in attributes of its modules and in lists, tuples and dicts among these.
-        device: Where the data go.
-        owned: Whether this rank needs the tensor of that name; a tied one is needed if it is under any of its names.
-        keep: Takes the part that this rank needs from the full tensor of that name, deferred or not.
-    """
-    groups: dict[int, list[tuple[Tensor, list[str]]]] = {}
-    with making_data(), torch.no_grad():
-        for tensor, names in _tensors_of(module):
-            memory = id(history_of(tensor)) if is_deferred(tensor) else id(tensor)
-            groups.setdefault(memory, []).append((tensor, [name for name in names if owned(name)]))
-        for memory in list(groups):
-            group = groups.pop(memory)
-            if is_deferred(group[0][0]):
-                _materialize_together(group, torch.device(device), keep)
-            elif group[0][1]:
-                _keep_part(*group[0], torch.device(device), keep)
-    for child in module.modules():
-        if isinstance(child, nn.RNNBase):
-            child.flatten_parameters()  # cuDNN wants them in one piece, as they would be after construction on CUDA
-
-
-def release(module: nn.Module) -> None:
-    """Drop the records of all deferred tensors of `module`, which become plain tensors on the meta device."""
-    materialize_module(module, META, owned=lambda name: False)
-
-
-# ------------------------------------------------------------------------------- what does not reach the dispatcher
+# ---------------------------------------------------------------------------------- what does not reach the dispatcher
 
 
 class _AssignmentMode(TorchFunctionMode):
@@ -148,81 +106,6 @@ def _parameter_subclasses_made() -> Iterator[None]:
         yield
 
 
-# ------------------------------------------------------------------------------------------------- data in place
-
-
-def _materialize_together(
-    group: list[tuple[Tensor, list[str]]], device: torch.device, keep: Callable[[str, Tensor], Tensor]
-) -> None:
-    """Replace deferred tensors that share memory, given with the names under which they are owned."""
-    needed = [(tensor, names[0]) for tensor, names in group if names]
-    fulls = values_of([tensor for tensor, _ in needed])
-    data = fulls[0].untyped_storage() if fulls else None
-    storage = group[0][0].untyped_storage()
-    for tensor, names in group:
-        if not names:
-            replace_data(tensor, Layout.of(tensor).empty(META))
-    is_kept_whole = bool(needed)
-    for (tensor, name), full in zip(needed, fulls):
-        kept = without_rest(keep(name, full), full).to(device)
-        is_kept_whole = is_kept_whole and kept.untyped_storage() is data
-        replace_data(tensor, kept)
-    # A view of these tensors that only a function knows goes on as a view, or else must not give initial values.
-    settle_history(storage, data if is_kept_whole else None)
-
-
-def _keep_part(tensor: Tensor, names: list[str], device: torch.device, keep: Callable[[str, Tensor], Tensor]) -> None:
-    full = tensor.detach()
-    kept = without_rest(keep(names[0], full), full).to(device)
-    if kept is not full:
-        tensor.data = kept
-
-
-_REGISTRIES = frozenset(vars(nn.Module()))
-
-
-def _tensors_of(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """Return all tensors of a model, each once, with all its registered names, or with that of an attribute."""
-    found = _registered_tensors("", module)
-    seen: set[int] = set()
-
-    def visit(name: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            found.setdefault(id(value), (value, [name]))
-        elif id(value) not in seen and isinstance(value, (nn.Module, list, tuple, dict)):
-            seen.add(id(value))
-            if isinstance(value, nn.Module):
-                visit_attributes(name, value)
-            else:
-                for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                    visit(f"{name}.{key}", item)
-
-    def visit_attributes(prefix: str, root: nn.Module) -> None:
-        for key, entry in _registered_tensors(prefix, root).items():
-            found.setdefault(key, entry)
-        for path, child in root.named_modules(prefix=prefix):
-            seen.add(id(child))
-            for key, value in vars(child).items():
-                if key not in _REGISTRIES:
-                    visit(f"{path}.{key}".lstrip("."), value)
-
-    visit_attributes("", module)
-    return list(found.values())
-
-
-def _registered_tensors(prefix: str, root: nn.Module) -> dict[int, tuple[Tensor, list[str]]]:
-    """Return parameters and buffers by id."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
-    for path, child in root.named_modules(prefix=prefix, remove_duplicate=False):
-        named = [
-            *child.named_parameters(path, recurse=False, remove_duplicate=False),
-            *child.named_buffers(path, recurse=False, remove_duplicate=False),
-        ]
-        for name, tensor in named:
-            found.setdefault(id(tensor), (tensor, []))[1].append(name)
-    return found
-
-
 def replace_data(target: Tensor, value: Tensor) -> None:
     """Give `target` the data of `value` and the class that goes with it; it stays the same object everywhere."""
     is_parameter = isinstance(target, nn.Parameter)
@@ -230,8 +113,128 @@ def replace_data(target: Tensor, value: Tensor) -> None:
     if is_parameter:
         value = nn.Parameter(value, target.requires_grad)
     after = type(value)
+    # Before the swap, which takes the hooks along with what each tensor stood for.
     move_tensor_hooks(target, value)
     swap_tensor_impl(target, value)
+    # The swap leaves the classes of the Python objects as they were.
     target.__class__ = after
     value.__class__ = before
     mark_as_parameter(target, is_parameter and after is DeferredTensor)
+
+
+# -------------------------------------------------------------------------------------------------- what a rank owns
+
+
+@dataclass
+class HeldBack:
+    """What a model was before it was planned.
+
+    Attributes:
+        parameters: By `id` of a parameter that is on the meta device now: it, and the deferred tensor that it was.
+        buffers: The user's buffers on the meta device, as (module, name, buffer), which have values now.
+    """
+
+    parameters: dict[int, tuple[nn.Parameter, Tensor]] = field(default_factory=dict)
+    buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
+
+
+def hold_back(module: nn.Module, device: torch.device) -> HeldBack:
+    """Move deferred parameters to the meta device, as which they are planned and divided; they stay the same objects.
+
+    Buffers get values at once: the analysis of a pipeline computes masks and positions with them.
+
+    Returns:
+        What `materialize_owned` needs.
+    """
+    held = HeldBack()
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            if is_deferred(parameter):
+                # A second tensor on the same storage, which keeps the record when the parameter leaves it.
+                deferred = parameter.detach()
+                replace_data(parameter, Layout.of(parameter).empty(META))
+                held.parameters[id(parameter)] = (parameter, deferred)
+        buffers = buffers_of(child)
+        for name, buffer in buffers.items():
+            if buffer is not None and is_deferred(buffer):
+                buffers[name] = materialize(buffer).to(device)
+            elif buffer is not None and buffer.is_meta:
+                held.buffers.append((child, name, buffer))
+    if held.buffers:
+        # For the plan alone: in the end all tensors of a module draw their numbers together, in the model's order.
+        with random_state_kept():
+            initialize(module, device, wanted=lambda tensor: not isinstance(tensor, nn.Parameter))
+    return held
+
+
+def materialize_owned(
+    module: LightningModule,
+    device: torch.device,
+    groups: MeshGroups,
+    sharding: Sharding | None,
+    plan: PipelinePlan | None,
+    held: HeldBack,
+    is_shared: bool,
+) -> None:
+    """Allocate and initialise what this rank owns of parameters without data.
+
+    Args:
+        module: The divided module, before the parameters of other stages are freed.
+        device: Where the parameters are allocated.
+        groups: The mesh's groups.
+        sharding: How its layers are divided.
+        plan: How it is cut into stages.
+        held: What `hold_back` returned; emptied.
+        is_shared: Take the values of the first rank of all, where ranks may have built the model from other random
+            numbers.
+    """
+    owned: set[int] | None = None
+    if plan is not None:
+        mine = set(plan.stages_of_rank(groups.pipeline_parallel.rank))
+        owned = {id(value) for name, value in module.named_parameters() if mine & set(plan.parameters[name].stages)}
+
+    def holds(tensor: Tensor) -> bool:
+        return owned is None or not isinstance(tensor, nn.Parameter) or id(tensor) in owned
+
+    were_deferred = set(held.parameters)
+    for key in list(held.parameters):
+        # Taken out one by one, so that each record is freed before the next tensor is made.
+        parameter, deferred = held.parameters.pop(key)
+        # Also where this rank holds nothing of it: the broadcast needs all ranks.
+        if is_shared:
+            full = _shared(deferred, groups)
+        elif holds(parameter):
+            full = materialize(deferred)
+        else:
+            continue
+        if holds(parameter):
+            rule: Any = getattr(parameter, "shard_rule", None)
+            local = full if rule is None else rule.split(full, groups.tensor_parallel.rank)
+            # A slice would keep the full tensor alive.
+            set_data(parameter, local.clone() if local.untyped_storage().nbytes() > _num_bytes(local) else local)
+        del full
+
+    # The user's own tensors on the meta device: every module initialises itself, in the order of one process.
+    def wanted(tensor: Tensor) -> bool:
+        return id(tensor) not in were_deferred
+
+    for owner, name, buffer in held.buffers:
+        # Back on meta, to be initialised together with the parameters of their module.
+        buffers_of(owner)[name] = buffer
+    if sharding is not None:
+        materialize_shards(module, device, sharding, groups.tensor_parallel, wanted=wanted, holds=holds)
+    else:
+        initialize(module, device, wanted=wanted, keep=lambda tensor, full: full if holds(tensor) else None)
+
+
+def _shared(deferred: Tensor, groups: MeshGroups) -> Tensor:
+    """Return the full tensor of the first rank; every rank must call it for each tensor, in the same order."""
+    if groups.world.rank == 0:
+        full = materialize(deferred).contiguous()
+    else:
+        full = torch.empty(deferred.shape, dtype=deferred.dtype, device=deferred.device)
+    return comm.broadcast_(full, groups.world)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

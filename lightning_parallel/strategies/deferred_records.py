@@ -34,7 +34,6 @@ __all__ = [
     "packed_state",
     "read_values",
     "scratch_tensor",
-    "settle_history",
     "values_of",
 ]
 
@@ -107,16 +106,16 @@ class StorageHistory:
         operations: What made and wrote the storage, in order.
         address: A number that differs between storages, for code that compares `data_ptr()`.
         value: The contents, where they have been made to stay.
-        is_settled: Whether these are the contents from now on, and operations are no longer recorded.
     """
 
     def __init__(self, device: torch.device, storage: torch.UntypedStorage) -> None:
         self.device = device
+        # Weak: the storage holds its history, which must die with the last tensor on it.
         self._storage = weakref.ref(storage)
         self.operations: list[RecordedOperation] = []
+        # So far apart (16 TiB) that addresses inside of two storages never meet.
         self.address = next(_order) << 44
         self.value: torch.UntypedStorage | None = None
-        self.is_settled = False
 
     @property
     def is_reachable(self) -> bool:
@@ -168,6 +167,7 @@ class RecordedOperation:
     def append_to(self, history: StorageHistory) -> None:
         """Make it the last operation of `history`."""
         history.operations.append(self)
+        # Contents that were made before are out of date now.
         history.value = None
         self.versions[history] = len(history.operations)
 
@@ -229,25 +229,8 @@ class RecordedOperation:
 
 
 def history_of(tensor: Tensor) -> StorageHistory:
-    """Return the history of the storage of `tensor`.
-
-    Raises:
-        RuntimeError: If it was released.
-    """
-    history = getattr(tensor.untyped_storage(), "history", None)
-    if history is None:
-        raise RuntimeError("this deferred tensor was released: another rank was to make its data")
-    return history
-
-
-def settle_history(storage: torch.UntypedStorage, data: torch.UntypedStorage | None) -> None:
-    """End the history of a meta storage: tensors on it find `data` from now on, or nothing, which is an error."""
-    history = storage.history  # type: ignore[attr-defined]
-    if data is None:
-        del storage.history  # type: ignore[attr-defined]
-    else:
-        history.value = data
-        history.is_settled = True
+    """Return the history of the storage of a deferred tensor."""
+    return tensor.untyped_storage().history  # type: ignore[attr-defined]
 
 
 def has_history(tensor: Tensor) -> bool:
@@ -430,12 +413,14 @@ def _replay(
     """
     known = {} if recent is None else dict(recent)
     operations = _operations_for(wanted, known)
+    # Each pass that fails has removed an entry from `known`, so this ends.
     while operations is None:
         operations = _operations_for(wanted, known)
     last_use = {history: operation for operation in operations for history in operation.histories}
     used = {history: entry for history, entry in known.items() if history in last_use or history in wanted}
     versions = {history: version for history, (version, _) in used.items()}
     memory = {history: storage for history, (_, storage) in used.items()}
+    # From here on `memory` alone holds contents, so that each is freed after its last use.
     known.clear()
     if recent is not None:
         recent.clear()
@@ -443,6 +428,7 @@ def _replay(
         operation.run(memory)
         versions.update(operation.versions)
         for history in operation.histories:
+            # What is only on the way goes at once: the peak is a few tensors, not those of the model.
             is_done = last_use[history] is operation and history not in wanted
             if is_done and (recent is None or not history.is_reachable):
                 memory.pop(history, None)
@@ -464,11 +450,13 @@ def _operations_for(wanted: Mapping[StorageHistory, int], known: Contents) -> li
             continue
         seen.add(entry)
         history, version = entry
+        # Later contents cannot be turned back, only be made again from the start.
         if history in known and known[history][0] > version:
             del known[history]
             return None
         first = known[history][0] if history in known else None
         for operation in history.needed_for(version, first):
+            # Running the operation would write once more into contents that are past it.
             past = [other for other, after in operation.versions.items() if other in known and known[other][0] >= after]
             if past:
                 del known[past[0]]

@@ -34,7 +34,7 @@ from lightning_parallel.strategies.deferred_records import (
     values_of,
 )
 
-__all__ = ["BuildMode", "DeferredTensor", "is_deferred", "making_data", "materialize", "without_rest"]
+__all__ = ["BuildMode", "DeferredTensor", "is_deferred", "materialize"]
 
 _aten = torch.ops.aten
 
@@ -69,25 +69,14 @@ def is_deferred(value: object) -> bool:
     return isinstance(value, DeferredTensor)
 
 
-def materialize(tensor: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def materialize(tensor: Tensor) -> Tensor:
     """Make the data of a deferred tensor, which stays deferred itself.
 
-    Args:
-        tensor: Deferred, or any other, whose data are used as they are.
-        keep: Takes the part that is needed from the full tensor, which is dropped afterwards.
-
     Raises:
-        RuntimeError: If the tensor was released, or an operation gives another shape than it did when recorded.
+        RuntimeError: If an operation gives another shape than it did when recorded.
     """
-    with making_data(), torch.no_grad():
-        full = values_of([tensor])[0] if is_deferred(tensor) else tensor.detach()
-        return full if keep is None else without_rest(keep(full), full)
-
-
-def without_rest(kept: Tensor, full: Tensor) -> Tensor:
-    """Copy `kept` if it is a part of `full`, whose memory it would keep alive."""
-    is_part = kept.untyped_storage() is full.untyped_storage() and kept.numel() < full.numel()
-    return kept.clone(memory_format=torch.contiguous_format) if is_part else kept
+    with _making_data(), torch.no_grad():
+        return values_of([tensor])[0]
 
 
 class DeferredTensor(Tensor):
@@ -123,11 +112,13 @@ class DeferredTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _READERS or func in _EXPORTERS:
+            # What is exported may be written by its new owner, so it gets data of its own.
             make = values_of if func in _EXPORTERS else read_values
-            with making_data(), torch.no_grad():
+            with _making_data(), torch.no_grad():
                 args, kwargs = pytree.tree_map_only(DeferredTensor, lambda tensor: make([tensor])[0], (args, kwargs))
                 return func(*args, **kwargs)
         with DisableTorchFunctionSubclass():
+            # For code that compares addresses to find shared memory; there is nothing at this one.
             if func == Tensor.data_ptr:
                 return history_of(args[0]).address + args[0].storage_offset() * args[0].itemsize
             return func(*args, **kwargs)
@@ -149,23 +140,17 @@ class BuildMode(TorchDispatchMode):
 
 
 def _dispatched(func: Any, types: Any, args: Any, kwargs: dict[str, Any], threshold: int | None) -> Any:
+    # Reading `.device` comes here too, as the class answers for its device.
     if func is torch.ops.prim.device.default:
         return history_of(args[0]).device
     has_other_classes = any(not issubclass(kind, DeferredTensor) for kind in types)
     if has_other_classes or (_is_making and threshold is not None):
         return func(*args, **kwargs)
-    if types:
-        args, kwargs = pytree.tree_map_only(DeferredTensor, _settled, (args, kwargs))
     return _Invocation(func, args, kwargs, threshold).run()
 
 
-def _settled(tensor: Tensor) -> Tensor:
-    """Return the data of a view of a tensor that has data by now, or the tensor itself."""
-    return values_of([tensor])[0] if history_of(tensor).is_settled else tensor
-
-
 @contextmanager
-def making_data() -> Iterator[None]:
+def _making_data() -> Iterator[None]:
     """Let operations pass inside the block, also during a build."""
     global _is_making
     before = _is_making
@@ -214,10 +199,12 @@ class _Invocation:
         device = self.kwargs.get("device")
         if device is None:
             tensors = [*self.deferred, *self.others]
+            # A scalar on the CPU may meet tensors of any device: these decide.
             devices = [tensor.device for tensor in tensors if tensor.device.type != "cpu"]
             device = META if META in devices else devices[0] if devices else "cpu"
         device = torch.device(device)
         if device.type not in ("cpu", "meta") and device.index is None:
+            # Tensors know their index, and `cuda` does not equal `cuda:0` where devices are compared.
             device = torch.device(device.type, torch.get_device_module(device).current_device())
         return device
 
@@ -325,6 +312,7 @@ class _Invocation:
 
     def _states(self) -> dict[torch.device, Tensor]:
         for leaf in self.leaves:
+            # An operation with a generator of its own draws from no other.
             if isinstance(leaf, torch.Generator):
                 return {leaf.device: packed_state(leaf.get_state())}
         return generator_states(self.device)
@@ -369,12 +357,14 @@ class _Invocation:
         written, *others = operation.views
         target = self.written[0]
         is_whole = target.untyped_storage().nbytes() == target.numel() * target.itemsize and target.is_contiguous()
+        # A source in the same storage would be read while it is overwritten.
         return is_whole and all(view.history is not written.history for view in others)
 
     def _wrapped(self, layout: Any) -> Any:
         """Turn meta tensors into the arguments that they stand for, or into new deferred tensors."""
         for tensor in self.written:
             alias = self.aliases[id(tensor)]
+            # `resize_`, `t_` and `set_` have changed the alias only: the argument has to follow.
             if Layout.of(alias) != Layout.of(tensor) or alias.untyped_storage() is not tensor.untyped_storage():
                 tensor.data = DeferredTensor(alias)
         if self.facts.num_returns == 0:

@@ -42,9 +42,8 @@ from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, processes
 from lightning_parallel.strategies.compressed import MeshCompression
-from lightning_parallel.strategies.deferred_init import deferred_init
+from lightning_parallel.strategies.deferred_init import deferred_init, hold_back, materialize_owned
 from lightning_parallel.strategies.optimization import ReplicaNorm, remove_placeholders, span_replica, whole_parameters
-from lightning_parallel.strategies.ownership import hold_back, materialize_owned
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.setup import (
@@ -140,7 +139,9 @@ class MeshStrategy(MeshProcesses):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         if synchronizes_layers(self) and fitting:
+            # Before the model is planned, since this replaces modules.
             processes.synchronize_batch_norm(module, self.groups.data_parallel)
+        # Entered again, so that a cast of deferred parameters is recorded, too, rather than executed.
         with deferred_init(self.root_device):
             self.precision_plugin.convert_module(module)
         self.parallelize(module)
@@ -180,6 +181,7 @@ class MeshStrategy(MeshProcesses):
             return
         steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
         is_new = ParallelState.of(module).engine is None
+        # The analysis runs the user's steps: what they log and remember is not of the run.
         with side_effects_discarded(module):
             self.engine = cut_stages(
                 module,
@@ -283,6 +285,7 @@ class MeshStrategy(MeshProcesses):
         # The audit slows a step down several times; what it looks for does not depend on the batch.
         self._is_first_batch = False
         if self._steps is not None:
+            # Gradients appear in the middle of the schedule; `backward` will hand them to the reducer, once.
             with self._open_reducer.no_sync():
                 return self._steps.training_step(args, kwargs, audit)
         step = super().training_step
@@ -397,6 +400,7 @@ class MeshStrategy(MeshProcesses):
             self.module.load_state_dict(part, strict=strict)
         except (RuntimeError, ValueError) as error:
             failure = error
+        # A rank whose part does not fit must not leave the others waiting in the next collective.
         comm.raise_together(failure, self.groups.world)
 
     @override
@@ -416,6 +420,7 @@ class MeshStrategy(MeshProcesses):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         if self._compression is not None:
+            # Before the file is written: all ranks gather, and rank 0 alone writes.
             self._compression.save(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.engine is not None and self.is_global_zero:

@@ -13,6 +13,7 @@ from lightning_parallel.strategies.setup import PipelineOptions, TensorOptions
 
 __all__ = ["HybridParallelStrategy", "PipelineParallelStrategy", "ScheduleName", "TensorParallelStrategy"]
 
+# LightningCLI lists these names, and refuses others, before anything is started.
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zbv", "auto"]
 
 
@@ -89,6 +90,7 @@ class _StagedStrategy(MeshStrategy):
         sizes: Mapping[Axis, Size],
         tensor: TensorOptions,
         *,
+        # Spelled out, as LightningCLI reads arguments from signatures; `kwargs` it follows to the base class.
         layers: str = "auto",
         schedule: ScheduleName = "1f1b",
         num_microbatches: Union[Literal["auto"], int] = "auto",

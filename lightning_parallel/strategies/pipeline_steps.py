@@ -73,6 +73,7 @@ class PipelineSteps:
         self._engine: PipelineEngine | None = None
         self._positional: dict[str, int] = {}
         self._step_gradients: dict[nn.Parameter, Tensor | None] = {}
+        self._gradients_are_watched = False
         self._is_running = False
 
     @property
@@ -89,6 +90,7 @@ class PipelineSteps:
     def bind(self, engine: PipelineEngine, patches: Patches) -> None:
         """Run steps through `engine` from now on; metrics give their value on every rank until `patches` are undone."""
         self._engine = engine
+        self._gradients_are_watched = self._hooks_see_gradients()
         share_metrics(self.module, engine.group, engine.last_rank, lambda: self._is_running, patches)
 
     def example(self, trainer: Trainer) -> tuple[Callable[[Any], Any], Any] | None:
@@ -129,8 +131,12 @@ class PipelineSteps:
     def _gradients_are_needed(self) -> bool:
         """Tell whether anybody sees the gradients of earlier batches after `training_step`."""
         trainer = self.module.trainer
-        if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
-            return True
+        is_accumulating = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
+        return is_accumulating or self._gradients_are_watched
+
+    def _hooks_see_gradients(self) -> bool:
+        """Tell whether a hook of the user runs while gradients of the step before are still there in one process."""
+        trainer = self.module.trainer
         hooks = [callback for callback in trainer.callbacks if isinstance(callback, Callback)]  # type: ignore[attr-defined]
         return (
             is_overridden("optimizer_zero_grad", self.module)
@@ -162,6 +168,7 @@ class PipelineSteps:
         }[name]
         if name not in self._positional:
             self._positional[name] = positional_arguments(method)
+        # `example` passes a batch index, which the step need not take.
         rest = rest[: self._positional[name] - 1]
 
         def step(microbatch: Any) -> Any:
@@ -179,6 +186,7 @@ class PipelineSteps:
         self._is_running = True
         try:
             if name == "training_step":
+                # Tied gradients are summed in `backward`, after their means over the replicas.
                 result = self.engine.forward_backward(step, batch, scale=self._gradient_scale(), synchronize=False)
             else:
                 result = self.engine.forward(step, batch)
@@ -227,6 +235,7 @@ class _StageStep:
     def _audited(self, microbatch: Any, audit: StepAudit) -> Any:
         try:
             output = self.step(microbatch)
+        # So a step ends on all stages but the last: with what it has to send.
         except StageExit as exit_:
             self._check(audit, exit_.end.leaves, "what this stage sends")
             raise
@@ -237,6 +246,7 @@ class _StageStep:
     @staticmethod
     def _check(audit: StepAudit, values: Sequence[Any], name: str) -> None:
         for value in values:
+            # Placeholders stand for what other stages hold: there are no data to check.
             if isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor):
                 audit.check_output(value, name)
 
@@ -307,11 +317,13 @@ def _recording(module: LightningModule, calls: list[LogCall]) -> Iterator[None]:
         name, value = bound.pop("name"), bound.pop("value")
         bound.pop("self")
         if isinstance(value, Metric):
+            # By its path: every rank has another object for it.
             path = next((path for path, child in module.named_modules() if child is value), None)
             if path is None:
                 raise ValueError(f"the metric logged as {name!r} is not an attribute of the module; make it one")
             value = _MetricAt(path, batch_value_of(value))
         elif isinstance(value, Tensor):
+            # What is logged is kept until the batch ends, and must not keep a microbatch's graph alive.
             value = value.detach()
         calls.append((name, value, dict(bound)))
 
@@ -330,6 +342,7 @@ def _merge_calls(logged: Sequence[Sequence[LogCall]], weights: Sequence[float]) 
 def _merge_call(name: str, entries: list[tuple[float, Any, dict[str, Any]]]) -> LogCall:
     values, arguments = [value for _, value, _ in entries], dict(entries[-1][2])
     if arguments.get("batch_size") is not None:
+        # Lightning weights the batches of an epoch by these sizes, so they are the weights inside a batch, too.
         sizes = [float(entry["batch_size"]) for _, _, entry in entries]
         arguments["batch_size"] = sum(entry["batch_size"] for _, _, entry in entries)
     else:
@@ -374,6 +387,7 @@ def _remembered(module: LightningModule) -> dict[str, tuple[Any, Any]]:
 
 def _version(value: Any) -> Any:
     if isinstance(value, Tensor):
+        # Inference tensors count no versions; to ask for one is an error.
         return None if value.is_inference() else version_of(value)
     return len(value) if isinstance(value, list) else value
 
@@ -416,6 +430,7 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     """Run steps for a look at them: what they log is dropped, what they remember and count is forgotten."""
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
     saved = [metric_state_of(metric) for metric in metrics]
+    # Copies, since updates change tensors and lists of a metric in place.
     states = [{name: _copied(state) for name, state in states_of(metric).items()} for metric in metrics]
     before = _remembered(module)
     try:
@@ -460,6 +475,7 @@ def _shared_compute(
     def shared(*args: Any, **kwargs: Any) -> Any:
         if not is_running():
             mine = (update_count_of(metric), to_device(states_of(metric), torch.device("cpu")))
+            # A collective: Lightning computes what is logged on every rank, in the same order.
             count, states = comm.broadcast_object(mine, group, source)
             if group.rank != source:
                 for name, state in states.items():

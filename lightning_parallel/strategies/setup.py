@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 PLAN_FILE = "pipeline_plan.json"
-"""Name of the file beside checkpoints in which a resumed run finds its plan."""
+"""Name of the file, in the folder of a checkpoint, from which a resumed run takes its plan."""
 
 _MOST_TIED = 0.5
 """Share of the parameters that may be on several stages without a word."""
@@ -147,6 +147,7 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     group = groups.tensor_parallel
     state = ParallelState.of(module)
     if state.sharding is not None:
+        # The full tensors are gone, so that the module cannot be divided another way.
         if state.tensor_ranks != group.ranks:
             raise ValueError(
                 f"this module was divided over the ranks {state.tensor_ranks} by an earlier run and cannot be divided "
@@ -189,6 +190,7 @@ def cut_stages(
     group = groups.pipeline_parallel
     state = ParallelState.of(module)
     if state.engine is not None:
+        # The layers of other stages are gone.
         if state.engine.group.ranks != group.ranks:
             raise ValueError(
                 f"this module was cut into stages for the ranks {state.engine.group.ranks} by an earlier run and cannot"
@@ -197,6 +199,7 @@ def cut_stages(
         return state.engine
     # While the model is whole: checkpoints are written in the order of its names.
     state.names = ModelNames.of(module)
+    # Tensor-parallel ranks hold different shards by now; they started equal in `shard_tensors`.
     processes.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
     plan: PipelinePlan | None = None
@@ -243,6 +246,7 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _check_cut(engine: PipelineEngine) -> None:
+    # Gathered, so that every rank refuses, not only the empty one.
     held = comm.all_gather_object(sum(1 for _ in engine.module.parameters()), engine.group)
     if 0 in held:
         raise ValueError(
@@ -308,6 +312,7 @@ def _plan(
     if example is not None:
         step, batch = example
         weights = [options.microbatch_weight(part) for part in microbatches]
+        # On every rank, though only the first one warns: the step may communicate, in divided layers or by itself.
         warn_unless_mean(module, truncated(module, plan, device, step), batch, microbatches, weights)
     return replace(plan, request=request)
 
@@ -332,7 +337,7 @@ def _request(
 
 
 def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world: Group) -> PipelinePlan | None:
-    """Return the plan beside the checkpoint that the run resumes from, if it was made for the same request."""
+    """Return the plan in the folder of the checkpoint to resume from, if it was made for the same request."""
 
     def found() -> dict[str, Any] | None:
         path = module.trainer.ckpt_path
@@ -355,8 +360,9 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
 
 
 def save_plan(plan: PipelinePlan, checkpoint: str | Path) -> None:
-    """Write the plan beside a checkpoint on a local disk, where a run that resumes from it will find it."""
+    """Write the plan into the folder of a checkpoint on a local disk; a run that resumes from it will find it there."""
     folder = Path(checkpoint).parent
+    # A plan that is read again builds its schedule by name, which a schedule of the user's own does not have.
     if plan.schedule.name in SCHEDULES and folder.is_dir():
         plan.save(folder / PLAN_FILE)
 
@@ -365,6 +371,7 @@ def _microbatch_counts(wanted: int | Literal["auto"], ranks: int, samples: int |
     """Return numbers of microbatches to choose from; the first is taken where nothing else decides."""
     if wanted != "auto":
         return [wanted]
+    # With four per rank the bubble of 1F1B, (p - 1) / (4 p + p - 1), stays below a fifth.
     counts = [ranks * factor for factor in (4, 1, 2, 8)]
     fitting = [count for count in counts if samples is None or count <= samples]
     return fitting or [max(samples or 1, 1)]
@@ -442,7 +449,9 @@ def _modules(plan: PipelinePlan, stage: int) -> str:
 
 def _caption(plan: PipelinePlan, copies: float) -> str:
     costs = [
-        replace(cost, resident_bytes=plan.stage_bytes(stage, copies)[0]) for stage, cost in enumerate(plan.stage_costs)
+        # The plan had to assume an optimizer's state; by now it is known.
+        replace(cost, resident_bytes=plan.stage_bytes(stage, copies)[0])
+        for stage, cost in enumerate(plan.stage_costs)
     ]
     timeline = simulate(plan.schedule, costs, plan.link)
     return (

@@ -15,14 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.strategies import deferred_tensor
-from lightning_parallel.strategies.deferred_init import (
-    deferred_init,
-    is_deferred,
-    materialize,
-    materialize_module,
-    release,
-)
+from lightning_parallel.strategies.deferred_init import deferred_init, hold_back, replace_data
 from lightning_parallel.strategies.deferred_records import RecordedOperation
+from lightning_parallel.strategies.deferred_tensor import is_deferred, materialize
 
 
 def big():
@@ -281,6 +276,13 @@ def tensors_of(model):
     return parameters | dict(model.named_buffers(remove_duplicate=False))
 
 
+def materialize_all(model):
+    """Give every deferred tensor of `model` its data, in place."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if is_deferred(tensor):
+            replace_data(tensor, materialize(tensor))
+
+
 def bits(tensor):
     """Return the bytes: NaN equals itself, and zero differs from minus zero."""
     return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -303,7 +305,7 @@ def test_bits_and_generators_are_those_of_one_process(name):
     expected, states = built(PLAIN[name], 1, deferred=False)
     model, ours = built(PLAIN[name], 1, deferred=True)
     assert ours == states
-    materialize_module(model, "cpu")
+    materialize_all(model)
     assert_same(expected, model)
     if hasattr(model, "scale"):
         assert model.scale == expected.scale
@@ -316,7 +318,7 @@ def test_models_of_transformers(name):
     model, ours = built(lambda: hugging_face(name), 2, deferred=True)
     assert any(map(is_deferred, model.parameters()))
     assert ours == states
-    materialize_module(model, "cpu")
+    materialize_all(model)
     assert_same(expected, model)
 
 
@@ -324,71 +326,54 @@ def test_the_default_dtype_at_the_time_counts():
     expected, states = built(lambda: hugging_face("LlamaForCausalLM", torch.bfloat16), 3, deferred=False)
     model, ours = built(lambda: hugging_face("LlamaForCausalLM", torch.bfloat16), 3, deferred=True)
     assert ours == states
-    materialize_module(model, "cpu")
+    materialize_all(model)
     assert_same(expected, model)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_part_in_any_order(seed):
+def test_any_tensors_in_any_order(seed):
     expected, _ = built(lambda: hugging_face("GPT2LMHeadModel"), seed, deferred=False)
     model, _ = built(lambda: hugging_face("GPT2LMHeadModel"), seed, deferred=True)
     names = random.sample(sorted(tensors_of(model)), len(tensors_of(model)) // 2)
     state = torch.get_rng_state()
     for name in names:
         full = tensors_of(expected)[name]
-        assert bits(materialize(tensors_of(model)[name])) == bits(full)
-        part = materialize(tensors_of(model)[name], keep=lambda tensor: tensor.chunk(2, -1)[1])
-        assert bits(part) == bits(full.chunk(2, -1)[1])
-        assert part.untyped_storage().nbytes() == part.numel() * part.itemsize
+        tensor = tensors_of(model)[name]
+        assert bits(materialize(tensor) if is_deferred(tensor) else tensor) == bits(full)
     assert torch.equal(torch.get_rng_state(), state), "materializing must not draw"
 
 
-def test_only_what_is_owned_and_of_that_a_part():
-    def halves(name, full):
-        return full.chunk(2)[0] if name.endswith("weight") else full
-
-    expected, _ = built(lambda: nn.Sequential(*(nn.Linear(200, 200) for _ in range(4))), 1, deferred=False)
-    model, _ = built(lambda: nn.Sequential(*(nn.Linear(200, 200) for _ in range(4))), 1, deferred=True)
-    parameters = list(model.parameters())
-    materialize_module(model, "cpu", owned=lambda name: name.startswith("1."), keep=halves)
-    assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in parameters]
-    assert bits(model[1].weight) == bits(expected[1].weight[:100])
-    assert bits(model[1].bias) == bits(expected[1].bias)
-    for index in (0, 2, 3):
-        assert type(model[index].weight) is nn.Parameter
-        assert model[index].weight.is_meta
-        assert not is_deferred(model[index].weight)
+def test_parameters_that_are_held_back_are_plain_ones_on_meta():
+    expected, _ = built(Reading, 1, deferred=False)
+    model, _ = built(Reading, 1, deferred=True)
+    parameters = dict(model.named_parameters())
+    held = hold_back(model, torch.device("cpu"))
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name]
+        assert type(parameter) is nn.Parameter
+        assert parameter.is_meta == (name == "weight")
+    _, deferred = held.parameters[id(model.weight)]
+    assert bits(materialize(deferred)) == bits(expected.weight)
+    assert bits(model.mask) == bits(expected.mask), "the analysis of a pipeline computes with buffers"
 
 
-def test_ties_hooks_attributes_and_lists_of_parameters_stay():
+def test_ties_hooks_attributes_and_tensors_in_lists_stay():
     class Model(Tied):
         def __init__(self):
             super().__init__()
             self.recurrent = nn.LSTM(80, 80)
             self.tables = [torch.ones(200, 160)]
-            self.hidden = (nn.Linear(200, 160),)
             self.embedding.weight.mark = True
             self.embedding.weight.register_hook(torch.zeros_like)
 
     model, _ = built(Model, 1, deferred=True)
-    materialize_module(model, "cpu")
+    materialize_all(model)
     assert model.head.weight is model.embedding.weight
-    assert model.view.data_ptr() == model.head.weight.data_ptr()
     assert model.embedding.weight.mark
     assert model.recurrent(torch.ones(1, 1, 80))[0].isfinite().all()
     assert torch.equal(model.tables[0], torch.ones(200, 160))
-    assert not is_deferred(model.hidden[0].weight)
     model.head(model.embedding(torch.tensor([1]))).sum().backward()
     assert not model.head.weight.grad.any()
-
-
-def test_a_tie_is_owned_under_any_of_its_names():
-    expected, _ = built(Tied, 1, deferred=False)
-    model, _ = built(Tied, 1, deferred=True)
-    materialize_module(model, "cpu", owned=lambda name: name.startswith("head"))
-    assert bits(model.embedding.weight) == bits(expected.embedding.weight)
-    assert model.head.weight is model.embedding.weight
-    assert model.view.is_meta
 
 
 def test_changes_after_the_build_are_recorded_too():
@@ -408,7 +393,7 @@ def test_changes_after_the_build_are_recorded_too():
     with deferred_init("cpu"):
         model.double()
     assert is_deferred(model.weight)
-    materialize_module(model, "cpu")
+    materialize_all(model)
     assert_same(expected.double(), model)
 
 
@@ -416,48 +401,6 @@ def test_a_tensor_that_only_a_function_knows_is_made_when_it_is_used():
     with deferred_init("cpu"):
         table = torch.arange(20_000.0)
     assert torch.equal(table + torch.ones(20_000), torch.arange(20_000.0) + 1)
-
-
-@pytest.mark.parametrize("kind", [nn.Parameter, nn.Buffer])
-def test_a_view_that_only_a_function_knows_stays_a_view(kind):
-    with deferred_init("cpu"):
-        model = Tensors(kind(torch.randn(200, 160)))
-        (tensor,) = model.state_dict(keep_vars=True).values()
-        row = tensor.detach()[3]
-    materialize_module(model, "cpu")
-    with torch.no_grad():
-        tensor.fill_(2.0)
-        assert torch.equal(row + 0, torch.full((160,), 2.0))
-        row.zero_()
-    assert not tensor[3].any()
-    assert row.tolist() == [0.0] * 160
-
-
-def test_names_are_those_that_are_registered():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = [nn.Linear(200, 160)]
-            self.recurrent = nn.LSTM(80, 80)
-            self.head = self.layers[0]
-            self.alias = self.layers[0]
-            self.other = {"table": torch.ones(200, 160), "parent": [self]}
-
-    names = []
-    model, _ = built(Model, 1, deferred=True)
-    materialize_module(model, "cpu", owned=lambda name: names.append(name) is None)
-    registered = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    assert sorted(names) == sorted([*registered, "other.table"])
-
-
-def test_released_tensors_say_so():
-    with deferred_init("cpu"):
-        layer = nn.Linear(200, 200)
-        row = layer.weight[3]
-    release(layer)
-    assert layer.weight.is_meta
-    with pytest.raises(RuntimeError, match="released"):
-        materialize(row)
 
 
 def test_records_die_with_their_tensors():
@@ -515,9 +458,8 @@ def test_a_build_holds_one_temporary_at_a_time():
         build(nn.init.trunc_normal_)  # reads its samples, to reject some
     assert memory.peak < 5 * weight
     with PeakMemory() as memory:
-        part = materialize(model[7].weight, keep=lambda full: full[:30])
+        materialize(model[7].weight)
     assert memory.peak < 1.2 * weight
-    assert part.untyped_storage().nbytes() == weight // 10
 
 
 def test_reading_in_a_loop_does_not_start_over_each_time(monkeypatch):
@@ -546,7 +488,7 @@ def test_the_tests_see_a_wrong_generator(broken, monkeypatch):
     expected, states = built(lambda: nn.Linear(200, 200), 1, deferred=False)
     model, ours = built(lambda: nn.Linear(200, 200), 1, deferred=True)
     assert ours != states
-    materialize_module(model, "cpu")
+    materialize_all(model)
     with pytest.raises(AssertionError):
         assert_same(expected, model)
 
@@ -562,7 +504,7 @@ def test_operations_of_other_libraries_are_executed():
     expected, states = built(build, 1, deferred=False)
     model, ours = built(build, 1, deferred=True)
     assert ours == states
-    materialize_module(model, "cpu")
+    materialize_all(model)
     assert_same(expected, model)
 
 

@@ -89,6 +89,7 @@ def line_chart(curves: Sequence[Curve], title: str, unit: str) -> LineChart | No
     high += margin
 
     def left(x: float) -> float:
+        # All points may be of one step.
         return 100 * (x - first) / (last - first or 1)
 
     def top(y: float) -> float:
@@ -97,6 +98,7 @@ def line_chart(curves: Sequence[Curve], title: str, unit: str) -> LineChart | No
     placed = []
     for curve, points in zip(curves, thinned):
         placed.append((curve.name, [[(left(x), top(y)) for x, y in stretch] for stretch in _stretches(points)]))
+    # A single curve needs no name: the title says what it is.
     notes = [f"{curve.name}: {curve.note}" if len(curves) > 1 else curve.note for curve in curves if curve.note]
     return LineChart(
         title,
@@ -128,6 +130,7 @@ def _stretches(points: Sequence[tuple[float, float | None]]) -> list[list[tuple[
             stretches[-1].append((x, y))
         elif stretches[-1]:
             stretches.append([])
+    # A gap at the end has begun a stretch that got no points.
     return [stretch for stretch in stretches if stretch]
 
 

@@ -92,6 +92,7 @@ def _figures(report: Report) -> dict[str, float]:
     found: dict[str, float] = {}
     ranks = reports.get("StepBreakdown", {}).get("ranks", [])
     if ranks:
+        # A step takes as long as its slowest rank.
         found["step"] = max(rank["wall"] for rank in ranks)
         found |= _mean_phases(ranks)
     throughput = reports.get("Throughput", {})
@@ -107,6 +108,7 @@ def _figures(report: Report) -> dict[str, float]:
         found["memory"] = max(sum(rank.get(name) or 0 for name in HELD) for rank in held)
     records = reports.get("CommunicationProfiler", {}).get("records", [])
     if records:
+        # Records are of one call, `count` of the calls in a step.
         found["sent"] = sum((record.get("wire_bytes") or 0) * record["count"] for record in records)
     return found
 
@@ -115,6 +117,7 @@ def _mean_phases(ranks: Sequence[Report]) -> dict[str, float]:
     """Average each phase over the ranks that measured it; seconds."""
     means = {}
     for name in PHASE_LABELS:
+        # A phase that a rank has not measured is no phase of zero seconds.
         times = [rank[name] for rank in ranks if name in rank]
         if times:
             means[name] = fmean(times)
@@ -138,6 +141,7 @@ def render_comparison(first: Report, second: Report, names: tuple[str, str]) -> 
     found = changes(first, second)
     bars = _bars(reports, names)
     drawn = {segment.kind for bar in bars for segment in bar.segments}
+    # The phases have bars of their own below.
     in_header = [change for change in found if change.name not in PHASE_LABELS.values() and change.verdict]
     return render_template(
         "comparison",

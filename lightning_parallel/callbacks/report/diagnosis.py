@@ -195,7 +195,7 @@ def _long_phases(evidence: _Evidence) -> Iterator[Advice]:
 
 
 def _stragglers(evidence: _Evidence) -> Iterator[Advice]:
-    for straggler in evidence.stragglers if evidence.ranks else ():
+    for straggler in evidence.stragglers if evidence.ranks else ():  # shares are of a step, which ranks tell
         excess = straggler["excess"]
         cause = straggler.get("cause") or "unattributed"
         remedy = _CAUSES.get(cause, "Compare its row in the trace with that of a peer.")
@@ -289,7 +289,7 @@ _COMPRESSED = {f"{name}Strategy": f"Compressed{name}Strategy" for name in ("DDP"
 def _uneven_ranks(evidence: _Evidence) -> Iterator[Advice]:
     """Advise on waits between ranks of one stage beyond those that they share, if no rank is late in most steps."""
     least = evidence.of("StepBreakdown").get("communication_least")
-    if not least or not evidence.has_all_ranks or evidence.stragglers:
+    if not least or not evidence.has_all_ranks or evidence.stragglers:  # a straggler explains the waits
         return
     stages: dict[int, list[tuple[float, int]]] = {}
     for rank in evidence.ranks:
@@ -304,7 +304,7 @@ def _uneven_ranks(evidence: _Evidence) -> Iterator[Advice]:
     share = lost[worst] / evidence.wall
     if share < WORTH_SAYING:
         return
-    fewest, waited_for = min(stages[worst])
+    fewest, waited_for = min(stages[worst])  # the last to come waits least
     most, waiter = max(stages[worst])
     if "StragglerMonitor" not in evidence.reports:
         text = "Add `StragglerMonitor()`, which names ranks that are late in most steps."
@@ -361,7 +361,7 @@ def _smaller_bubble(halved: float, run: Report) -> str:
     """Say how to make a schedule's bubble smaller: `halved` with twice the microbatches."""
     count = run.get("num_microbatches")
     samples = run.get("replica_batch")
-    if count and samples and count * 2 > samples:
+    if count and samples and count * 2 > samples:  # a microbatch has one sample at least
         text = (
             f"The batch of {samples} samples is in {count} microbatches already: a larger batch, with twice as many,"
             f" brings the schedule's bubble to {percent(halved)}."
@@ -441,7 +441,7 @@ def _completeness(evidence: _Evidence, found_any: bool) -> Iterator[Advice]:
         )
     elif not found_any:
         useful = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks)
-        share = useful / sum(rank["wall"] for rank in ranks)
+        share = useful / sum(rank["wall"] for rank in ranks)  # of all ranks together, as at the top of the page
         yield Advice(
             "good",
             f"Nothing that was measured holds this run back: {percent(share)} of the time is forward and backward",

@@ -136,6 +136,7 @@ def run_line(run: Report) -> str:
         run.get("precision"),
         run.get("device"),
         f"{run['steps']} steps in {seconds_text(run['seconds'])}" if "seconds" in run else f"{run['steps']} steps",
+        # To the minute, without the time zone.
         run.get("started", "")[:16],
     ]
     return " · ".join(fact for fact in facts if fact)
@@ -170,6 +171,7 @@ _SHOWN = 3
 def advice_parts(report: Report) -> tuple[list[Report], list[Report]]:
     """Divide the diagnosis: advice that is shown at once, and the smaller gains."""
     found: Sequence[Report] = report.get("diagnosis", [])
+    # The diagnosis sorts losses of time by their gain. What makes results wrong is never hidden.
     small = [advice for advice in found if advice["kind"] == "slow"][_SHOWN:]
     return [advice for advice in found if advice not in small], small
 
@@ -185,6 +187,7 @@ def _steps(report: Report) -> dict[str, Any] | None:
     mesh = _mesh(report)
     present = {name: words for name, words in PHASE_LABELS.items() if any(rank.get(name) for rank in ranks)}
     names = (*present, "communication_hidden", "wall")
+    # Labels of ranks name axes by a letter, which the page explains where some rank has a coordinate.
     located = any(rank.get("coordinate") for rank in ranks)
     return {
         "phases": present,
@@ -204,6 +207,7 @@ def phase_bar(rank: Report, label: str) -> Bar:
         if rank.get(name)
     ]
     hidden = rank.get("communication_hidden")
+    # It overlaps the phases, so it is not part of the bar's length.
     below = [Segment("communication_hidden", hidden, seconds_text(hidden))] if hidden else []
     return Bar(label, segments, seconds_text(wall), below)
 
@@ -291,6 +295,7 @@ def _memory(report: Report) -> dict[str, Any] | None:
     for rank in ranks:
         segments = [Segment(key, rank[key], bytes_text(rank[key])) for key in keys if rank.get(key)]
         bars.append(Bar(rank_label(rank, mesh), segments, bytes_text(sum(rank.get(key) or 0 for key in keys))))
+    # What the process holds includes all parts and more: a column, but no segment.
     columns = (*keys, "resident_peak")
     labels = {key: _HELD_LABELS.get(key, key) for key in keys}
     return {

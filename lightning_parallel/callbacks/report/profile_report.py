@@ -104,6 +104,7 @@ def build_report(
 def write_files(folder: Path, report: Mapping[str, Any], trace: Mapping[str, Any] | None) -> None:
     """Write page, data and trace."""
     folder.mkdir(parents=True, exist_ok=True)
+    # JSON has no NaN, and browsers refuse files with it: `finite` has left none.
     (folder / REPORT).write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
     (folder / PAGE).write_text(render(report), encoding="utf-8")
     if trace is not None:
@@ -314,6 +315,7 @@ class ProfileReport(MeasuringCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # Before `super`, which lets go of it.
         session = self.session
         super().on_exception(trainer, pl_module, exception)
         if session is None or session.recorder is None:
@@ -346,6 +348,7 @@ class ProfileReport(MeasuringCallback):
             self._show(report)
 
     def _show(self, report: Mapping[str, Any]) -> None:
+        # Titles hold names and errors of the run: brackets in them are no markup.
         console = Console(highlight=False, markup=False, soft_wrap=True)
         for advice in report["diagnosis"][:3]:
             console.print(f"- {advice['title']}. {advice['text']}")

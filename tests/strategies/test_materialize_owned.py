@@ -119,6 +119,8 @@ def _trains_as_in_one_process(group, kind, layout):
     held = sum(value.numel() for value in module.parameters())
     assert not any(value.is_meta for value in module.parameters())
     assert held < 0.8 * sum(value.numel() for value in expected.parameters())
+    for name, value in module.named_parameters():
+        assert value.untyped_storage().nbytes() == value.numel() * value.element_size(), f"{name} keeps its rest"
 
 
 @distributed(world_size=2)
