@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
-from lightning_parallel.tracing.spans import bytes_text
+from lightning_parallel.tracing.spans import bytes_text, seconds_text
 
 __all__ = [
     "Balance",
@@ -303,7 +303,7 @@ class Choice:
             str(schedule.virtual_stages),
             str(schedule.num_microbatches),
             "" if schedule.warmup is None else f"{schedule.warmup:g}",
-            f"{timeline.makespan_s * 1e3:.4g} ms",
+            seconds_text(timeline.makespan_s),
             f"{timeline.bubble_fraction:.1%}",
             f"{candidate.held:g}",
             bytes_text(candidate.peak_bytes) if candidate.peak_bytes else "",

@@ -43,7 +43,7 @@ from lightning_parallel.strategies import processes
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, warn_unless_mean
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, sharding_table
-from lightning_parallel.tracing.spans import bytes_text, show
+from lightning_parallel.tracing.spans import bytes_text, seconds_text, show
 
 __all__ = [
     "PLAN_FILE",
@@ -455,7 +455,7 @@ def _caption(plan: PipelinePlan, copies: float) -> str:
     ]
     timeline = simulate(plan.schedule, costs, plan.link)
     return (
-        f"predicted: {timeline.makespan_s * 1e3:,.1f} ms a step, bubble {timeline.bubble_fraction:.0%}, "
+        f"predicted: {seconds_text(timeline.makespan_s)} a step, bubble {timeline.bubble_fraction:.0%}, "
         f"at most {bytes_text(max(timeline.memory_peaks(costs)))} on a rank"
     )
 
