@@ -20,14 +20,13 @@ from lightning_parallel import (
     HybridParallelStrategy,
     Policy,
     PowerSGD,
-    TensorParallelStrategy,
     TopK,
     comm,
 )
 from lightning_parallel.callbacks.compression_monitor import CompressionAccumulator, CompressionMonitor
 from lightning_parallel.comm import Group
 from lightning_parallel.compression import Dense
-from tests.harness import distributed, recorded_communication
+from tests.harness import distributed, recorded_communication, run
 from tests.strategies.models import Net, loader, trainer_for
 
 KEYS = {"dense_bytes", "sent_bytes", "ratio", "encode", "wire", "decode"}
@@ -183,10 +182,6 @@ PLAN = {"net.0": "column", "net.2": "row"}
 STRATEGIES = {
     "ddp": (2, lambda compression: CompressedDDPStrategy(compression)),
     "fsdp": (2, lambda compression: CompressedFSDPStrategy(compression)),
-    "tensor": (
-        4,
-        lambda compression: TensorParallelStrategy(tensor_parallel_size=2, plan=PLAN, compression=compression),
-    ),
     "hybrid": (
         4,
         lambda compression: HybridParallelStrategy(
@@ -194,6 +189,11 @@ STRATEGIES = {
         ),
     ),
 }
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_layout_of_replicas_has_the_whole_report(name):
+    run(check, STRATEGIES[name][0], name=name)
 
 
 def check(name, group):
@@ -211,18 +211,6 @@ def check(name, group):
     assert min(report["encode"], report["wire"], report["decode"]) > 0
     assert {row["compressor"] for row in report["compressors"]} == {"PowerSGD(rank=1, min_numel=16)", "Dense()"}
     assert [report] * group.size == comm.all_gather_object(report, group)
-
-
-@pytest.mark.parametrize("name", [name for name, (ranks, _) in STRATEGIES.items() if ranks == 2])
-@distributed(world_size=2)
-def test_replicas(name, group):
-    check(name, group)
-
-
-@pytest.mark.parametrize("name", [name for name, (ranks, _) in STRATEGIES.items() if ranks == 4])
-@distributed(world_size=4)
-def test_replicas_of_shards(name, group):
-    check(name, group)
 
 
 class Adversaries(Wide):
