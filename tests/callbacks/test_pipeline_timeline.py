@@ -1,7 +1,5 @@
 """The bubble and its parts, against stages that sleep and against timelines made by the simulator."""
 
-import time
-
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -18,20 +16,7 @@ from lightning_parallel.tracing import Span, Window
 from tests.callbacks.conftest import place_rank
 from tests.harness import run
 from tests.strategies.models import trainer_for
-from tests.timing import compares_durations, durations
-
-
-class Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, forward_s, backward_s):
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.backward_s)
-        return gradient, None, None
+from tests.timing import Sleep, compares_durations, durations
 
 
 class Sleeper(nn.Module):

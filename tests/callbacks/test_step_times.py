@@ -34,7 +34,7 @@ from tests.callbacks.conftest import place_rank
 from tests.harness import run
 from tests.strategies.models import Samples, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
-from tests.timing import compares_durations, durations
+from tests.timing import Sleep, compares_durations, durations
 
 SLEEPS = {
     "data_wait": 0.02,
@@ -55,16 +55,8 @@ class SlowSamples(Dataset):
         return torch.ones(3)
 
 
-class Pause(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        time.sleep(SLEEPS["forward"])
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(SLEEPS["backward"])
-        return gradient
+def pause(x):
+    return Sleep.apply(x, SLEEPS["forward"], SLEEPS["backward"])
 
 
 class SlowSGD(torch.optim.SGD):
@@ -83,7 +75,7 @@ class Sleepy(LightningModule):
         self.automatic_optimization = not manual
 
     def training_step(self, batch, index):
-        loss = Pause.apply(self.layer(batch)).sum()
+        loss = pause(self.layer(batch)).sum()
         if self.automatic_optimization:
             return loss
         optimizer = self.optimizers()
@@ -94,7 +86,7 @@ class Sleepy(LightningModule):
 
     def validation_step(self, batch, index):
         with tracing.span("0F0", "forward"):  # as a pipeline does
-            Pause.apply(self.layer(batch))
+            pause(self.layer(batch))
         time.sleep(SLEEPS["validation"] - SLEEPS["forward"])
 
     def on_save_checkpoint(self, checkpoint):
@@ -353,10 +345,7 @@ class Slow(nn.Module):
         self.sleep, self.forward_s, self.backward_s = sleep, forward_s, backward_s
 
     def forward(self, x):
-        self.sleep(self.forward_s)
-        if x.requires_grad:
-            x.register_hook(lambda grad: self.sleep(self.backward_s))
-        return x * 1.0
+        return Sleep.apply(x, self.forward_s, self.backward_s, self.sleep)
 
 
 class Sleeping(LightningModule):

@@ -159,9 +159,9 @@ def test_key_heads_that_several_of_four_ranks_share(group):
 class Language(nn.Module):
     """Embedding, blocks, and a head that may be tied to the embedding."""
 
-    def __init__(self, blocks, width, tied=True):
+    def __init__(self, blocks, width, tied=True, padding=None):
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(VOCABULARY, width, padding)
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         if tied:
