@@ -101,6 +101,7 @@ class _Reduced(torch.autograd.Function):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_backward_on_a_device_belongs_to_the_dry_run():
     """Autograd would run it on a thread of the device, where the flag of the caller's thread is not seen."""
     _Reduced.threads = []
