@@ -251,6 +251,7 @@ WRONG = {
     "rank": (lambda data, group: DistributedSampler(data, 2, 0), {"overlap", "missing"}, "place"),
     "set_epoch": (lambda data, group: Stuck(data, 2, group.rank), {"order"}, "place"),
     "not divided": (lambda data, group: RandomSampler(data), {"overlap"}, "content"),
+    "stream": (lambda data, group: None, {"overlap"}, "content"),
 }
 
 
@@ -258,18 +259,12 @@ WRONG = {
 @distributed(world_size=2)
 def test_mistakes_are_named(mistake, group):
     make, expected, known_by = WRONG[mistake]
-    data = Samples()
+    data = Stream() if mistake == "stream" else Samples()
     loader = DataLoader(data, batch_size=4, sampler=make(data, group))
     report = fit(loader, group, DDPStrategy(), use_distributed_sampler=False)
     assert {name for name, _ in found(report)} == expected
     assert all(ranks == [0, 1] for _, ranks in found(report))
     assert report["known_by"] == known_by
-
-
-@distributed(world_size=2)
-def test_a_stream_that_nobody_divides(group):
-    report = fit(DataLoader(Stream(), batch_size=4), group, DDPStrategy())
-    assert (found(report), report["known_by"]) == ([("overlap", [0, 1])], "content")
 
 
 class Wandering(Sampler):
