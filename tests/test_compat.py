@@ -146,14 +146,19 @@ def test_private_names_of_torch_that_tensor_uses():
     assert compat_torch.parameters_of(layer) == {"weight": layer.weight, "bias": None}
     compat_torch.parameters_of(layer)["bias"] = nn.Parameter(torch.ones(2))  # the module's own dict
     assert dict(layer.named_parameters()).keys() == {"weight", "bias"}
-    assert not compat_torch.has_compiled_call(layer)
-    layer.compile()
-    assert compat_torch.has_compiled_call(layer)
     x = torch.ones(2)
     reshaped = compat_torch.unsafe_view(x.requires_grad_() * 1, (2, 1))
     reshaped.add_(1)
     assert reshaped.shape == (2, 1)
     assert not reshaped._is_view()
+
+
+@distributed(world_size=1)  # whose process has imported the compiler, which takes seconds
+def test_a_compiled_call_is_known():
+    layer = nn.Linear(2, 2)
+    assert not compat_torch.has_compiled_call(layer)
+    layer.compile()
+    assert compat_torch.has_compiled_call(layer)
 
 
 def test_a_backward_pass_has_an_id_while_it_runs():
