@@ -12,8 +12,9 @@ def _fail_on_rank_one(group):
 
 
 def test_the_harness_shows_every_failing_rank_and_recovers():
+    test_the_next_job_gets_new_workers()  # starts workers, which would take of the short deadline
     with pytest.raises(RankError, match="(?s)rank 0.*rank 1: error.*this rank fails"):
-        run(_fail_on_rank_one, 2, deadline_s=5)
+        run(_fail_on_rank_one, 2, deadline_s=2)
     test_the_next_job_gets_new_workers()
 
 

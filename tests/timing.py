@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness import DurationError, RankError, alone
 
@@ -23,6 +24,21 @@ def durations() -> Iterator[None]:
         yield
     except AssertionError as failure:
         raise DurationError(*failure.args) from failure
+
+
+class Sleep(torch.autograd.Function):
+    """Passes tensors and gradients on after as many seconds."""
+
+    @staticmethod
+    def forward(ctx, x, forward_s, backward_s, sleep=time.sleep):
+        ctx.backward_s, ctx.sleep = backward_s, sleep
+        sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.sleep(ctx.backward_s)
+        return gradient, None, None, None
 
 
 class Lateness:

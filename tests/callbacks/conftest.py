@@ -19,10 +19,10 @@ TRACED_STEPS = 3
 
 
 def place_rank():
-    """Tell Lightning which process of the harness this is; returns how many there are."""
+    """Tell Lightning which process of the harness this is, as a launcher would; returns its rank and how many are."""
     group = comm.Group.of()
     os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
-    return group.size
+    return group.rank, group.size
 
 
 def train(folder):

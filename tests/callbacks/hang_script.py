@@ -1,9 +1,8 @@
-"""Two processes, one of which does not come: `python hang_script.py FOLDER (stop|skip|behind|none)`."""
+"""Two processes, one of which does not come: `python hang_script.py FOLDER (stop|skip)`."""
 
 import os
 import signal
 import sys
-import time
 
 import torch
 
@@ -22,8 +21,6 @@ class Stuck(Net):
         rank = int(self.trainer.global_rank)
         if rank == 1 and index == 2 and WAY == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if rank == 1 and index == 2 and WAY == "behind":
-            time.sleep(3600)
         if not (rank == 1 and index == 2 and WAY == "skip"):
             comm.all_reduce(torch.ones(3), self.trainer.strategy.groups.world)
         return super().training_step(batch, index)

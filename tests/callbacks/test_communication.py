@@ -1,6 +1,5 @@
 """Counts, bytes and times of communication, against closed forms and constructed waits."""
 
-import os
 import time
 
 import pytest
@@ -8,16 +7,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_parallel import HybridParallelStrategy, comm, tracing
 from lightning_parallel.callbacks import CommunicationProfiler, StepBreakdown
 from lightning_parallel.callbacks.collective_tracer import CollectiveTracer, trace_collectives
 from lightning_parallel.callbacks.communication import CommunicationAccumulator, bus_factor, wire_factor
-from lightning_parallel.callbacks.step_times import BreakdownAccumulator
 from lightning_parallel.comm import Group
 from lightning_parallel.tracing import CallCounter, Recorder, Span, Window
+from tests.callbacks.conftest import place_rank
 from tests.harness import distributed, run
 from tests.strategies.models import BATCH, Net, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
@@ -28,7 +26,7 @@ HEADER = 24
 
 
 def fit(sizes, replicas=1, microbatches=4, **options):
-    rank, size = rank_and_size()
+    rank, size = place_rank()
     callback = CommunicationProfiler(show_table=False, every_n_steps=3, warmup_steps=0)
     trainer = trainer_for(
         HybridParallelStrategy(num_microbatches=microbatches, **sizes), size, callbacks=[callback], **options
@@ -36,12 +34,6 @@ def fit(sizes, replicas=1, microbatches=4, **options):
     module = Deep()
     trainer.fit(module, loader(replicas, rank // (size // replicas)))
     return callback.report(), sum(parameter.numel() for parameter in module.parameters())
-
-
-def rank_and_size():
-    group = Group.of()
-    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
-    return group.rank, group.size
 
 
 def chosen(report, axis, op, least=0):
@@ -56,22 +48,13 @@ def total(report, axis, op, least=0):
     return report["world_size"] * report["steps"] * sum(record["count"] * record["payload_bytes"] for record in records)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_bytes_between_replicas_are_those_of_the_parameters(accumulate):
+def test_bytes_between_replicas_are_those_of_the_parameters_at_each_accumulated_step():
     sizes = {"data_parallel_size": 2}
-    (report, parameters), other = run(fit, 2, sizes=sizes, replicas=2, accumulate_grad_batches=accumulate)
+    (report, parameters), other = run(fit, 2, sizes=sizes, replicas=2, accumulate_grad_batches=2)
     assert other[0] == report
     assert report["steps"] == 8
-    assert total(report, "data_parallel", "all_reduce", least=100) == pytest.approx(2 * 8 * 8 * parameters / accumulate)
+    assert total(report, "data_parallel", "all_reduce", least=100) == pytest.approx(2 * 8 * 8 * parameters / 2)
     assert report["desynchronised"] == []
-
-
-def test_bytes_between_tensor_parallel_ranks_are_those_of_the_blocks_outputs():
-    (report, _), _ = run(fit, 2, sizes={"tensor_parallel_size": 2})
-    (record,) = chosen(report, "tensor_parallel", "all_reduce")
-    assert record["payload_bytes"] == BATCH * 8 * 8  # float64
-    assert record["count"] == 4 + 4 + 1  # forward and backward of each block, and backward of the head
-    assert (record["group_size"], record["dtype"]) == (2, "float64")
 
 
 def test_bytes_between_stages_are_those_of_the_boundaries():
@@ -93,8 +76,8 @@ class Extra(Deep):
         return super().training_step(batch, index)
 
 
-def stray_collective():
-    rank, size = rank_and_size()
+def fit_tensor_parallel_with_a_stray_collective():
+    rank, size = place_rank()
     callback = CommunicationProfiler(show_table=False)
     module = Extra()
     module.extra = Group.of(dist.new_group(backend="gloo"), "extra")
@@ -103,89 +86,23 @@ def stray_collective():
         module.stray.wait()
     else:
         comm.all_reduce_(torch.ones(3), module.extra)
-    return callback.report()["desynchronised"]
+    return callback.report()
 
 
-def test_a_rank_with_a_collective_too_many_is_named():
-    first, second = run(stray_collective, 2)
-    assert first == second
-    (found,) = first
+def test_bytes_between_tensor_parallel_ranks_and_a_rank_with_a_collective_too_many():
+    report, other = run(fit_tensor_parallel_with_a_stray_collective, 2)
+    assert report == other
+    (record,) = chosen(report, "tensor_parallel", "all_reduce")
+    assert record["payload_bytes"] == BATCH * 8 * 8  # float64
+    assert record["count"] == 4 + 4 + 1  # forward and backward of each block, and backward of the head
+    assert (record["group_size"], record["dtype"]) == (2, "float64")
+    (found,) = report["desynchronised"]
     assert (found["axis"], found["group"]) == ("extra", [0, 1])
     assert 1 in found["ranks"] or "rank 1 issued 1" in found["detail"]
     assert "all_reduce of 12 bytes float32 on rank 1" in found["detail"]
 
 
-# ------------------------------------------------------------------------------------------------- waits and hiding
-
-
-@pytest.mark.parametrize("numel", [8, 1 << 20])
-@compares_durations
-def test_a_late_peer_is_paid_for_by_the_one_who_waits(numel):
-    found, _ = run(_of_late_peer, 2, numel=numel)
-    truth = {"exposed": 0.03, "hidden": 0.05, "late_exposed": 0.0, "skew": 0.08, "latency": 0.0}
-    with durations():
-        assert {key: found[key] for key in truth} == pytest.approx(truth, abs=0.015)
-    assert found["payload"] == 4 * numel
-    assert found["mean_exposed"] == pytest.approx((found["exposed"] + found["late_exposed"]) / 2)
-
-
-def _of_late_peer(group, numel):
-    shared = comm.all_gather_object(_late(group, numel), group)
-    communication, breakdown = (
-        accumulator.summarize([ranks[index] for ranks in shared])
-        for index, accumulator in enumerate(accumulators(group))
-    )
-    (first, late), (record,) = breakdown["ranks"], communication["records"]
-    return {
-        "exposed": first["communication_exposed"],
-        "hidden": first["communication_hidden"],
-        "late_exposed": late["communication_exposed"],
-        "mean_exposed": record["exposed"],
-        "payload": record["payload_bytes"],
-        **{key: record[key] for key in ("skew", "latency")},
-    }
-
-
-def accumulators(group, calls=None):
-    place = {"rank": group.rank, "coordinate": {"data_parallel": group.rank, "pipeline_parallel": 0}}
-    return CommunicationAccumulator(group.rank, True, calls or {}, []), BreakdownAccumulator(place)
-
-
-def _late(group, numel):
-    """Rank 1 joins 80 ms late; rank 0 computes for 50 ms meanwhile."""
-    recorder, tensor = Recorder(), torch.ones(numel)
-    comm.barrier(group)
-    with tracing.activate(recorder):
-        time.sleep(0.08 * group.rank)
-        pending = comm.all_reduce_(tensor, group, async_op=True)
-        with tracing.span("backward", "backward"):
-            time.sleep(0.05)
-        pending.wait()
-    (window,) = recorder.close_step()
-    found = accumulators(group, recorder.calls)
-    for accumulator in found:
-        accumulator.add(window)
-    return [accumulator.share() for accumulator in found]
-
-
-@distributed(world_size=4)
-def test_bandwidth_is_that_of_the_group_and_not_of_the_world(group):
-    pairs, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]], backend="gloo")
-    recorder, pair = Recorder(), Group.of(pairs, "tensor_parallel")
-    with tracing.activate(recorder), CommDebugMode() as counted:
-        for _ in range(3):
-            comm.all_reduce_(torch.ones(1 << 20), pair)
-            comm.all_gather(torch.ones(8), pair)
-    accumulator = CommunicationAccumulator(group.rank, True, recorder.calls, [])
-    (window,) = recorder.close_step()
-    accumulator.add(window)
-    report = accumulator.summarize(comm.all_gather_object(accumulator.share(), group))
-    gather, reduce = report["records"]
-    assert counted.get_total_counts() == gather["count"] + reduce["count"] == 6
-    assert (reduce["group_size"], reduce["wire_bytes"]) == (2, 4 << 20)
-    assert reduce["bus_bandwidth"] == pytest.approx(reduce["payload_bytes"] / reduce["latency"])
-    assert gather["bus_bandwidth"] == pytest.approx(gather["algorithm_bandwidth"] / 2)
-    assert report["desynchronised"] == []
+# --------------------------------------------------------------------------------------------------- the accumulator
 
 
 @distributed(world_size=2)
@@ -213,10 +130,11 @@ def window(*spans):
     return Window(0, 0, 10**9, {}, list(spans))
 
 
-def collective(start_ns, end_ns, sequence=0, complete=True, ranks=(0, 1), op="all_reduce"):
+def collective(start_ns, end_ns, complete=True, ranks=(0, 1), op="all_reduce", blocked_ns=0, sequence=0):
     in_flight = end_ns - start_ns if complete else None
     facts = {"axis": "data_parallel", "op": op, "bytes": 1000, "ranks": ranks, "dtype": "float32"}
-    return Span("communication", op, start_ns, end_ns, 0, in_flight=in_flight, sequence=sequence, **facts)
+    facts |= {"in_flight": in_flight, "blocked_ns": blocked_ns, "sequence": sequence}
+    return Span("communication", op, start_ns, end_ns, 0, **facts)
 
 
 def report_of(*by_rank, one_clock=True, calls=None):
@@ -227,10 +145,25 @@ def report_of(*by_rank, one_clock=True, calls=None):
 
 
 def test_latency_begins_with_the_last_call_and_skew_ends_there():
-    (record,) = report_of([collective(100, 900)], [collective(700, 910)])["records"]
+    spans = [collective(100, 900, blocked_ns=300)], [collective(700, 910, blocked_ns=100)]
+    (record,) = report_of(*spans)["records"]
+    assert record["exposed"] == pytest.approx(200e-9), "mean over the ranks"
     assert record["skew"] == pytest.approx(600e-9)
     assert record["latency"] == pytest.approx(200e-9)
     assert record["bus_bandwidth"] == pytest.approx(1000 / 200e-9)
+
+
+def test_bandwidth_is_that_of_the_group_and_not_of_the_world():
+    issued = [(0, "all_reduce"), (200, "all_reduce"), (400, "all_gather")]
+    calls = [
+        [collective(start, start + 100, ranks=pair, op=op, sequence=start) for start, op in issued]
+        for pair in ((0, 1), (0, 1), (2, 3), (2, 3))
+    ]
+    gather, reduce = report_of(*calls)["records"]
+    assert (gather["count"], reduce["count"]) == (1, 2)
+    assert (reduce["group_size"], reduce["wire_bytes"]) == (2, 1000)
+    assert reduce["bus_bandwidth"] == pytest.approx(1000 / 100e-9)
+    assert gather["bus_bandwidth"] == pytest.approx(gather["algorithm_bandwidth"] / 2)
 
 
 def test_without_a_common_clock_there_is_no_skew_and_latency_is_that_of_the_rank_that_waits_least():
@@ -309,7 +242,7 @@ class CpuFSDP(FSDPStrategy):
 
 
 def fit_stock(kind, module_class=Net, accumulate=1):
-    rank, size = rank_and_size()
+    rank, size = place_rank()
     callbacks = [StepBreakdown(show_table=False), CommunicationProfiler(show_table=False, warmup_steps=2)]
     strategies = {
         "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
@@ -320,12 +253,12 @@ def fit_stock(kind, module_class=Net, accumulate=1):
     parameters = sum(parameter.numel() for parameter in module.parameters())
     trainer = trainer_for(strategies[kind](), size, callbacks=callbacks, accumulate_grad_batches=accumulate)
     trainer.fit(module, loader(size, rank, dtype=torch.float32))
-    return [callback.report() for callback in callbacks], parameters, [p.detach().clone() for p in module.parameters()]
+    return [callback.report() for callback in callbacks], parameters
 
 
 @compares_durations
 def test_the_buckets_of_ddp_are_seen_and_so_is_the_wait_for_them():
-    ((breakdown, report), parameters, _), _ = run(fit_stock, 2, kind="ddp", module_class=SlowOnOne)
+    ((breakdown, report), parameters), _ = run(fit_stock, 2, kind="ddp", module_class=SlowOnOne)
     (record,) = chosen(report, "data_parallel", "all_reduce", least=100)
     assert (record["payload_bytes"], record["count"]) == (4 * parameters, 1)
     assert record["skew"] > 0.05
@@ -337,15 +270,14 @@ def test_the_buckets_of_ddp_are_seen_and_so_is_the_wait_for_them():
         assert first["backward"] < first["communication_exposed"] / 2
 
 
-@pytest.mark.parametrize("kind", ["ddp", "unused"])
-def test_ddp_exchanges_accumulated_gradients_once(kind):
-    ((_, report), parameters, _), _ = run(fit_stock, 2, kind=kind, accumulate=2)
+def test_ddp_exchanges_accumulated_gradients_once():
+    ((_, report), parameters), _ = run(fit_stock, 2, kind="unused", accumulate=2)
     (record,) = chosen(report, "data_parallel", "all_reduce", least=100)
     assert (record["payload_bytes"], record["count"]) == (4 * parameters, 0.5)
 
 
 def test_fsdp_gathers_and_scatters_where_it_is_seen():
-    ((_, report), parameters, _), _ = run(fit_stock, 2, kind="fsdp")
+    ((_, report), parameters), _ = run(fit_stock, 2, kind="fsdp")
     padded = 4 * (parameters + parameters % 2)
     (scattered,) = chosen(report, "data_parallel", "reduce_scatter")
     assert (scattered["payload_bytes"], scattered["count"]) == (padded, 1)
@@ -354,7 +286,7 @@ def test_fsdp_gathers_and_scatters_where_it_is_seen():
 
 
 def fit_sharded_by_dtensor():
-    _, size = rank_and_size()
+    _, size = place_rank()
     callbacks = [StepBreakdown(show_table=False), CommunicationProfiler(show_table=False)]
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=size, process_group_backend="gloo")
     trainer_for(strategy, size, callbacks=callbacks).fit(Divided(), loader(dtype=torch.float32))
@@ -371,15 +303,3 @@ def test_what_dtensor_communicates_is_missing_and_said_to_be():
     for report in run(fit_sharded_by_dtensor, 2)[0]:
         assert report["mesh"] == {"data_parallel": 1, "pipeline_parallel": 1, "tensor_parallel": 2}
         assert "DTensor" in report["missing"][0]
-
-
-def plain_ddp():
-    rank, size = rank_and_size()
-    module = Net(hidden=64)
-    trainer_for(DDPStrategy(process_group_backend="gloo"), size).fit(module, loader(size, rank, dtype=torch.float32))
-    return list(module.parameters())
-
-
-def test_ddp_computes_the_same_bits_when_watched():
-    watched = run(fit_stock, 2, kind="ddp")[0][2]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(watched, run(plain_ddp, 2)[0]))

@@ -20,14 +20,13 @@ from lightning_parallel import (
     HybridParallelStrategy,
     Policy,
     PowerSGD,
-    TensorParallelStrategy,
     TopK,
     comm,
 )
 from lightning_parallel.callbacks.compression_monitor import CompressionAccumulator, CompressionMonitor
 from lightning_parallel.comm import Group
 from lightning_parallel.compression import Dense
-from tests.harness import distributed, recorded_communication
+from tests.harness import distributed, recorded_communication, run
 from tests.strategies.models import Net, loader, trainer_for
 
 KEYS = {"dense_bytes", "sent_bytes", "ratio", "encode", "wire", "decode"}
@@ -183,10 +182,6 @@ PLAN = {"net.0": "column", "net.2": "row"}
 STRATEGIES = {
     "ddp": (2, lambda compression: CompressedDDPStrategy(compression)),
     "fsdp": (2, lambda compression: CompressedFSDPStrategy(compression)),
-    "tensor": (
-        4,
-        lambda compression: TensorParallelStrategy(tensor_parallel_size=2, plan=PLAN, compression=compression),
-    ),
     "hybrid": (
         4,
         lambda compression: HybridParallelStrategy(
@@ -196,13 +191,20 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_layout_of_replicas_has_the_whole_report(name):
+    run(check, STRATEGIES[name][0], name=name)
+
+
 def check(name, group):
     monitor = CompressionMonitor(every_n_steps=2, show_table=False)
     ranks, make = STRATEGIES[name]
-    trainer = trainer_for(make(PowerSGD(1, min_numel=16)), ranks, callbacks=[monitor])
+    batches = 2 if name == "ddp" else 1
+    strategy = make(PowerSGD(1, min_numel=16))
+    trainer = trainer_for(strategy, ranks, callbacks=[monitor], accumulate_grad_batches=batches)
     trainer.fit(Wide().double(), loader(2, group.rank * 2 // ranks))
     report = monitor.report()
-    assert report["steps"] == 7, "eight, of which one warms up"
+    assert report["steps"] == 8 // batches - 1, "of eight batches, without the step that warms up"
     assert KEYS | LOSSES | {"residual_norm", "version", "world_size", "mesh"} <= report.keys()
     assert report["ratio"] > 1.5
     assert report["residual_norm"] > 0
@@ -211,68 +213,6 @@ def check(name, group):
     assert min(report["encode"], report["wire"], report["decode"]) > 0
     assert {row["compressor"] for row in report["compressors"]} == {"PowerSGD(rank=1, min_numel=16)", "Dense()"}
     assert [report] * group.size == comm.all_gather_object(report, group)
-
-
-@pytest.mark.parametrize("name", [name for name, (ranks, _) in STRATEGIES.items() if ranks == 2])
-@distributed(world_size=2)
-def test_replicas(name, group):
-    check(name, group)
-
-
-@pytest.mark.parametrize("name", [name for name, (ranks, _) in STRATEGIES.items() if ranks == 4])
-@distributed(world_size=4)
-def test_replicas_of_shards(name, group):
-    check(name, group)
-
-
-class Adversaries(Wide):
-    """Two optimizers step in each batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.other = nn.Linear(12, 5)
-
-    def training_step(self, batch, index):
-        for model, optimizer in zip((self.net, self.other), self.optimizers()):
-            optimizer.zero_grad()
-            self.manual_backward(nn.functional.cross_entropy(model(batch[0]), batch[1]))
-            optimizer.step()
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.net, self.other)]
-
-
-@distributed(world_size=2)
-def test_every_optimizer_step_is_counted(group):
-    policy = Policy({"other.weight": TopK(0.1, min_numel=0), "*.weight": PowerSGD(1, min_numel=0)})
-    monitor = CompressionMonitor(every_n_steps=4, warmup_steps=0, show_table=False)
-    strategy = CompressedDDPStrategy(policy, find_unused_parameters=True)
-    trainer_for(strategy, 2, callbacks=[monitor]).fit(Adversaries().double(), loader(2, group.rank))
-    report = monitor.report()
-    assert report["steps"] == policy.step == 16, "eight batches of two"
-    rows = {row["compressor"]: row for row in report["compressors"]}
-    assert {label: row["parameters"] for label, row in rows.items()} == {
-        "TopK(ratio=0.1, min_numel=0)": 1,
-        "PowerSGD(rank=1, min_numel=0)": 3,
-        "Dense()": 4,
-    }
-    assert all(row.keys() >= LOSSES for row in rows.values()), "steps of both optimizers are compared"
-    numbers = sum(parameter.numel() for parameter in Adversaries().parameters())
-    assert report["dense_bytes"] == pytest.approx(8 * numbers / 2)
-    assert policy.sample_every == 0
-    assert not policy.observers
-
-
-@distributed(world_size=2)
-def test_accumulation_is_not_counted(group):
-    monitor = CompressionMonitor(every_n_steps=2, warmup_steps=0, show_table=False)
-    trainer = trainer_for(
-        CompressedDDPStrategy(TopK(0.1, min_numel=0)), 2, callbacks=[monitor], accumulate_grad_batches=2
-    )
-    trainer.fit(Net().double(), loader(2, group.rank))
-    assert monitor.report()["steps"] == 4, "of eight batches"
-    assert monitor.report().keys() >= LOSSES
 
 
 @distributed(world_size=2)

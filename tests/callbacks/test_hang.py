@@ -18,12 +18,19 @@ from tests.timing import compares_durations, durations
 SCRIPT = Path(__file__).with_name("hang_script.py")
 
 
-def train(folder, way):
-    """What the first of two ranks left behind, and the process numbers of both."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    waits = [start_script(SCRIPT, folder, way, LOCAL_RANK=str(rank), **address) for rank in range(2)]
-    ended = [wait() for wait in waits]
-    return ended[0], [int(pid) for done in ended for pid in re.findall(r"pid (\d+)", done.stdout)]
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """For each way to hang: what the first of two ranks left behind, the process numbers of both, and the folder."""
+    waits, folders = {}, {way: tmp_path_factory.mktemp(way) for way in ("stop", "skip")}
+    for way, folder in folders.items():  # at once, as they mostly wait
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+        waits[way] = [start_script(SCRIPT, folder, way, LOCAL_RANK=str(rank), **address) for rank in range(2)]
+    results = {}
+    for way, folder in folders.items():
+        first, second = (wait() for wait in waits[way])
+        pids = [int(pid) for done in (first, second) for pid in re.findall(r"pid (\d+)", done.stdout)]
+        results[way] = first, pids, folder
+    return results
 
 
 def is_running(pid):
@@ -47,17 +54,17 @@ def check_end(done, pids, folder):
     return written
 
 
-def test_a_stopped_process_is_named_and_killed(tmp_path):
-    done, pids = train(tmp_path, "stop")
-    written = check_end(done, pids, tmp_path)
+def test_a_stopped_process_is_named_and_killed(ended):
+    done, pids, folder = ended["stop"]
+    written = check_end(done, pids, folder)
     assert "rank 1 does not answer" in done.stderr
     assert "killed rank 1" in done.stderr
     assert not (written / "rank1.json").exists()
 
 
-def test_a_rank_that_skips_a_collective_is_named(tmp_path):
-    done, pids = train(tmp_path, "skip")
-    written = check_end(done, pids, tmp_path)
+def test_a_rank_that_skips_a_collective_is_named(ended):
+    done, pids, folder = ended["skip"]
+    written = check_end(done, pids, folder)
     missing = r"rank 1 did not enter all_reduce along world, call \d+ of ranks \[0, 1\], where rank 0 waits"
     assert re.search(missing, done.stderr)
     assert "rank 0 did not enter" not in done.stderr or "ranks wait for each other" in done.stderr

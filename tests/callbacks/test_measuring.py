@@ -16,6 +16,7 @@ from lightning_parallel.callbacks import (
     CommunicationProfiler,
     MeasuringCallback,
     PipelineTimeline,
+    ProfileReport,
     StepBreakdown,
     Throughput,
 )
@@ -28,8 +29,9 @@ from tests.strategies.models import Net, loader, trainer_for
 
 
 def test_it_works_beside_lightnings_own(tmp_path, capsys):
-    callbacks = [StepBreakdown(dirpath=str(tmp_path)), ThroughputMonitor(len, window_size=2)]
-    profiler = PyTorchProfiler(dirpath=tmp_path, filename="torch", schedule=None, export_to_chrome=False)
+    page = ProfileReport(str(tmp_path / "page"), show_diagnosis=False)
+    callbacks = [StepBreakdown(dirpath=str(tmp_path)), ThroughputMonitor(len, window_size=2), page]
+    profiler = PyTorchProfiler(dirpath=tmp_path, filename="torch", schedule=None)
     loggers = [CSVLogger(tmp_path, name="csv"), TensorBoardLogger(tmp_path, name="board")]
     trainer = trainer_for(callbacks=callbacks, logger=loggers, profiler=profiler, log_every_n_steps=2)
     trainer.fit(Net().double(), loader())
@@ -43,7 +45,11 @@ def test_it_works_beside_lightnings_own(tmp_path, capsys):
     values = [float(line["step_breakdown/forward"]) for line in logged if line["step_breakdown/forward"]]
     assert len(values) == 4
     assert all(value > 0 for value in values)
+    assert any(line["train/device/samples_per_sec"] for line in logged)
+    assert page.report()["reports"]["StepBreakdown"]["ranks"] == report["ranks"]
+    assert (tmp_path / "page" / "report.html").exists()
     assert (tmp_path / "fit-torch.txt").exists()
+    assert list(tmp_path.glob("*torch*.pt.trace.json"))
     assert tracing.active() is None
     assert "start" not in vars(profiler)
 
@@ -75,13 +81,14 @@ def test_an_error_in_training_ends_the_recording():
 
 
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"max_steps": 0}, {"limit_train_batches": 2}])
-@pytest.mark.parametrize("kind", [StepBreakdown, CommunicationProfiler, PipelineTimeline, Throughput])
-def test_a_run_may_be_too_short_to_tell_anything(tmp_path, kind, options):
-    callback = kind(dirpath=str(tmp_path))
-    trainer = trainer_for(callbacks=[callback], **{"max_epochs": 1, **options})
+def test_a_run_may_be_too_short_to_tell_anything(tmp_path, options):
+    kinds = [StepBreakdown, CommunicationProfiler, PipelineTimeline, Throughput]
+    callbacks = [kind(dirpath=str(tmp_path)) for kind in kinds]
+    trainer = trainer_for(callbacks=callbacks, **{"max_epochs": 1, **options})
     trainer.fit(Net().double(), loader())
-    assert callback.report()["steps"] == (1 if "limit_train_batches" in options else 0)
-    assert json.loads((tmp_path / f"{kind.__name__}.json").read_text()) == callback.report()
+    for callback in callbacks:
+        assert callback.report()["steps"] == (1 if "limit_train_batches" in options else 0)
+        assert json.loads((tmp_path / f"{type(callback).__name__}.json").read_text()) == callback.report()
     trainer.validate(Net().double(), loader(), verbose=False)
 
 
@@ -101,7 +108,7 @@ class Mute(Callback):
 
 
 def a_rank_is_missing():
-    size = place_rank()
+    _, size = place_rank()
     Session.DEADLINE = timedelta(seconds=2)
     try:
         callback = StepBreakdown(show_table=False)

@@ -1,6 +1,5 @@
 """Bytes held, against sums by hand."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from lightning_parallel import (
 )
 from lightning_parallel.callbacks.memory import ActivationMeter, MemoryProfiler, StorageSet, held_bytes, tensors_in
 from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
+from tests.callbacks.conftest import place_rank
 from tests.callbacks.test_replica_drift import PlainFSDP
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
@@ -31,7 +31,7 @@ def size(*tensors):
 
 
 def fit(module, strategy, group, replicas, monitor=None, dtype=torch.float64, callbacks=(), **options):
-    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
+    place_rank()
     monitor = monitor or MemoryProfiler(every_n_steps=1, show_table=False)
     trainer = trainer_for(strategy, group.size, callbacks=[monitor, *callbacks], max_epochs=1, **options)
     trainer.fit(module, loader(replicas, group.rank // (group.size // replicas), dtype=dtype))
@@ -162,7 +162,6 @@ def test_one_process(capsys):
 LAYOUTS = {
     "ddp": (DDPStrategy, 2),
     "tensor": (lambda: TensorParallelStrategy(tensor_parallel_size=2), 1),
-    "pipeline": (lambda: PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2), 1),
     "interleaved": (
         lambda: PipelineParallelStrategy(pipeline_parallel_size=2, schedule="interleaved_1f1b", virtual_stages=2),
         1,
@@ -186,7 +185,7 @@ def test_layouts(layout, group):
     if layout == "compressed":
         large = size(*(p for p in module.parameters() if p.numel() >= 16 and p.dim() > 1))
         assert mine["compression"] == strategy.compression.memory.num_bytes >= large
-    if layout in ("pipeline", "interleaved"):
+    if layout == "interleaved":
         plan = strategy.engine.plan
         stages = [row for row in report["stages"] if row["rank"] == group.rank]
         assert [row["stage"] for row in stages] == list(plan.stages_of_rank(group.rank))
@@ -259,16 +258,14 @@ class Checkpointed(Net):
 
 
 def test_activation_checkpointing_keeps_less_and_trains_alike():
-    peaks, weights = {}, {}
+    peaks, plain = {}, Checkpointed().double()
+    trainer_for(max_epochs=1).fit(plain, loader())
     for reentrant in (None, False, True):
         module, monitor = Checkpointed(reentrant).double(), MemoryProfiler(show_table=False)
         trainer_for(callbacks=[monitor], max_epochs=1).fit(module, loader())
-        plain = Checkpointed(reentrant).double()
-        trainer_for(max_epochs=1).fit(plain, loader())
         assert all(torch.equal(p, q) for p, q in zip(module.parameters(), plain.parameters()))
-        peaks[reentrant], weights[reentrant] = monitor.report()["ranks"][0]["activations_peak"], module.net[0].weight
+        peaks[reentrant] = monitor.report()["ranks"][0]["activations_peak"]
     assert peaks[False] < peaks[None]
-    assert torch.equal(weights[None], weights[False])
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])

@@ -155,7 +155,7 @@ def all_callbacks(folder, compresses):
 
 def changes_in_fit(folder, compresses, fails, profiler, profiles):
     """What `fit` changes in all that the user can reach: attributes, by their values before and after."""
-    size = place_rank()
+    _, size = place_rank()
     data = Samples()
     sampler = DistributedSampler(data, size, dist.get_rank())
     loader = DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False))

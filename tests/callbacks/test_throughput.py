@@ -1,6 +1,5 @@
 """Samples, tokens and operations per second, against runs of a forced step time and closed forms."""
 
-import os
 import time
 
 import pytest
@@ -13,9 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_parallel import HybridParallelStrategy, PowerSGD
 from lightning_parallel.callbacks import Throughput
 from lightning_parallel.callbacks.throughput import POINTS, BatchCounts, ForwardFlops, ThroughputAccumulator, num_tokens
-from lightning_parallel.comm import Group
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.tracing import Window
+from tests.callbacks.conftest import place_rank
 from tests.harness import run
 from tests.strategies.models import trainer_for
 from tests.timing import compares_durations, durations
@@ -61,44 +60,40 @@ FORWARD_FLOPS = LENGTH * LAYERS * 2 * (2 * WIDTH * 4 * WIDTH)
 """Of one sample."""
 
 
-def measure(sizes=None, replicas=1, **options):
-    group = Group.of()
-    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(group.size))
+def measure(sizes, replicas):
+    rank, size = place_rank()
     data = torch.arange(10 * BATCH * LENGTH * 2).reshape(-1, LENGTH) % 50
-    sampler = DistributedSampler(data, replicas, group.rank // (group.size // replicas), shuffle=False)
+    sampler = DistributedSampler(data, replicas, rank // (size // replicas), shuffle=False)
     callback = Throughput(show_table=False, peak_flops=1e9)
-    strategy = "auto" if sizes is None else HybridParallelStrategy(**sizes)
-    trainer = trainer_for(
-        strategy, 1 if sizes is None else group.size, callbacks=[callback], limit_train_batches=6, max_epochs=1
-    )
+    strategy, options = HybridParallelStrategy(**sizes), {"limit_train_batches": 4, "max_epochs": 1}
+    trainer = trainer_for(strategy, size, callbacks=[callback], **options)
     trainer.fit(Words(), DataLoader(data, batch_size=BATCH, sampler=sampler))
     return callback.report()
 
 
 LAYOUTS = {
-    "one": ({}, 1),
-    "tensor": ({"sizes": {"tensor_parallel_size": 2}}, 1),
-    "pipeline": ({"sizes": {"pipeline_parallel_size": 2, "num_microbatches": 4}}, 1),
-    "data": ({"sizes": {"data_parallel_size": 2, "compression": PowerSGD(rank=1, min_numel=1)}, "replicas": 2}, 2),
+    "tensor": ({"tensor_parallel_size": 2}, 1),
+    "pipeline": ({"pipeline_parallel_size": 2, "num_microbatches": 4}, 1),
+    "data": ({"data_parallel_size": 2, "compression": PowerSGD(rank=1, min_numel=1)}, 2),
 }
 
 
 @compares_durations
 def test_replicas_count_and_the_ranks_of_one_do_not():
-    reports = {name: run(measure, 2, **options)[0] for name, (options, _) in LAYOUTS.items()}
-    rates = [reports[name]["tokens_per_second"] / factor for name, (_, factor) in LAYOUTS.items()]
-    with durations():
-        assert max(rates) < 1.25 * min(rates), "of a replica"
-    for name, (_, factor) in LAYOUTS.items():
-        report = reports[name]
+    rates = []
+    for sizes, replicas in LAYOUTS.values():
+        report = run(measure, 2, sizes=sizes, replicas=replicas)[0]
+        rates.append(report["tokens_per_second"] / replicas)
         assert report["tokens_per_second"] == pytest.approx(report["samples_per_second"] * LENGTH)
-        assert report["tokens_per_second"] * report["seconds_per_step"] == pytest.approx(factor * BATCH * LENGTH)
+        assert report["tokens_per_second"] * report["seconds_per_step"] == pytest.approx(replicas * BATCH * LENGTH)
         assert report["model_flops_per_sample"] == 3 * FORWARD_FLOPS
         assert report["model_flops_utilisation"] == pytest.approx(
             3 * FORWARD_FLOPS * report["samples_per_second"] / (1e9 * report["world_size"])
         )
         assert report["peak"] == {"flops_per_second": 1e9 * report["world_size"], "source": "given"}
         assert "missing" not in report
+    with durations():
+        assert max(rates) < 1.25 * min(rates), "of a replica"
 
 
 def test_what_backward_computes_again_is_not_counted():

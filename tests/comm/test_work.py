@@ -69,17 +69,6 @@ def test_a_recorder_sees_messages_and_objects(group):
 
 
 @distributed(world_size=2)
-def test_waiting_again_records_nothing(group):
-    with recorded_communication() as calls:
-        pending = comm.all_reduce_(torch.ones(7), group, async_op=True)
-        assert pending.wait().eq(2).all()
-        assert pending.wait().eq(2).all()
-    (call,) = calls
-    assert (call.op, call.axis, call.bytes, call.ranks) == ("all_reduce", "world", 28, (0, 1))
-    assert 0 <= call.blocked_ns <= call.end_ns - call.start_ns
-
-
-@distributed(world_size=2)
 def test_a_dry_run_skips_the_communication_of_its_own_thread_only(group):
     def reduce_elsewhere():
         found.append(comm.all_reduce(torch.ones(3), group).tolist())
@@ -113,6 +102,7 @@ class _Reduced(torch.autograd.Function):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_backward_on_a_device_belongs_to_the_dry_run():
     """Autograd would run it on a thread of the device, where the flag of the caller's thread is not seen."""
     _Reduced.threads = []

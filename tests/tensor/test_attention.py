@@ -11,7 +11,7 @@ from lightning_parallel.tensor.layers import Column, Row
 from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import check, divide, same_by_name
 
-WORLDS = pytest.mark.parametrize("world", [2, 3, 4])
+WORLDS = pytest.mark.parametrize("world", [2, 3])  # heads that can be divided evenly, and heads that cannot
 
 
 def double(*shape):

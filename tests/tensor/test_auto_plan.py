@@ -151,18 +151,17 @@ def test_hugging_face_models(group, name):
         assert held < 0.6 * full
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "GemmaForCausalLM", "BertForMaskedLM"])
 @distributed(world_size=4)
-def test_hugging_face_models_on_four_ranks(group, name):
-    _compare(group, lambda: _hugging_face(name))
+def test_key_heads_that_several_of_four_ranks_share(group):
+    _compare(group, lambda: _hugging_face("LlamaForCausalLM"))
 
 
 class Language(nn.Module):
     """Embedding, blocks, and a head that may be tied to the embedding."""
 
-    def __init__(self, blocks, width, tied=True):
+    def __init__(self, blocks, width, tied=True, padding=None):
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(VOCABULARY, width, padding)
         self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         if tied:
@@ -259,6 +258,8 @@ def _sharing(pairs):
 def test_layers_that_share_a_weight(group, name):
     pairs, divided = SHARING[name]
     plan, _ = _compare(group, lambda: _sharing(pairs), rtol=1e-10)
+    if name == "in the same place":
+        assert _paired(plan, r"blocks\.")
     outputs = [style for path, style in plan.styles.items() if path.endswith("attention.out")]
     assert sum(isinstance(style, Row) and not style.split_input for style in outputs) == divided
 
@@ -267,12 +268,6 @@ def test_layers_that_share_a_weight(group, name):
 @distributed(world_size=2)
 def test_own_blocks_with_sizes_that_do_not_divide(group, tied):
     plan, _ = _compare(group, lambda: _own(ChunkAttention, tied=tied), rtol=1e-10)
-    assert _paired(plan, r"blocks\.")
-
-
-@distributed(world_size=2)
-def test_separate_projections(group):
-    plan, _ = _compare(group, lambda: _own(SeparateAttention, width=32, heads=4), rtol=1e-10)
     assert _paired(plan, r"blocks\.")
 
 
@@ -290,10 +285,9 @@ def _torch_encoder():
     return Language([nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)], 32).double()
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
 @distributed(world_size=4)
-def test_torch_transformer_encoder(group, mode):
-    _compare(group, lambda: getattr(_torch_encoder(), mode)(), rtol=1e-10)
+def test_torch_transformer_encoder(group):
+    _compare(group, lambda: _torch_encoder().eval(), rtol=1e-10)
 
 
 @distributed(world_size=2)

@@ -29,7 +29,7 @@ def compare(group, logits, target, classes, dim=-1, atol=1e-12, **options):
     torch.testing.assert_close(mine.grad, rule.split(whole.grad, group.rank), rtol=atol, atol=atol, equal_nan=True)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_equals_torch(world):
     run(equals_torch, world)
 

@@ -18,9 +18,9 @@ from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.inspection import full_shape
 from lightning_parallel.tensor.plan import apply_plan, materialize_shards
 from tests.harness import distributed, run
+from tests.tensor.test_auto_plan import VOCABULARY, Block, Language
 
 CPU = torch.device("cpu")
-VOCABULARY = 101  # does not divide
 
 
 class Attention(nn.Module):
@@ -43,31 +43,8 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.norm, self.attention, self.mlp_norm = nn.LayerNorm(width), Attention(width, heads), nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width + 3), nn.GELU(), nn.Linear(4 * width + 3, width))
-
-    def forward(self, x):
-        x = x + self.attention(self.norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Language(nn.Module):
-    def __init__(self, blocks=2, width=32, heads=4, tied=True):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width, padding_idx=3)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
-        self.head = nn.Linear(width, VOCABULARY)
-        if tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def _own(blocks=2, tied=True):
+    return Language([Block(Attention(32, 4), 32) for _ in range(blocks)], 32, tied, padding=3)
 
 
 def _llama(tied):
@@ -82,8 +59,8 @@ def _gpt2():
 
 
 MODELS = {
-    "own": Language,
-    "own, not tied": functools.partial(Language, tied=False),
+    "own": _own,
+    "own, not tied": functools.partial(_own, tied=False),
     "llama": functools.partial(_llama, tied=False),
     "llama, tied": functools.partial(_llama, tied=True),
     "gpt2": _gpt2,
@@ -102,8 +79,7 @@ def _divided(model, group):
     return sharding
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in MODELS), ("llama", 4)])
 def test_shards_equal_the_one_process_initialisation(name, world):
     run(equals_one_process, world, name=name)
 
@@ -181,7 +157,7 @@ def test_no_more_than_the_shards_and_one_layer_is_allocated(group, name):
 @distributed(world_size=2)
 def test_a_plan_for_a_model_on_meta_allocates_single_blocks(group):
     with torch.device("meta"):
-        model = Language(blocks=40)
+        model = _own(blocks=40)
     with LiveBytes() as memory:
         make_plan(model, "auto", group)
     block = _bytes(model.blocks[0].parameters())
