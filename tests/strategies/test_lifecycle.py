@@ -15,9 +15,16 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_parallel import PowerSGD, TensorParallelStrategy, comm
+from lightning_parallel import (
+    HybridParallelStrategy,
+    PipelineParallelStrategy,
+    PowerSGD,
+    TensorParallelStrategy,
+    comm,
+)
 from tests.harness import distributed
 from tests.strategies.models import Net, Samples, fit_parallel, fit_single, loader, trainer_for
+from tests.strategies.test_pipeline import Deep, assert_same, fit
 
 
 def _full(trainer):
@@ -31,26 +38,104 @@ def _assert_state(trainer, expected, rtol=1e-10):
             torch.testing.assert_close(full[name], tensor.to(full[name]), rtol=rtol, atol=rtol, msg=name)
 
 
-class Clipping(Net):
-    """Clips by itself, with torch's function, in the norm it was given."""
+LAYOUTS = {
+    "tensor x data": (TensorParallelStrategy, {"tensor_parallel_size": 2}, 2),
+    "pipeline x data": (PipelineParallelStrategy, {"pipeline_parallel_size": 2, "data_parallel_size": 2}, 2),
+    "pipeline x tensor": (HybridParallelStrategy, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 1),
+}
 
-    def __init__(self, norm_type):
-        super().__init__()
-        self.norm_type = norm_type
+
+def fit_in(layout, module, **options):
+    kind, sizes, replicas = LAYOUTS[layout]
+    return fit(module, kind(**sizes), 4, replicas, **options)
+
+
+class Clipping(Deep):
+    """Clips by itself, with torch's function, in another norm at each step."""
+
+    norms = ()
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.05, self.norm_type))
+        norm_type = (1.0, 2.0, float("inf"))[len(self.norms) % 3]
+        self.norms = (*self.norms, nn.utils.clip_grad_norm_(self.parameters(), 0.05, norm_type))
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("layout", ["tensor x data", "pipeline x tensor"])
 @distributed(world_size=4)
-def test_torch_clip_grad_norm_sees_the_whole_model(norm_type):
-    expected = Clipping(norm_type).double()
-    fit_single(expected)
-    module = Clipping(norm_type).double()
-    trainer = fit_parallel(module, 4, 2)
-    torch.testing.assert_close(torch.stack(module.norms).double(), torch.stack(expected.norms), rtol=1e-10, atol=0)
-    _assert_state(trainer, expected)
+def test_torch_clip_grad_norm_sees_the_whole_model(layout):
+    expected, module = Clipping(), Clipping()
+    expected_trainer = fit(expected, "auto", 1, max_epochs=1)
+    trainer = fit_in(layout, module, max_epochs=1)
+    torch.testing.assert_close(torch.stack(module.norms), torch.stack(expected.norms), rtol=1e-10, atol=0)
+    assert_same(trainer, module, expected_trainer, expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("tensor x data", "bf16-true"),
+        *(("pipeline x tensor", precision) for precision in ("bf16-mixed", "bf16-true", "64-true")),
+    ],
+)
+@distributed(world_size=4)
+def test_precisions(layout, precision):
+    dtype, tolerance = (torch.float64, 1e-10) if precision == "64-true" else (torch.float32, 5e-2)
+
+    class Cast(Deep):
+        def training_step(self, batch, index):
+            x, y = batch
+            return F.cross_entropy(self(x.to(next(self.parameters()).dtype)).float(), y)
+
+        def on_train_batch_end(self, outputs, batch, index):
+            pass
+
+        validation_step = None
+
+    expected, module = Cast().to(dtype), Cast().to(dtype)
+    options = {"precision": precision, "gradient_clip_val": 0.5, "limit_val_batches": 0, "max_epochs": 1}
+    fit(expected, "auto", 1, **options)
+    _assert_state(fit_in(layout, module, **options), expected, rtol=tolerance)
+
+
+@pytest.mark.parametrize("layout", ["tensor x data", "pipeline x data"])
+@distributed(world_size=4)
+def test_monitors_and_schedulers_agree(layout, group):
+    class Watched(Deep):
+        def validation_step(self, batch, index):
+            self.log("watched", F.cross_entropy(self(batch[0]), batch[1]))  # each replica has its own value
+
+        def on_validation_epoch_end(self):
+            pass
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "watched"}}
+
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    best = ModelCheckpoint(folder, monitor="watched", filename="{epoch}")
+    stop = EarlyStopping("watched", patience=1, min_delta=0.5)
+    module = Watched()
+    trainer = fit_in(layout, module, max_epochs=8, callbacks=[best, stop], enable_checkpointing=True)
+    facts = (trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"], best.best_model_path)
+    assert len(set(comm.all_gather_object(facts, group))) == 1
+    assert trainer.current_epoch < 8
+    assert facts[1] < 0.1
+    trainer.validate(module, loader(2, group.rank // 2), ckpt_path="best", verbose=False)
+
+
+@pytest.mark.parametrize("layout", ["tensor x data", "pipeline x data"])
+@distributed(world_size=4)
+def test_the_data_follow_the_replica(layout, group):
+    seed_everything(1, workers=True, verbose=False)
+    kind, sizes, _ = LAYOUTS[layout]
+    trainer = trainer_for(kind(**sizes), 4, max_epochs=1)
+    trainer.fit(Deep(), DataLoader(Samples(), batch_size=4, shuffle=True))
+    os.environ.pop("PL_SEED_WORKERS"), os.environ.pop("PL_GLOBAL_SEED")
+    sampler = trainer.train_dataloader.sampler
+    assert isinstance(sampler, DistributedSampler)
+    assert (sampler.num_replicas, sampler.rank) == (2, group.rank // 2)
+    assert trainer.train_dataloader.worker_init_fn.keywords == {"rank": group.rank // 2}
 
 
 @distributed(world_size=4)
@@ -176,29 +261,6 @@ def test_manual_optimization():
 
 
 @distributed(world_size=4)
-def test_monitors_and_schedulers_agree(group):
-    class Watched(Net):
-        def validation_step(self, batch, index):
-            self.log("watched", F.cross_entropy(self.net(batch[0]), batch[1]))  # each replica has its own value
-
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "watched"}}
-
-    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
-    best = ModelCheckpoint(folder, monitor="watched", filename="{epoch}")
-    stop = EarlyStopping("watched", patience=1, min_delta=0.5)
-    module = Watched().double()
-    trainer = fit_parallel(module, 4, 2, max_epochs=8, callbacks=[best, stop], enable_checkpointing=True)
-    facts = (trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"], best.best_model_path)
-    assert len(set(comm.all_gather_object(facts, group))) == 1
-    assert trainer.current_epoch < 8
-    assert facts[1] < 0.1
-    trainer.validate(module, loader(2, group.rank // 2), ckpt_path="best", verbose=False)
-
-
-@distributed(world_size=4)
 def test_metrics_count_every_sample_once():
     class Counted(Net):
         def __init__(self):
@@ -215,39 +277,6 @@ def test_metrics_count_every_sample_once():
         trainer = fit_parallel(Counted().double(), 4, tensor)
         assert trainer.callback_metrics["count"] == 32
         assert trainer.callback_metrics["mean"].item() == pytest.approx(Samples().y.double().mean().item())
-
-
-@distributed(world_size=4)
-def test_the_data_follow_the_replica(group):
-    seed_everything(1, workers=True, verbose=False)
-    module = Net().double()
-    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 4, max_epochs=1)
-    trainer.fit(module, DataLoader(Samples(), batch_size=4, shuffle=True))
-    os.environ.pop("PL_SEED_WORKERS"), os.environ.pop("PL_GLOBAL_SEED")
-    sampler = trainer.train_dataloader.sampler
-    assert isinstance(sampler, DistributedSampler)
-    assert (sampler.num_replicas, sampler.rank) == (2, group.rank // 2)
-    assert trainer.train_dataloader.worker_init_fn.keywords == {"rank": group.rank // 2}
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
-@distributed(world_size=4)
-def test_precisions(precision):
-    tolerance = {"32-true": 1e-5, "64-true": 1e-10}.get(precision, 5e-2)
-    dtype = torch.float64 if precision == "64-true" else torch.float32
-
-    class Cast(Net):
-        def training_step(self, batch, index):
-            x, y = batch
-            return F.cross_entropy(self.net(x.to(next(self.parameters()).dtype)), y)
-
-        def validation_step(self, batch, index):
-            pass
-
-    expected, module = Cast().to(dtype), Cast().to(dtype)
-    fit_single(expected, precision=precision, gradient_clip_val=0.5)
-    trainer = fit_parallel(module, 4, 2, precision=precision, gradient_clip_val=0.5)
-    _assert_state(trainer, expected, rtol=tolerance)
 
 
 @distributed(world_size=2)
