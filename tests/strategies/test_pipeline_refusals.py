@@ -3,11 +3,9 @@
 import os
 import re
 import time
-import warnings
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -101,31 +99,6 @@ def test_arguments_are_checked_at_once(arguments):
     (name,) = arguments
     with pytest.raises(ValueError, match=f"`{name}` must be"):
         HybridParallelStrategy(pipeline_parallel_size=2, **arguments)
-
-
-@distributed(world_size=2)
-def test_a_batch_without_a_sample_dimension(group):
-    class Odd(Deep):
-        def training_step(self, batch, index):
-            return F.cross_entropy(self(batch["x"]), batch["y"])
-
-    x, y = torch.randn(8, 12, dtype=torch.float64), torch.randint(5, (6,))
-    trainer = trainer_for(PipelineParallelStrategy(pipeline_parallel_size=2), 2)
-    with pytest.raises(ValueError, match=r"'?y'?.*6|8.*6"):
-        trainer.fit(Odd(), torch.utils.data.DataLoader([{"x": x, "y": y}], batch_size=None))
-
-
-@distributed(world_size=2)
-def test_batch_norm_is_warned_about():
-    class Normed(Deep):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)).double()
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(Normed(), PipelineParallelStrategy(pipeline_parallel_size=2), 2, max_epochs=1)
-    assert any("batch normalisation" in str(warning.message) for warning in caught)
 
 
 class CannotBeJoined(Deep):
