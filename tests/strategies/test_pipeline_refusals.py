@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy
 from tests.harness import RankError, distributed, run
-from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
 
 
@@ -68,26 +67,6 @@ def test_a_module_compiled_as_a_whole():
     module.compile()
     with pytest.raises(ValueError, match="compiled as a whole.*compile its layers"):
         fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2)
-
-
-@distributed(world_size=4)
-def test_fewer_layers_than_stages():
-    with pytest.raises(ValueError, match=r"(?s)3.*4"):
-        fit(Deep(blocks=3), PipelineParallelStrategy(pipeline_parallel_size=4), 4)
-
-
-@distributed(world_size=2)
-def test_a_balance_that_does_not_add_up():
-    with pytest.raises(ValueError, match=r"4 in all, got .3, 3."):
-        fit(Deep(), PipelineParallelStrategy(pipeline_parallel_size=2, balance=[3, 3]), 2)
-
-
-@distributed(world_size=4)
-@pytest.mark.parametrize("sizes", [(3, 1), (2, 3), (8, "auto")])
-def test_sizes_that_do_not_multiply_to_the_world(sizes):
-    trainer = trainer_for(PipelineParallelStrategy(pipeline_parallel_size=sizes[0], data_parallel_size=sizes[1]), 4)
-    with pytest.raises(ValueError, match=r"multiply to the number of processes.*4 processes"):
-        trainer.fit(Deep(), loader())
 
 
 @pytest.mark.parametrize(
