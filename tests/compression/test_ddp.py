@@ -1,9 +1,7 @@
 """Compression in people's own `DistributedDataParallel` code: every kind of parameter, many buckets."""
 
 import contextlib
-import random
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +21,7 @@ COMPRESSORS = {
     "int4": lambda: Quantize(4, stochastic=True, feedback=None, **SMALL),
     "sign": lambda: Sign(**SMALL),
 }
-every_compressor = pytest.mark.parametrize("name", COMPRESSORS)
+some = pytest.mark.parametrize("name", ["alternating", "topk_int8", "sign"])
 
 
 class Odd(nn.Module):
@@ -82,9 +80,14 @@ def assert_equal(found, expected):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    "options", [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
+    ("options", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        ({"static_graph": True}, torch.float64),
+        ({"find_unused_parameters": True}, torch.float64),
+        ({"gradient_as_bucket_view": True}, torch.float64),
+    ],
 )
 @distributed(world_size=2)
 def test_plain_means_equal_ddp(options, dtype, group):
@@ -115,7 +118,7 @@ def test_many_buckets_on_four_ranks(name, group):
     state.close()
 
 
-@every_compressor
+@some
 @distributed(world_size=2)
 def test_how_ddp_fills_its_buckets_does_not_matter(name, group):
     results = []
@@ -127,7 +130,7 @@ def test_how_ddp_fills_its_buckets_does_not_matter(name, group):
     assert_equal(results[0], results[2])
 
 
-@every_compressor
+@pytest.mark.parametrize("name", ["powersgd", "int4"])
 @distributed(world_size=2)
 def test_resumes_bit_for_bit_with_new_buckets(name, group):
     """A new DDP begins with other buckets than it goes on with."""
@@ -144,7 +147,7 @@ def test_resumes_bit_for_bit_with_new_buckets(name, group):
     state.close()
 
 
-@every_compressor
+@some
 @distributed(world_size=2)
 def test_parameters_that_are_not_used_keep_their_residual(name, group):
     """DDP sends zeros for them; what error feedback owes them must not be spent on nobody."""
@@ -185,23 +188,10 @@ def test_accumulation_is_silent_and_counts_once(group):
 
 
 @distributed(world_size=2)
-def test_global_generators_are_untouched(group):
-    model, state = wrap(COMPRESSORS["int4"]())
-    train(model, group, state, num_steps=1)
-    torch.manual_seed(0), np.random.seed(0), random.seed(0)
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    train(model, group, state, num_steps=2)
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
-    state.close()
-
-
-@pytest.mark.parametrize("name", ["powersgd", "topk_int8"])
-@distributed(world_size=2)
-def test_overflow_on_one_rank_leaves_no_trace_in_later_steps(name, group):
+def test_overflow_on_one_rank_leaves_no_trace_in_later_steps(group):
     runs = []
     for bad in (False, True):
-        model, state = wrap(COMPRESSORS[name]())
+        model, state = wrap(COMPRESSORS["topk_int8"]())
         train(model, group, state, num_steps=3)
         if bad:
             loss = model(tokens(99, group.rank)).square().mean() * (torch.inf if group.rank == 1 else 1.0)
@@ -210,7 +200,7 @@ def test_overflow_on_one_rank_leaves_no_trace_in_later_steps(name, group):
             gradients = [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
             assert all(not gradient.isfinite().all() for gradient in gradients), "on every rank"
             assert state.compressor.step == 3
-        runs.append(train(model, group, state, num_steps=10, first=3))
+        runs.append(train(model, group, state, num_steps=4, first=3))
         state.close()
     assert_equal(*runs)
 

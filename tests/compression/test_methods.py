@@ -28,6 +28,16 @@ def randn(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+def many(compressor, tensor, steps):
+    """What several steps make of 50 parameters that have the same gradient: (50 * steps, *shape)."""
+    found = []
+    for _ in range(steps):
+        gradients = {f"w{number}": tensor.clone() for number in range(50)}
+        assert compressor.reduce_(gradients, ALONE)
+        found.extend(gradients.values())
+    return torch.stack(found)
+
+
 def reduced(compressor, tensor, name="weight"):
     gradient = tensor.clone()
     assert compressor.reduce_({name: gradient}, ALONE)
@@ -137,9 +147,7 @@ def test_positions_cross_spans():
 
 
 def test_randomk_draws_every_element_equally_often():
-    compressor, counts = RandomK(0.1, feedback=None, min_numel=0), torch.zeros(10, 11)
-    for _ in range(2000):
-        counts += reduced(compressor, torch.ones(10, 11)) != 0
+    counts = (many(RandomK(0.1, feedback=None, min_numel=0), torch.ones(10, 11), 40) != 0).sum(0)
     assert counts.sum() == 2000 * 11
     assert (counts - 200).abs().max() < 5 * (200 * 0.9) ** 0.5
 
@@ -192,11 +200,12 @@ def test_momentum_accumulates_until_it_is_sent():
     ],
 )
 def test_unbiased_by_z_test(make):
-    compressor, draws = make(), 1500
+    compressor, draws = make(), 50 * 30
     assert compressor.unbiased
     matrix = randn(6, 10, seed=5)
-    samples = torch.stack([reduced(compressor, matrix) for _ in range(draws)])
-    z = (samples.mean(0) - matrix) / (samples.std(0).clamp_min(1e-4) / draws**0.5)
+    samples = many(compressor, matrix, 30)
+    # At least a hundredth: an element next to a level may be rounded alike in all draws.
+    z = (samples.mean(0) - matrix) / (samples.std(0).clamp_min(1e-2) / draws**0.5)
     assert z.abs().max() < 4.5, "60 elements: |z| > 4.5 has probability 4e-4"
     assert z.square().mean() == pytest.approx(1, abs=0.7)
 

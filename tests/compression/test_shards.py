@@ -9,6 +9,7 @@ from lightning_parallel import comm
 from lightning_parallel.compression import Dense, Quantize
 from tests.compression.test_conformance import (
     COMPRESSORS,
+    REPRESENTATIVES,
     SHAPES,
     assert_equal,
     gradients,
@@ -17,7 +18,7 @@ from tests.compression.test_conformance import (
     sent_by_ring,
     steps_of,
 )
-from tests.harness import distributed, recorded_communication, run
+from tests.harness import distributed, recorded_communication
 
 SCATTERING = ["dense", "cast", "cast_feedback", "int8", "int4", "int4_stochastic", "sign"]
 CONSERVING = ["dense", "topk_int8", "int8", "int4", "sign", "powersgd"]
@@ -42,14 +43,10 @@ def scattered(reducer, grads, group):
     return grads
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CONSERVING)
-def test_nothing_is_lost(name, world_size):
+@distributed(world_size=4)
+def test_nothing_is_lost(name, group):
     """Mean input + old residual = output + new residual, summed over the steps."""
-    run(_conserve, world_size, name=name)
-
-
-def _conserve(name, group):
     reducer = COMPRESSORS[name]()
     lost = {key: torch.zeros(shape, dtype=torch.float64) for key, shape in SHAPES.items()}
     for step in range(5):
@@ -61,15 +58,14 @@ def _conserve(name, group):
         torch.testing.assert_close(held[key], value, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", sorted({*REPRESENTATIVES} - {*SCATTERING, "policy"}))  # whose rules scatter
 @distributed(world_size=2)
 def test_methods_that_need_the_whole_mean_do_as_ever(name, group):
     whole, parts = COMPRESSORS[name](), COMPRESSORS[name]()
     for step, expected in enumerate(steps_of(whole, 3, group)):
         found = scattered(parts, gradients(step, group.rank), group)
-        if name not in (*SCATTERING, "policy"):  # whose rules name a method that scatters
-            for key in SHAPES:
-                torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=1e-6)
+        for key in SHAPES:
+            torch.testing.assert_close(found[key], expected[key], rtol=1e-5, atol=1e-6)
 
 
 @distributed(world_size=3)
@@ -79,26 +75,18 @@ def test_plain_shards_are_those_of_the_plain_mean(group):
         torch.testing.assert_close(found[key], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", SCATTERING)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_bytes_told_are_bytes_sent(name, world_size):
-    for told, counted in run(_count_bytes, world_size, name=name):
-        assert told == pytest.approx(counted, abs=4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_bytes_of_other_dtypes(dtype):
-    for told, counted in run(_count_bytes, 2, name="dense", dtype=dtype):
-        assert told == pytest.approx(counted, abs=4)
-
-
-def _count_bytes(name, group, dtype=torch.float32):
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in SCATTERING), ("dense", torch.float64), ("dense", torch.bfloat16)],
+)
+@distributed(world_size=3)
+def test_bytes_told_are_bytes_sent(name, dtype, group):
     reducer = COMPRESSORS[name]()
     scattered(reducer, gradients(0, group.rank, dtype), group)
     with recorded_communication() as records, reducer.begin(group) as step:
         step.reduce_(gradients(1, group.rank, dtype), rows_of(group.size))
         step.commit()
-    return sum(block.sent_bytes for block in reducer.blocks), sent_by_ring(records)
+    assert sum(block.sent_bytes for block in reducer.blocks) == pytest.approx(sent_by_ring(records), abs=4)
 
 
 @distributed(world_size=4)

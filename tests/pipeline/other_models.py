@@ -35,18 +35,9 @@ def _images(classes=3):
     return {"pixel_values": torch.randn(6, 3, 16, 16), "labels": torch.randint(classes, (6,))}
 
 
-def opt():
-    options = {"ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 32, "dropout": 0.0}
-    return _transformers("OPTForCausalLM", ("OPTConfig", {**_SMALL, **options}), _text())
-
-
 def qwen2():
     window = {"num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
     return _transformers("Qwen2ForCausalLM", ("Qwen2Config", {**_WIDE, **window}), _text())
-
-
-def neox():
-    return _transformers("GPTNeoXForCausalLM", ("GPTNeoXConfig", {**_WIDE, "hidden_dropout": 0.0}), _text())
 
 
 def t5():
@@ -58,19 +49,6 @@ def t5():
 def vit():
     sizes = {"image_size": 16, "patch_size": 4, "num_labels": 3}
     return _transformers("ViTForImageClassification", ("ViTConfig", {**_WIDE, **_NO_DROPOUT, **sizes}), _images())
-
-
-def distilbert():
-    options = {
-        "vocab_size": 60,
-        "dim": 16,
-        "n_heads": 2,
-        "n_layers": 4,
-        "hidden_dim": 24,
-        "max_position_embeddings": 32,
-    }
-    rates = {"dropout": 0.0, "attention_dropout": 0.0}
-    return _transformers("DistilBertForMaskedLM", ("DistilBertConfig", {**options, **rates}), _text())
 
 
 def deberta():
@@ -161,10 +139,10 @@ def resnet():
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind):
+    def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
-        self.layers = nn.ModuleList(kind(8, 8, batch_first=True) for _ in range(4))
+        self.layers = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(4))
 
     def forward(self, x):
         x, state = self.embed(x), None
@@ -173,12 +151,8 @@ class Recurrent(nn.Module):
         return self.head(x[:, -1])
 
 
-def gru():
-    return _classified(Recurrent(nn.GRU), torch.randint(20, (6, 7)))
-
-
 def lstm():
-    return _classified(Recurrent(nn.LSTM), torch.randint(20, (6, 7)))
+    return _classified(Recurrent(), torch.randint(20, (6, 7)))
 
 
 def encoder_decoder():
@@ -328,11 +302,6 @@ def unet():
 
 def one_layer_four_times():
     return _classified(Net(nn.ModuleList([Block()] * 4)))
-
-
-def twice():
-    model = Net(nn.ModuleList(Block() for _ in range(4)))
-    return model, lambda batch: (model(batch[0]) - model(-batch[0])).square().mean(), _classified(model)[2]
 
 
 def returned_states():

@@ -10,6 +10,7 @@ from lightning_parallel.pipeline.analysis import analyze, dry_run_stages, trace_
 from lightning_parallel.pipeline.layer_stack import cut_units, find_layer_stack
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.schedule import build_schedule
+from tests.pipeline import other_models
 from tests.pipeline.models import Outer, built
 
 CPU = torch.device("cpu")
@@ -68,6 +69,26 @@ REFUSED = [
     ("Twice", "`layers.0` is called twice or out of order"),
     ("PrologueInLoss", "the step returns something made of the output of `embed`"),
 ]
+
+
+OTHERS_REFUSED = {
+    "losses_in_attributes": "the step returns something made of the output of `layers.0`",
+    "losses_in_hooks": "the step returns something made of the output of `first`",
+    "losses_in_replaced_methods": "the step returns something made of the output of `first`",
+    "router_losses": "on another pipeline stage, into a tensor of this|without computing it on true data",
+    "unet": "`up.1` needs the output of `down.1`.*skips over the cut",
+    "one_layer_four_times": "`layers.1` is the same module as `layers.0`",
+    "returned_states": "the step returns something made of the output of `first`",
+    "data_dependent": "needs the data of the output of `first`",
+    "albert": "found no `ModuleList` or `Sequential` with repeated layers",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), OTHERS_REFUSED.items())
+def test_other_models_that_cannot_be_cut_are_refused(name, message):
+    model, step, batch = built(name, source=vars(other_models))
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        analyze(model, 2, example=(step, batch), balance="uniform")
 
 
 @pytest.mark.parametrize(("kind", "message"), REFUSED)

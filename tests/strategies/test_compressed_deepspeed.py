@@ -6,11 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
 from lightning_utilities.core.imports import RequirementCache
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_parallel import CompressedDDPStrategy, CompressedDeepSpeedStrategy, PowerSGD, Quantize, TopK, comm
 from lightning_parallel.compression import Dense
@@ -30,6 +27,11 @@ def computes_in_float16():
 
 
 MANY_BUCKETS = {"reduce_bucket_size": 100}  # elements; the largest parameters have more
+
+
+def call(check, kind, arguments):
+    """Call what `test_compressed` checks, as a job of this module: its ranks serve no other one."""
+    check(kind, **arguments)
 
 
 def fit(module, strategy, group, ckpt_path=None, **kwargs):
@@ -59,32 +61,18 @@ def assert_close(found, expected, tolerance=1e-5):
         torch.testing.assert_close(found[name], expected[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 @distributed(world_size=2)
 def test_runs_on_cpu_as_one_process(stage, group):
     assert_close(weights(fit(Net(), CompressedDeepSpeedStrategy(stage=stage), group)), one_process())
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@distributed(world_size=2)
-def test_plain_means_equal_one_process(stage, options, group):
-    if stage == 2 and "accumulate_grad_batches" in options:
-        pytest.skip("refused")
-    strategy = CompressedDeepSpeedStrategy(Dense(), stage=stage)
-    assert_close(weights(fit(Net(), strategy, group, **options)), one_process(**options))
-    assert strategy.compression.step == 8 // options.get("accumulate_grad_batches", 1), "optimizer steps"
-
-
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"stage": 0}, "powersgd"),
         ({"stage": 0}, "topk_int8"),
-        ({"stage": 1}, "powersgd"),
         ({"stage": 1, **MANY_BUCKETS}, "topk_int8"),
         ({"stage": 1, "overlap_comm": False}, "powersgd"),
-        ({"stage": 2}, "topk_int8"),
         ({"stage": 2, **MANY_BUCKETS}, "powersgd"),
         ({"stage": 2, "overlap_comm": False}, "topk_int8"),
     ],
@@ -115,12 +103,11 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("stage", "name"), [(0, "bf16"), (1, "bf16 summed in fp32"), (1, "fp16"), (2, "bf16"), (2, "fp16")]
+)
 @distributed(world_size=2)
 def test_half_precision(stage, name, group):
-    if stage == 0 and name != "bf16":
-        pytest.skip("DeepSpeed does not have it")
     precision, extra = PRECISIONS[name]
     config = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True, **extra}
     if name == "fp16" and not computes_in_float16():
@@ -151,52 +138,6 @@ def test_residuals_are_free_of_the_loss_scale(stage, group):
         fit(Net(), strategy, group, precision="16-mixed")
         norms.append(strategy.compression.residual_norm)
     assert norms[0] == pytest.approx(norms[1], rel=0.05)
-
-
-def train(module, strategy, group, batches, **kwargs):
-    trainer = trainer_for(strategy, group.size, max_epochs=1, use_distributed_sampler=False, **kwargs)
-    trainer.fit(module, DataLoader(batches, batch_size=None))
-    return trainer
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(0, "32-true"), (1, "bf16-mixed"), (2, "32-true"), (2, "bf16-mixed")])
-@distributed(world_size=2)
-def test_overflow_on_one_rank_leaves_no_trace(stage, precision, group):
-    batches = [[x, y] for x, y in loader(group.size, group.rank, dtype=torch.float32)]
-
-    def final(batches):
-        strategy = CompressedDeepSpeedStrategy(COMPRESSORS["powersgd"](), stage=stage, **MANY_BUCKETS)
-        trainer = train(Net(), strategy, group, batches, precision=precision, gradient_clip_val=1.0)
-        assert strategy.compression.step == 3
-        return weights(trainer)
-
-    expected = final([batches[0], *batches[2:]])
-    if group.rank == 1:
-        batches[1] = [batches[1][0] * torch.inf, batches[1][1]]
-    found = final(batches)
-    for name in found:
-        assert torch.equal(found[name], expected[name]), name
-
-
-@pytest.mark.parametrize(
-    ("stage", "name", "precision"),
-    [(0, "sign", "32-true"), (1, "powersgd", "bf16-mixed"), (2, "sign", "32-true"), (2, "powersgd", "bf16-mixed")],
-)
-@distributed(world_size=2)
-def test_resumes_bit_for_bit(stage, name, precision, group, tmp_path):
-    def strategy():
-        return CompressedDeepSpeedStrategy(COMPRESSORS[name](), stage=stage, **MANY_BUCKETS)
-
-    options = {"precision": precision}
-    expected = weights(fit(Net(), strategy(), group, **options))
-    fit(Net(), strategy(), group, max_epochs=1, **options).save_checkpoint(tmp_path / "first.ckpt")
-    comm.barrier(group)
-    trainer = fit(Net(), strategy(), group, ckpt_path=tmp_path / "first.ckpt", **options)
-    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-    found = weights(trainer)
-    for tensor in found:
-        assert torch.equal(found[tensor], expected[tensor]), tensor
-    assert trainer.strategy.compression.step == 8
 
 
 class Awkward(LightningModule):
@@ -234,44 +175,13 @@ def test_awkward_parameters(stage, group):
     assert not [name for name in strategy.compression.state_dict()["residual"] if "frozen" in name]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@distributed(world_size=2)
-def test_fit_validate_and_fit_again(stage, group):
-    module, strategy = Net(), CompressedDeepSpeedStrategy(TopK(0.1, **SMALL), stage=stage, **MANY_BUCKETS)
-    data = loader(group.size, group.rank, dtype=torch.float32)
-    trainer = trainer_for(strategy, group.size, max_epochs=1)
-    for epochs in (1, 2):
-        trainer.fit_loop.max_epochs = epochs
-        trainer.fit(module, data, data)
-        trainer.validate(module, data, verbose=False)
-    assert strategy.compression.step == 8
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @distributed(world_size=2)
 def test_deepspeeds_own_communication_dtype(stage, group):
     strategy = CompressedDeepSpeedStrategy(stage=stage, communication_data_type="bf16")
     found = weights(fit(Net(), strategy, group))
     assert strategy.deepspeed_engine.communication_data_type == torch.bfloat16
     assert_close(found, one_process(), tolerance=1e-2)
-
-
-def test_built_from_a_configuration():
-    strategy = {
-        "class_path": "lightning_parallel.CompressedDeepSpeedStrategy",
-        "init_args": {
-            "compression": {"class_path": "lightning_parallel.PowerSGD", "init_args": {"rank": 2}},
-            "stage": 2,
-            "reduce_bucket_size": 1000,
-        },
-    }
-    for given, stage in ((strategy, 2), ("deepspeed_powersgd", 1)):
-        options = {"accelerator": "cpu", "devices": 2, "logger": False, "strategy": given}
-        built = LightningCLI(Net, args={"trainer": options}, run=False, save_config_callback=None).trainer.strategy
-        assert isinstance(built, CompressedDeepSpeedStrategy)
-        assert isinstance(built.compression, PowerSGD)
-        assert built.config["zero_optimization"]["stage"] == stage
-    assert StrategyRegistry.get("deepspeed_topk").compression is not StrategyRegistry.get("deepspeed_topk").compression
 
 
 def test_what_cannot_be_combined_is_refused():

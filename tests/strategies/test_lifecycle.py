@@ -15,9 +15,15 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_parallel import PowerSGD, TensorParallelStrategy, comm
+from lightning_parallel import (
+    HybridParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    comm,
+)
 from tests.harness import distributed
 from tests.strategies.models import Net, Samples, fit_parallel, fit_single, loader, trainer_for
+from tests.strategies.test_pipeline import Deep, assert_same, fit
 
 
 def _full(trainer):
@@ -31,58 +37,140 @@ def _assert_state(trainer, expected, rtol=1e-10):
             torch.testing.assert_close(full[name], tensor.to(full[name]), rtol=rtol, atol=rtol, msg=name)
 
 
-class Clipping(Net):
-    """Clips by itself, with torch's function, in the norm it was given."""
+LAYOUTS = {
+    "tensor x data": (TensorParallelStrategy, {"tensor_parallel_size": 2}, 2),
+    "pipeline x data": (PipelineParallelStrategy, {"pipeline_parallel_size": 2, "data_parallel_size": 2}, 2),
+    "pipeline x tensor": (HybridParallelStrategy, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 1),
+}
 
-    def __init__(self, norm_type):
-        super().__init__()
-        self.norm_type = norm_type
+
+def fit_in(layout, module, **options):
+    kind, sizes, replicas = LAYOUTS[layout]
+    return fit(module, kind(**sizes), 4, replicas, **options)
+
+
+class Clipping(Deep):
+    """Clips by itself, with torch's function, in another norm at each step."""
+
+    norms = ()
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.05, self.norm_type))
+        norm_type = (1.0, 2.0, float("inf"))[len(self.norms) % 3]
+        self.norms = (*self.norms, nn.utils.clip_grad_norm_(self.parameters(), 0.05, norm_type))
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("layout", ["tensor x data", "pipeline x tensor"])
 @distributed(world_size=4)
-def test_torch_clip_grad_norm_sees_the_whole_model(norm_type):
-    expected = Clipping(norm_type).double()
-    fit_single(expected)
-    module = Clipping(norm_type).double()
-    trainer = fit_parallel(module, 4, 2)
-    torch.testing.assert_close(torch.stack(module.norms).double(), torch.stack(expected.norms), rtol=1e-10, atol=0)
-    _assert_state(trainer, expected)
+def test_torch_clip_grad_norm_sees_the_whole_model(layout):
+    expected, module = Clipping(), Clipping()
+    expected_trainer = fit(expected, "auto", 1, max_epochs=1)
+    trainer = fit_in(layout, module, max_epochs=1)
+    torch.testing.assert_close(torch.stack(module.norms), torch.stack(expected.norms), rtol=1e-10, atol=0)
+    assert_same(trainer, module, expected_trainer, expected)
 
 
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("tensor x data", "bf16-true"),
+        *(("pipeline x tensor", precision) for precision in ("bf16-mixed", "bf16-true", "64-true")),
+    ],
+)
 @distributed(world_size=4)
-def test_fit_validate_test_predict_and_fit_again(group):
-    class Full(Net):
+def test_precisions(layout, precision):
+    dtype, tolerance = (torch.float64, 1e-10) if precision == "64-true" else (torch.float32, 5e-2)
+
+    class Cast(Deep):
+        def training_step(self, batch, index):
+            x, y = batch
+            return F.cross_entropy(self(x.to(next(self.parameters()).dtype)).float(), y)
+
+        def on_train_batch_end(self, outputs, batch, index):
+            pass
+
+        validation_step = None
+
+    expected, module = Cast().to(dtype), Cast().to(dtype)
+    options = {"precision": precision, "gradient_clip_val": 0.5, "limit_val_batches": 0, "max_epochs": 1}
+    fit(expected, "auto", 1, **options)
+    _assert_state(fit_in(layout, module, **options), expected, rtol=tolerance)
+
+
+@pytest.mark.parametrize("layout", ["tensor x data", "pipeline x data"])
+@distributed(world_size=4)
+def test_monitors_and_schedulers_agree(layout, group):
+    class Watched(Deep):
+        def validation_step(self, batch, index):
+            self.log("watched", F.cross_entropy(self(batch[0]), batch[1]))  # each replica has its own value
+
+        def on_validation_epoch_end(self):
+            pass
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "watched"}}
+
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    best = ModelCheckpoint(folder, monitor="watched", filename="{epoch}")
+    stop = EarlyStopping("watched", patience=1, min_delta=0.5)
+    module = Watched()
+    trainer = fit_in(layout, module, max_epochs=8, callbacks=[best, stop], enable_checkpointing=True)
+    facts = (trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"], best.best_model_path)
+    assert len(set(comm.all_gather_object(facts, group))) == 1
+    assert trainer.current_epoch < 8
+    assert facts[1] < 0.1
+    trainer.validate(module, loader(2, group.rank // 2), ckpt_path="best", verbose=False)
+
+
+@pytest.mark.parametrize("layout", ["tensor x data", "pipeline x data"])
+@distributed(world_size=4)
+def test_the_data_follow_the_replica(layout, group):
+    seed_everything(1, workers=True, verbose=False)
+    kind, sizes, _ = LAYOUTS[layout]
+    trainer = trainer_for(kind(**sizes), 4, max_epochs=1)
+    trainer.fit(Deep(), DataLoader(Samples(), batch_size=4, shuffle=True))
+    os.environ.pop("PL_SEED_WORKERS"), os.environ.pop("PL_GLOBAL_SEED")
+    sampler = trainer.train_dataloader.sampler
+    assert isinstance(sampler, DistributedSampler)
+    assert (sampler.num_replicas, sampler.rank) == (2, group.rank // 2)
+    assert trainer.train_dataloader.worker_init_fn.keywords == {"rank": group.rank // 2}
+
+
+@pytest.mark.parametrize("layout", ["tensor x data", "pipeline x data"])
+@distributed(world_size=4)
+def test_validate_fit_test_predict_and_fit_again(layout, group):
+    """With a last batch that is smaller."""
+
+    class Full(Deep):
         def test_step(self, batch, index):
-            self.validation_step(batch, index)
+            self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
         def predict_step(self, batch, index):
-            return self.net(batch[0])
+            return {"logits": self(batch[0]), "labels": batch[1]}
 
-    expected = Full().double()
-    single = fit_single(expected)
-    module = Full().double()
-    trainer = fit_parallel(module, 4, 2)
-    replica = group.rank // 2
-    for run in ("validate", "test"):
-        (found,) = getattr(trainer, run)(module, loader(2, replica), verbose=False)
-        (truth,) = getattr(single, run)(expected, loader(), verbose=False)
-        assert found.keys() == truth.keys()
-        assert found["val_loss"] == pytest.approx(truth["val_loss"], rel=1e-6)
-    predictions = torch.cat(trainer.predict(module, loader(2, replica)))
-    truth = torch.cat(single.predict(expected, loader()))
-    torch.testing.assert_close(predictions, truth[replica::2], rtol=1e-10, atol=1e-12)
-    for strategy_world in (1, 4):
-        if strategy_world == 1:
-            again = trainer_for(max_epochs=1)
-            again.fit(expected, loader())
-        else:
-            again = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 4, max_epochs=1)
-            again.fit(module, loader(2, replica))
-    _assert_state(again, expected)
+    kind, sizes, _ = LAYOUTS[layout]
+    replica, runs = group.rank // 2, []
+    for devices, make, batches in (
+        (1, lambda: "auto", loader(batch=14)),
+        (4, lambda: kind(**sizes), loader(2, replica, batch=14)),
+    ):
+        os.environ.update(LOCAL_RANK=str(group.rank * (devices > 1)), NODE_RANK="0", WORLD_SIZE=str(devices))
+        module, trainer = Full(), trainer_for(make(), devices, max_epochs=1)
+        (validated,) = trainer.validate(module, batches, verbose=False)
+        trainer.fit(module, batches)
+        (tested,) = trainer.test(module, batches, verbose=False)
+        predicted = trainer.predict(module, batches)
+        trainer = trainer_for(make(), devices, max_epochs=1)
+        trainer.fit(module, batches)
+        runs.append((validated, tested, predicted, trainer, module))
+    expected, found = runs
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert found[1] == pytest.approx(expected[1], rel=1e-6)
+    for mine, theirs in zip(found[2], expected[2], strict=True):
+        truth = {name: tensor[replica::2] for name, tensor in theirs.items()}
+        torch.testing.assert_close(mine, truth, rtol=1e-10, atol=1e-10)
+    assert_same(*found[3:], *expected[3:])
 
 
 @distributed(world_size=2)
@@ -176,29 +264,6 @@ def test_manual_optimization():
 
 
 @distributed(world_size=4)
-def test_monitors_and_schedulers_agree(group):
-    class Watched(Net):
-        def validation_step(self, batch, index):
-            self.log("watched", F.cross_entropy(self.net(batch[0]), batch[1]))  # each replica has its own value
-
-        def configure_optimizers(self):
-            optimizer = super().configure_optimizers()
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "watched"}}
-
-    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
-    best = ModelCheckpoint(folder, monitor="watched", filename="{epoch}")
-    stop = EarlyStopping("watched", patience=1, min_delta=0.5)
-    module = Watched().double()
-    trainer = fit_parallel(module, 4, 2, max_epochs=8, callbacks=[best, stop], enable_checkpointing=True)
-    facts = (trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"], best.best_model_path)
-    assert len(set(comm.all_gather_object(facts, group))) == 1
-    assert trainer.current_epoch < 8
-    assert facts[1] < 0.1
-    trainer.validate(module, loader(2, group.rank // 2), ckpt_path="best", verbose=False)
-
-
-@distributed(world_size=4)
 def test_metrics_count_every_sample_once():
     class Counted(Net):
         def __init__(self):
@@ -215,39 +280,6 @@ def test_metrics_count_every_sample_once():
         trainer = fit_parallel(Counted().double(), 4, tensor)
         assert trainer.callback_metrics["count"] == 32
         assert trainer.callback_metrics["mean"].item() == pytest.approx(Samples().y.double().mean().item())
-
-
-@distributed(world_size=4)
-def test_the_data_follow_the_replica(group):
-    seed_everything(1, workers=True, verbose=False)
-    module = Net().double()
-    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 4, max_epochs=1)
-    trainer.fit(module, DataLoader(Samples(), batch_size=4, shuffle=True))
-    os.environ.pop("PL_SEED_WORKERS"), os.environ.pop("PL_GLOBAL_SEED")
-    sampler = trainer.train_dataloader.sampler
-    assert isinstance(sampler, DistributedSampler)
-    assert (sampler.num_replicas, sampler.rank) == (2, group.rank // 2)
-    assert trainer.train_dataloader.worker_init_fn.keywords == {"rank": group.rank // 2}
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "64-true"])
-@distributed(world_size=4)
-def test_precisions(precision):
-    tolerance = {"32-true": 1e-5, "64-true": 1e-10}.get(precision, 5e-2)
-    dtype = torch.float64 if precision == "64-true" else torch.float32
-
-    class Cast(Net):
-        def training_step(self, batch, index):
-            x, y = batch
-            return F.cross_entropy(self.net(x.to(next(self.parameters()).dtype)), y)
-
-        def validation_step(self, batch, index):
-            pass
-
-    expected, module = Cast().to(dtype), Cast().to(dtype)
-    fit_single(expected, precision=precision, gradient_clip_val=0.5)
-    trainer = fit_parallel(module, 4, 2, precision=precision, gradient_clip_val=0.5)
-    _assert_state(trainer, expected, rtol=tolerance)
 
 
 @distributed(world_size=2)
@@ -269,15 +301,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(group):
     assert comm.all_gather_object(plugin.scaler.get_scale(), group) == [2.0**9] * 2
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
 @distributed(world_size=2)
-def test_one_replica_reads_what_one_process_reads(group, shuffle):
+def test_one_replica_reads_what_one_process_reads(group):
     losses = []
     for devices, strategy in ((1, "auto"), (2, TensorParallelStrategy(tensor_parallel_size=2))):
         os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(devices))
         module = Net().double()
         seed_everything(11, verbose=False)
-        plain = DataLoader(Samples(), batch_size=8, shuffle=shuffle)
+        plain = DataLoader(Samples(), batch_size=8, shuffle=True)
         trainer_for(strategy, devices, num_sanity_val_steps=2).fit(module, plain, DataLoader(Samples(), batch_size=5))
         losses.append(torch.stack(module.losses))
     assert len(losses[0]) == 8
@@ -315,15 +346,6 @@ def test_running_statistics_are_those_of_ddp(group):
 
 
 @distributed(world_size=4)
-def test_compression_on_the_data_axis(group):
-    module = Net().double()
-    fit_parallel(module, 4, 2, strategy_kwargs={"compression": PowerSGD(rank=2)})
-    values = comm.all_gather_object([parameter.sum().item() for parameter in module.parameters()], group)
-    assert values[0] == values[2]
-    assert values[1] == values[3]
-
-
-@distributed(world_size=4)
 def test_a_rank_holds_its_shards_and_nothing_else():
     module = Net(hidden=400).double()
     full = sum(parameter.numel() for parameter in module.parameters())
@@ -344,5 +366,5 @@ def test_compiled_layers():
         return module
 
     expected = build()
-    fit_single(expected, max_epochs=1)
-    _assert_state(fit_parallel(build(), 2, 2, max_epochs=1), expected)
+    fit_single(expected, max_epochs=1, limit_val_batches=0)
+    _assert_state(fit_parallel(build(), 2, 2, max_epochs=1, limit_val_batches=0), expected)

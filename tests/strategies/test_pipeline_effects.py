@@ -40,7 +40,7 @@ class Listing(Deep):
         self.seen_outputs.append({name: value for name, value in outputs.items() if name != "loss"})
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@pytest.mark.parametrize("microbatches", [2, 8])
 @distributed(world_size=2)
 def test_lists_and_outputs(microbatches):
     expected, module = Listing(), Listing()
@@ -70,7 +70,7 @@ class Frozen(Deep):
         return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("kept", [["head"], ["blocks.3", "head"], ["embed", "blocks.0"]])
+@pytest.mark.parametrize("kept", [["head"], ["embed", "blocks.0"]])
 @distributed(world_size=2)
 def test_a_stage_without_anything_to_train(group, kept):
     path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "half.ckpt"

@@ -3,17 +3,14 @@
 import os
 import re
 import time
-import warnings
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy
 from tests.harness import RankError, distributed, run
-from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
 
 
@@ -72,26 +69,6 @@ def test_a_module_compiled_as_a_whole():
         fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2)
 
 
-@distributed(world_size=4)
-def test_fewer_layers_than_stages():
-    with pytest.raises(ValueError, match=r"(?s)3.*4"):
-        fit(Deep(blocks=3), PipelineParallelStrategy(pipeline_parallel_size=4), 4)
-
-
-@distributed(world_size=2)
-def test_a_balance_that_does_not_add_up():
-    with pytest.raises(ValueError, match=r"4 in all, got .3, 3."):
-        fit(Deep(), PipelineParallelStrategy(pipeline_parallel_size=2, balance=[3, 3]), 2)
-
-
-@distributed(world_size=4)
-@pytest.mark.parametrize("sizes", [(3, 1), (2, 3), (8, "auto")])
-def test_sizes_that_do_not_multiply_to_the_world(sizes):
-    trainer = trainer_for(PipelineParallelStrategy(pipeline_parallel_size=sizes[0], data_parallel_size=sizes[1]), 4)
-    with pytest.raises(ValueError, match=r"multiply to the number of processes.*4 processes"):
-        trainer.fit(Deep(), loader())
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{"schedule": "2f2b"}, {"num_microbatches": 0}, {"virtual_stages": -1}, {"num_microbatches": 2.5}],
@@ -101,31 +78,6 @@ def test_arguments_are_checked_at_once(arguments):
     (name,) = arguments
     with pytest.raises(ValueError, match=f"`{name}` must be"):
         HybridParallelStrategy(pipeline_parallel_size=2, **arguments)
-
-
-@distributed(world_size=2)
-def test_a_batch_without_a_sample_dimension(group):
-    class Odd(Deep):
-        def training_step(self, batch, index):
-            return F.cross_entropy(self(batch["x"]), batch["y"])
-
-    x, y = torch.randn(8, 12, dtype=torch.float64), torch.randint(5, (6,))
-    trainer = trainer_for(PipelineParallelStrategy(pipeline_parallel_size=2), 2)
-    with pytest.raises(ValueError, match=r"'?y'?.*6|8.*6"):
-        trainer.fit(Odd(), torch.utils.data.DataLoader([{"x": x, "y": y}], batch_size=None))
-
-
-@distributed(world_size=2)
-def test_batch_norm_is_warned_about():
-    class Normed(Deep):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4)).double()
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(Normed(), PipelineParallelStrategy(pipeline_parallel_size=2), 2, max_epochs=1)
-    assert any("batch normalisation" in str(warning.message) for warning in caught)
 
 
 class CannotBeJoined(Deep):

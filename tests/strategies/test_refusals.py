@@ -5,17 +5,18 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
 from torch import nn
 
-from lightning_parallel import TensorParallelStrategy
+from lightning_parallel import HybridParallelStrategy, TensorParallelStrategy
 from tests.harness import distributed
 from tests.strategies.models import Net, fit_parallel, loader, trainer_for
 
 
-@pytest.mark.parametrize("sizes", [(3, 1), (2, 3), (8, "auto"), (2, 1)])
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 @distributed(world_size=4)
-def test_sizes_that_do_not_multiply_to_the_world(sizes):
-    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=sizes[0], data_parallel_size=sizes[1]), 4)
-    with pytest.raises(ValueError, match=r"multiply to the number of processes.*4 processes"):
-        trainer.fit(Net(), loader())
+def test_sizes_that_do_not_multiply_to_the_world(axis):
+    for size, replicas in ((3, 1), (2, 3), (8, "auto"), (2, 1)):
+        strategy = HybridParallelStrategy(**{f"{axis}_parallel_size": size}, data_parallel_size=replicas)
+        with pytest.raises(ValueError, match=r"multiply to the number of processes.*4 processes"):
+            trainer_for(strategy, 4).fit(Net(), loader())
 
 
 @distributed(world_size=2)
