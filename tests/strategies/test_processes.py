@@ -1,6 +1,9 @@
 """Processes started by the Trainer, as functions and by torchrun; one that dies; groups that fits share."""
 
+from pathlib import Path
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.harness import distributed, free_port, run_script, start_script
@@ -62,23 +65,17 @@ def test_functions_return_the_full_weights(script, method):
     assert "DONE 0 (16, 8)" in out, err
 
 
-def run_ranks(script, **environment):
-    """Run both ranks, started one by one; what each of them printed."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    waits = [start_script(script, "popen", **address, **rank, **environment) for rank in ranks]
-    return [wait() for wait in waits]
-
-
-def test_ranks_of_torchrun_are_not_started_again(script):
-    """In its environment; the launcher itself would import everything three more times."""
-    torchrun = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    for _, out, err in run_ranks(script, **torchrun):
-        assert out.count("DONE") == out.count("(8, 8)") == 1, err
+def test_torchrun(script):
+    torchrun = Path(torch.distributed.__file__).with_name("run.py")
+    _, out, err = run_script(torchrun, "--nproc-per-node=2", script, "popen")
+    assert out.count("(8, 8)") == 2, err
 
 
 def test_a_rank_that_dies_is_named(script):
-    (_, out, err), died = run_ranks(script, DIES="1")
+    # Started one by one: a launcher would end the others as soon as it sees that one is gone.
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    waits = [start_script(script, "popen", LOCAL_RANK=str(rank), DIES="1", **address) for rank in range(2)]
+    (_, out, err), died = (wait() for wait in waits)
     assert died.returncode == 9
     assert "DONE" not in out
     assert "[rank 0] all_reduce along tensor_parallel" in err
