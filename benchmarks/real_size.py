@@ -7,7 +7,7 @@ with tensor parallelism, and takes three steps with SGD. Printed are the most by
 Python and its libraries take, beside the ideal:
 
     set-up     own parameters + the largest layer
-    training   own parameters + their gradients + the activations in flight, as the plan predicts them
+    training   what the table of stages predicts: parameters, gradients, activations in flight
 
 Times are printed for orientation only: they are those of this machine.
 """
@@ -116,7 +116,7 @@ class _Memory(Callback):
         outer = [parameter.num_bytes for name, parameter in engine.plan.parameters.items() if "layers." not in name]
         self.largest_bytes = max(*sizes.values(), *outer)
         stages = engine.stages
-        self.activation_bytes = sum(engine.plan.stage_bytes(stage, 2)[1] for stage in stages)
+        self.predicted_bytes = sum(sum(engine.plan.stage_bytes(stage, 2)) for stage in stages)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.step_s = time.perf_counter()
@@ -181,12 +181,12 @@ def main() -> None:
     table = Table(
         title=f"Llama of {count / 1e9:.2f} billion parameters, {pipeline} stages x {tensor} tensor ranks, GiB"
     )
-    for name in ("rank", "own parameters", "set-up", "ideal", "ratio", "training", "ideal", "ratio"):
+    for name in ("rank", "own parameters", "set-up", "ideal", "ratio", "training", "predicted", "ratio"):
         table.add_column(name, justify="right")
     for rank in range(RANKS):
         row = found[rank]
         setup_ideal = row["own_bytes"] + row["largest_bytes"]
-        train_ideal = 2 * row["own_bytes"] + row["activation_bytes"]
+        train_ideal = row["predicted_bytes"]
         cells = [row["own_bytes"], row["setup_bytes"], setup_ideal, row["train_bytes"], train_ideal]
         own, setup, setup_best, train, train_best = (f"{cell / GIB:.2f}" for cell in cells)
         setup_ratio = f"{row['setup_bytes'] / setup_ideal:.2f}"

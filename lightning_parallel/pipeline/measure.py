@@ -25,7 +25,6 @@ from lightning_parallel.pipeline.interception import Call, has_listeners, parame
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.microbatch import seeded
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.runtime import WeightGradients, deferring, split_linears
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.stage import InterceptedModel
@@ -88,8 +87,8 @@ def measure(
         return held
     return Costs(
         tuple(replace(cost, resident_bytes=layer.resident_bytes) for cost, layer in zip(layers, held.layers)),
-        replace(min(clock.prologues, key=_seconds), resident_bytes=held.prologue.resident_bytes),
-        replace(min(clock.epilogues, key=_seconds), resident_bytes=held.epilogue.resident_bytes),
+        replace(min(clock.prologues, key=lambda cost: cost.total_s), resident_bytes=held.prologue.resident_bytes),
+        replace(min(clock.epilogues, key=lambda cost: cost.total_s), resident_bytes=held.epilogue.resident_bytes),
     )
 
 
@@ -297,6 +296,9 @@ class _Clock(TruncatedModel):
         self.prologues: list[Cost] = []
         self.epilogues: list[Cost] = []
         self.begun_s = 0.0
+        # Sizes of what autograd saves, and which of it are parameters, by address.
+        self.saved: dict[int, int] = {}
+        self.parameter_addresses: set[int] = set()
 
     def measure(self, step: Step, microbatch: Any) -> list[Cost]:
         """Time a few steps, then each kind of layer; returns the cost of every layer."""
@@ -307,12 +309,15 @@ class _Clock(TruncatedModel):
 
     def time_step(self, step: Step, microbatch: Any) -> None:
         """Run the step once, and differentiate what came after the last layer and led to what it returned."""
-        result = self.run(step, microbatch)
+        with saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
+            result = self.run(step, microbatch)
         forward_s = self._now() - self.begun_s
-        self.epilogues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(result))))
+        activation_bytes = self._activation_bytes()
+        self.epilogues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(result)), activation_bytes))
 
     def begin(self) -> None:
         """Start the clock of the prologue."""
+        self.saved.clear()
         self.begun_s = self._now()
 
     def leave_prologue(self, call: Call) -> Call:
@@ -320,11 +325,14 @@ class _Clock(TruncatedModel):
         forward_s = self._now() - self.begun_s
         arguments = (call.args, call.kwargs)
         # The graph is kept: what follows the layers may use outputs of the prologue, and is differentiated later.
-        self.prologues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(arguments), keep=True)))
+        activation_bytes = self._activation_bytes()
+        backward_s = self._backward_s(_differentiable(arguments), keep=True)
+        self.prologues.append(Cost(forward_s, 0.0, backward_s, activation_bytes))
         return call.with_arguments(pytree.tree_map_only(Tensor, cut_off, arguments))
 
     def enter_epilogue(self) -> None:
         """Start the clock of the epilogue."""
+        self.saved.clear()
         self.begun_s = self._now()
 
     def layer(self, call: Call) -> Any:
@@ -363,26 +371,35 @@ class _Clock(TruncatedModel):
         """Time forward and backward, noted as an I, without what can be left for `later`."""
         call = noted.call
         args, kwargs = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
-        saved: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            # By storage: several views of one tensor may be saved, and memory is held once.
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
+        self.saved.clear()
         autocast = torch.autocast(self.device.type, noted.autocast, enabled=noted.autocast is not None)
-        with autocast, saved_tensors_hooks(note, lambda tensor: tensor):
+        with autocast, saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
             forward_s, result = self._timed(lambda: call.function(*args, **kwargs))
-        for child in call.module.modules():
-            for key in parameters_of(child):
-                # What stands for a parameter is saved without a copy; it is counted as resident.
-                value = vars(child).get(key)
-                if isinstance(value, Tensor) and type(value) is not PlaceholderTensor:
-                    saved.pop(value.untyped_storage().data_ptr(), None)
+        activation_bytes = self._activation_bytes()
         sent = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         with nullcontext() if later is None else deferring(later):
             backward_s = self._backward_s(_differentiable(result))
-        return Cost(forward_s, backward_s, 0.0, sum(saved.values()), _bytes(sent))
+        return Cost(forward_s, backward_s, 0.0, activation_bytes, _bytes(sent))
+
+    def _load_end(self, end: int) -> None:
+        # What was loaded before is freed: activations may lie where it was.
+        self.parameter_addresses.clear()
+        super()._load_end(end)
+
+    def _parameter(self, name: str, parameter: Tensor) -> Tensor:
+        loaded = super()._parameter(name, parameter)
+        self.parameter_addresses.add(loaded.untyped_storage().data_ptr())
+        return loaded
+
+    def _note_saved(self, tensor: Tensor) -> Tensor:
+        # By storage: several views of one tensor may be saved, and memory is held once.
+        storage = tensor.untyped_storage()
+        self.saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def _activation_bytes(self) -> int:
+        """Sum up what was saved for backward; parameters are saved without a copy, and counted as resident."""
+        return sum(size for address, size in self.saved.items() if address not in self.parameter_addresses)
 
     def _backward_s(self, roots: Sequence[Tensor], keep: bool = False) -> float:
         """Time the differentiation of `roots`, as far back as their graph goes, in seconds."""
@@ -401,10 +418,6 @@ class _Clock(TruncatedModel):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter()
-
-
-def _seconds(cost: Cost) -> float:
-    return cost.total_s
 
 
 def _differentiable(value: Any) -> list[Tensor]:

@@ -141,17 +141,22 @@ class PipelinePlan:
         return sum(parameter.count for parameter in self.parameters.values() if stage in parameter.stages)
 
     def stage_bytes(self, stage: int, copies: float) -> tuple[float, float]:
-        """Predict the memory of a stage, in bytes: what it always holds, and the most activations.
+        """Predict the memory of a stage, in bytes: what it holds for its parameters, and the most activations.
 
         Args:
             stage: The stage.
             copies: Bytes held for each byte of a trained parameter: itself, its gradient, the optimizer's state.
         """
         held = 0.0
+        new_gradient = 0.0
         for parameter in self.parameters.values():
             if stage in parameter.stages:
                 # A frozen parameter has neither a gradient nor a state.
                 held += parameter.num_bytes * (copies if parameter.is_trained else 1)
+                new_gradient = max(new_gradient, parameter.num_bytes * parameter.is_trained)
+        if self.schedule.num_microbatches > 1:
+            # Autograd makes the gradient of a microbatch before it adds it to those of the others.
+            held += new_gradient
         return held, self.in_flight(stage) * self.stage_costs[stage].activation_bytes
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:

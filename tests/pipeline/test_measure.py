@@ -157,3 +157,18 @@ def test_a_measurement_leaves_nothing_behind(group):
     comm.isend(message, group, 1 - group.rank, 900).wait()
     pending.wait()
     assert received[0] == 1 - group.rank
+
+
+def test_what_is_held_for_backward_is_counted_in_each_part_without_parameters():
+    first, head = nn.Linear(6, 8).double(), nn.Linear(8, 11).double()
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double() for _ in range(2)))
+    model, batch = nn.Sequential(first, layers, head), torch.randn(3, 6, dtype=torch.float64)
+
+    def step(x):
+        return model(x).square().mean()
+
+    stack = find_layer_stack(model, 2, "1")
+    costs = measure(model, stack, trace_use(model, stack, step, batch, CPU).parameters, step, batch, CPU)
+    assert costs.prologue.activation_bytes == 8 * 3 * 6
+    assert [layer.activation_bytes for layer in costs.layers] == [8 * 3 * (8 + 8)] * 2
+    assert costs.epilogue.activation_bytes == 8 * 3 * (8 + 11)
