@@ -136,11 +136,19 @@ def worker(rank: int, store: str, layout: str, parameters: float, built_in: str,
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // RANKS))
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
+    for size in (1e6, parameters):  # with a small model first: what it loads of libraries is not counted
+        memory = _Memory()
+        fit(Llama(size, built_in), layout, memory)
+    queue.put((rank, {name: value for name, value in vars(memory).items() if isinstance(value, int | float)}))
+    dist.destroy_process_group()
+
+
+def fit(module: Llama, layout: str, memory: Callback) -> None:
+    """Train for a few steps."""
     pipeline, tensor = LAYOUTS[layout]
     strategy = HybridParallelStrategy(
         pipeline_parallel_size=pipeline, tensor_parallel_size=tensor, num_microbatches=BATCH // 2
     )
-    memory = _Memory()
     trainer = Trainer(
         accelerator="cpu",
         devices=RANKS,
@@ -153,9 +161,7 @@ def worker(rank: int, store: str, layout: str, parameters: float, built_in: str,
         callbacks=[memory],
     )
     ids = torch.randint(2048, (STEPS * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    trainer.fit(Llama(parameters, built_in), DataLoader(ids, BATCH))
-    queue.put((rank, {name: value for name, value in vars(memory).items() if isinstance(value, int | float)}))
-    dist.destroy_process_group()
+    trainer.fit(module, DataLoader(ids, BATCH))
 
 
 def main() -> None:

@@ -256,8 +256,8 @@ def warn_unless_mean(
     run: Callable[[Any], Any],
     batch: Any,
     microbatches: Sequence[Any],
-    weights: Sequence[float],
-) -> None:
+    weight: Callable[[Any], float],
+) -> bool:
     """Warn if the loss of `batch` is not the mean of its microbatches' losses, since a pipeline computes that mean.
 
     Compares in evaluation mode, and does not warn if the loss is random even then. The loss of a truncated model is
@@ -266,12 +266,14 @@ def warn_unless_mean(
     Args:
         module: The user's module.
         run: Runs a step of the truncated model.
-        batch: The first batch, or as much of it as may be run at once.
+        batch: As much of the first batch as may be run at once.
         microbatches: Its parts.
-        weights: Share of each.
+        weight: Gives the share of each.
+
+    Returns:
+        Whether it is not.
     """
-    if len(microbatches) < 2:
-        return
+    shares = [float(weight(part)) for part in microbatches]
     modes = {child: child.training for child in module.modules()}
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     module.eval()
@@ -280,9 +282,9 @@ def warn_unless_mean(
             whole = _loss(run, batch, seed=0)
             again = _loss(run, batch, seed=1)
             losses = torch.stack([_loss(run, part, seed=0).to(whole) for part in microbatches])
-            mean = torch.tensor(weights).to(whole) @ losses / sum(weights)
+            mean = torch.tensor(shares).to(whole) @ losses / sum(shares)
     except Exception:
-        return  # the analysis will report what is wrong with the step
+        return False  # the analysis will report what is wrong with the step
     finally:
         for child, mode in modes.items():
             child.training = mode
@@ -291,13 +293,15 @@ def warn_unless_mean(
             for name, buffer in module.named_buffers():
                 buffer.copy_(buffers[name])
     tolerance = 1e-6 if whole.dtype == torch.float64 else 5e-3  # layers may compute in half precision
-    if torch.allclose(whole, again, rtol=tolerance) and not torch.allclose(whole, mean, rtol=tolerance):
+    is_other = torch.allclose(whole, again, rtol=tolerance) and not torch.allclose(whole, mean, rtol=tolerance)
+    if is_other:
         rank_zero_warn(
-            f"The loss of the first batch is {whole:.6g}, but the mean over its {len(microbatches)} microbatches is"
+            f"The loss of {len(microbatches)} microbatches together is {whole:.6g}, but the mean of their losses is"
             f" {mean:.6g}: it is not a mean over samples, so a pipeline trains on another loss than one process. Where"
             " it is a mean over tokens, count them by `microbatch_weight`; divide a sum by the number of samples; where"
             " the samples of a batch depend on each other, set `num_microbatches=1`."
         )
+    return is_other
 
 
 def _loss(run: Callable[[Any], Any], batch: Any, seed: int) -> Tensor:

@@ -311,9 +311,13 @@ def _plan(
     )
     if example is not None:
         step, batch = example
-        weights = [options.microbatch_weight(part) for part in microbatches]
-        # On every rank, though only the first one warns: the step may communicate, in divided layers or by itself.
-        warn_unless_mean(module, truncated(module, plan, device, step), batch, microbatches, weights)
+        run = truncated(module, plan, device, step)
+        # Two microbatches at a time: a device that is to train on one may not have room for the whole batch.
+        pairs = options.split_batch(batch, len(microbatches) // 2) if len(microbatches) > 1 else []
+        for pair in pairs[:1] + pairs[1:][-1:]:
+            # On every rank, though only the first one warns: the step may communicate, in divided layers or by itself.
+            if warn_unless_mean(module, run, pair, options.split_batch(pair, 2), options.microbatch_weight):
+                break
     return replace(plan, request=request)
 
 
