@@ -395,7 +395,7 @@ class _Clock(TruncatedModel):
         # By storage: several views of one tensor may be saved, and memory is held once.
         storage = tensor.untyped_storage()
         self.saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output would keep the node that saves it, and with it a graph that nobody runs
 
     def _activation_bytes(self) -> int:
         """Sum up what was saved for backward; parameters are saved without a copy, and counted as resident."""
