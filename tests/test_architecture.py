@@ -29,7 +29,7 @@ LAYERS = {
     "__init__": 6,
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
-PURE = {"mesh.py", "pipeline/schedule.py", "pipeline/simulate.py"}
+PURE = {"mesh.py", *(f"pipeline/{name}.py" for name in ("plot", "schedule", "search", "simulate"))}
 PURE |= {f"tracing/{name}.py" for name in ("__init__", "recorder", "spans")}
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
