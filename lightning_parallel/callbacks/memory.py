@@ -271,7 +271,7 @@ def _stages(strategy: Strategy) -> dict[int, set[str]]:
 
 
 def _compression_bytes(strategy: Strategy) -> int | None:
-    """Return bytes of the state of gradient compression, ours or a communication hook's; None without it."""
+    """Return the bytes of the state of gradient compression, ours or a communication hook's; None without it."""
     state = ddp_hook_state(strategy)
     reducer = getattr(strategy, "compression", None)
     if reducer is None:

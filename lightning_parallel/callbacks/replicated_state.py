@@ -155,7 +155,7 @@ def _stage(trainer: Trainer) -> str:
 
 
 def _unshared_buffers(trainer: Trainer, module: LightningModule) -> set[str]:
-    """Return names of the buffers that may differ between replicas from step to step.
+    """Return the names of the buffers that may differ between replicas from step to step.
 
     DDP overwrites those of all ranks with those of the first at each forward. Under strategies without a mesh,
     normalization that is not synchronised keeps the statistics of its rank.

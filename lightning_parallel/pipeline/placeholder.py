@@ -240,7 +240,7 @@ def _check(func: Any, placeholders: list[PlaceholderTensor]) -> None:
 
 @cache
 def _written_argument(func: Any) -> tuple[int, str] | None:
-    """Return position and name of the argument that `func` writes in place; None if there is none."""
+    """Return the position and name of the argument that `func` writes in place; None if there is none."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             return position, argument.name

@@ -138,7 +138,7 @@ class StubOutputs:
         arguments = (call.args, call.kwargs)
         originals: dict[int, Any] = {}
         # Tensor-parallel layers communicate in their forward; the ranks of other stages do not take part here.
-        with comm.dry_run(), random_state_kept():
+        with comm.skip_communication(), random_state_kept():
             try:
                 given = copy_args(arguments, originals)
                 with stubbed(call.module, self.device, available):

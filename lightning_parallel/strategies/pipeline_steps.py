@@ -307,15 +307,17 @@ class _MetricAt:
     """A torchmetrics object in a call of `self.log`, with its value for the batch."""
 
     def __init__(self, path: str, cache: Any) -> None:
-        self.path, self.cache = path, cache
+        self.path = path
+        self.cache = cache
 
 
 @contextmanager
 def _recording(module: LightningModule, calls: list[LogCall]) -> Iterator[None]:
     def log(*args: Any, **kwargs: Any) -> None:
         bound = _LOG.bind(module, *args, **kwargs).arguments
-        name, value = bound.pop("name"), bound.pop("value")
         bound.pop("self")
+        name = bound.pop("name")
+        value = bound.pop("value")
         if isinstance(value, Metric):
             # By its path: every rank has another object for it.
             path = next((path for path, child in module.named_modules() if child is value), None)
@@ -340,7 +342,8 @@ def _merge_calls(logged: Sequence[Sequence[LogCall]], weights: Sequence[float]) 
 
 
 def _merge_call(name: str, entries: list[tuple[float, Any, dict[str, Any]]]) -> LogCall:
-    values, arguments = [value for _, value, _ in entries], dict(entries[-1][2])
+    values = [value for _, value, _ in entries]
+    arguments = dict(entries[-1][2])
     if arguments.get("batch_size") is not None:
         # Lightning weights the batches of an epoch by these sizes, so they are the weights inside a batch, too.
         sizes = [float(entry["batch_size"]) for _, _, entry in entries]
