@@ -386,7 +386,7 @@ def values_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_values(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As `values_of`, for a caller that neither writes nor keeps them: there need not be new ones each time.
+    """Return the data like `values_of`, for a caller that neither writes nor keeps them: not new ones each time.
 
     During a build they are made from the recent ones. Afterwards they are kept until the tensor is written, since these
     are tables that only a function knows, and that every step reads.

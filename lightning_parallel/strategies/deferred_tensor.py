@@ -239,7 +239,7 @@ class _Invocation:
         return self._record(args, kwargs, states, layout)
 
     def _is_reproducible(self, outputs: list[Any]) -> bool:
-        """Whether a record may take the place of the outputs, which all have to be large and new."""
+        """Return whether a record may take the place of the outputs, which all have to be large and new."""
         if self.threshold is None or self.written or self.func.namespace != "aten" or not outputs:
             return False
         if any(self._is_large(tensor) and not tensor.is_meta for tensor in self.others):
@@ -270,7 +270,7 @@ class _Invocation:
         return self._record(args, kwargs, *self._run_once(layout, must_run))
 
     def _has_known_layout(self, layout: Any) -> bool:
-        """Whether the kernel for meta tensors gives the strides of the true one, on which bits of sums may depend.
+        """Return whether the meta kernel gives the strides of the true one, on which bits of sums may depend.
 
         Compilers rely on those of the core operators; others, such as the decompositions of `torch.linalg`, may differ.
         """
