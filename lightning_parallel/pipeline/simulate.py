@@ -33,7 +33,7 @@ from lightning_parallel.pipeline.schedule import (
     run_order,
 )
 
-__all__ = ["Cost", "Link", "ScheduleError", "Interval", "Timeline", "describe_waits", "simulate", "validate"]
+__all__ = ["Cost", "Interval", "Link", "ScheduleError", "Timeline", "describe_waits", "simulate", "validate"]
 
 # Rows have thousands of actions, and one mistake makes many faults: print the surroundings of the first few.
 _WINDOW = 6

@@ -19,11 +19,11 @@ from torch import Tensor
 from lightning_parallel.compat.torch import pytree, schema_of
 
 __all__ = [
-    "StorageLayout",
     "META",
     "OperationFacts",
     "RecordedOperation",
     "StorageHistory",
+    "StorageLayout",
     "StorageView",
     "alias_of",
     "facts_of",
