@@ -28,12 +28,12 @@ class PlaceholderError(RuntimeError):
     """A computation on this stage needs data that are on another stage.
 
     Attributes:
-        lost: True if the data would be missing in a real run too.
+        is_missing: True if the data would be missing in a real run too.
     """
 
     def __init__(self, message: str, placeholders: Iterable[PlaceholderTensor] = ()) -> None:
         super().__init__(message)
-        self.lost = any(not placeholder.available for placeholder in placeholders)
+        self.is_missing = any(not placeholder.available for placeholder in placeholders)
 
 
 class PlaceholderTensor(Tensor):
