@@ -276,9 +276,9 @@ def _compression_bytes(strategy: Strategy) -> int | None:
     reducer = getattr(strategy, "compression", None)
     if reducer is None:
         reducer = getattr(state, "compressor", None)
-    # Hooks of torch, such as PowerSGD's, keep their tensors in attributes of their state.
     if reducer is not None:
         return reducer.memory.num_bytes
+    # Hooks of torch, such as PowerSGD's, keep their tensors in attributes of their state.
     return None if state is None else StorageSet().add(tensors_in(vars(state)))
 
 
