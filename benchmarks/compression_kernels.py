@@ -1,9 +1,9 @@
-"""Compression arithmetic and its collectives beside the peer's, as ratios.
+"""Compression arithmetic and its collectives against their counterparts in torch, as ratios.
 
     python benchmarks/compression_kernels.py [--ranks 4] [--device cuda]
 
-The peers: torch's PowerSGD hook, called as DDP calls it in a group of one; `torch.topk`; an fp32 all-reduce over gloo
-on this host. Both sides run in turn, several times in a row each; the medians are compared. On a CPU one thread
+The counterparts: torch's PowerSGD hook, called as DDP calls it in a group of one; `torch.topk`; an fp32 all-reduce over
+gloo on this host. Both sides run in turn, several times in a row each; the medians are compared. On a CPU one thread
 computes, as in a rank that shares its host.
 """
 

@@ -1,4 +1,4 @@
-"""The example GPT with each compressor as it comes: validation loss beside that of plain means, at equal steps.
+"""The example GPT with each compressor as it comes: validation loss against that of plain means, at equal steps.
 
     python benchmarks/convergence.py [--ranks 2] [--steps 600] [--methods ...]
 

@@ -1,4 +1,4 @@
-"""A data-parallel training step: the gradient reducer beside torch's DistributedDataParallel, as ratios.
+"""A data-parallel training step: the gradient reducer against torch's DistributedDataParallel, as ratios.
 
     python benchmarks/data_parallel.py [MLP] [transformer] [200] [--ranks 2] [--threads 1] [--rounds 12]
 

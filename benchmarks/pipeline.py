@@ -1,4 +1,4 @@
-"""Pipeline parallelism: our engine beside `torch.distributed.pipelining`, in turn, in one process group of gloo ranks.
+"""Pipeline parallelism: our engine against `torch.distributed.pipelining`, in turn, in one process group of gloo ranks.
 
     python benchmarks/pipeline.py [schedules] [transformer] [balance] [memory] [cut] [--repeats 5]
 

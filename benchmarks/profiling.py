@@ -1,4 +1,4 @@
-"""What measuring costs: a step with all callbacks beside one without, in turn, and the cost of a span.
+"""What measuring costs: a step with all callbacks against one without, in turn, and the cost of a span.
 
     python benchmarks/profiling.py [--step 0.05] [--blocks 5] [--steps 60] [--ranks 2]
 

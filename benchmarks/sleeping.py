@@ -117,8 +117,8 @@ class _Weight(Function):
             device.spend(seconds)
             return gradient
 
-        waiting = runtime.waiting()
-        if waiting is not None and waiting.defer(weight, compute):
+        queue = runtime.weight_gradient_queue()
+        if queue is not None and queue.defer(weight, compute):
             return None, None, None
         device.spend(seconds)
         return gradient, None, None

@@ -1,4 +1,4 @@
-"""Data-parallel training over slow links: compressed gradients beside DDP, as ratios.
+"""Data-parallel training over slow links: compressed gradients against DDP, as ratios.
 
     sudo python benchmarks/slow_link.py [--hosts 2 4] [--rates 100 1000] [--steps 10]
 

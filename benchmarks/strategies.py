@@ -1,4 +1,4 @@
-"""Our strategy beside Lightning's own, through the Trainer, in turn, in one process group.
+"""Our strategy against Lightning's own, through the Trainer, in turn, in one process group.
 
     python benchmarks/strategies.py [--rounds 5] [--batches 100] [--threads 1]
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: our automatic plan beside a hand-written DTensor plan, in turn, in one process group.
+"""Tensor parallelism: our automatic plan against a hand-written DTensor plan, in turn, in one process group.
 
     python benchmarks/tensor_parallel.py [--widths 128 256 512 1024] [--steps 30] [--ranks 2] [--threads 1]
 

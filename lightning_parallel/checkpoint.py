@@ -156,7 +156,7 @@ class Checkpoints:
 
         Args:
             optimizer: The optimizer of this rank's parameters.
-            recorded: Its parameter groups over all stages, as `remove_placeholders` gave them.
+            recorded: Its parameter groups over all stages, as `remove_dummy_parameters` gave them.
 
         Returns:
             Tensors as `gather_state` returns them.

@@ -94,11 +94,11 @@ class Mesh:
         return (self.data_parallel, self.pipeline_parallel, self.tensor_parallel)
 
     def size(self, *axes: Axis) -> int:
-        """Number of ranks in one group along `axes`."""
+        """Return the number of ranks in one group along `axes`."""
         return math.prod(getattr(self, axis) for axis in axes)
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Position of global rank `rank`.
+        """Return the position of global rank `rank`.
 
         Raises:
             ValueError: If the mesh has no such rank.
@@ -109,12 +109,12 @@ class Mesh:
         return Coordinate(*divmod(outer, self.pipeline_parallel), tensor)
 
     def rank(self, coordinate: Coordinate) -> int:
-        """Global rank at `coordinate`; the inverse of `coordinate()`."""
+        """Return the global rank at `coordinate`; the inverse of `coordinate()`."""
         data, pipeline, tensor = coordinate
         return (data * self.pipeline_parallel + pipeline) * self.tensor_parallel + tensor
 
     def peers(self, *axes: Axis) -> list[list[int]]:
-        """Rank lists of all groups that span `axes`; together they hold every rank once.
+        """Return the ranks of all groups that span `axes`; together they hold every rank once.
 
         >>> Mesh(data_parallel=2, tensor_parallel=2).peers("tensor_parallel")
         [[0, 1], [2, 3]]

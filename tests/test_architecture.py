@@ -29,7 +29,7 @@ LAYERS = {
     "__init__": 6,
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
-PURE = {"mesh.py", "pipeline/schedule.py", "pipeline/simulate.py"}
+PURE = {"mesh.py", *(f"pipeline/{name}.py" for name in ("plot", "schedule", "search", "simulate"))}
 PURE |= {f"tracing/{name}.py" for name in ("__init__", "recorder", "spans")}
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
@@ -145,6 +145,9 @@ def repeated_names(root):
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[f"the class {node.name}"].append(f"{path}:{node.lineno}")
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                places[f"the function {node.name}"].append(f"{path}:{node.lineno}")
     return [f"{name} is in {', '.join(found)}" for name, found in places.items() if len(found) > 1]
 
 
@@ -247,6 +250,7 @@ VIOLATIONS = [
     (big_files_and_functions, "mesh.py", "def f():" + "\n    pass" * 60, "`f` has 61 lines"),
     (small_modules, "comm/work.py", "x = 1\n" * 79, "79 lines and one importer"),
     (repeated_names, "cli.py", "class _Outer:\n    class Group: ...", "Group is in cli.py:4, comm/groups.py:2"),
+    (repeated_names, "cli.py", "def buffers_of(module): ...", "buffers_of is in cli.py:3, compat/torch.py:1"),
     (repeated_names, "tensor/groups.py", "", "groups.py is in comm/groups.py, tensor/groups.py"),
     (private_names, "mesh.py", "def f(module):\n    return module._buffers", "module._buffers"),
     (private_names, "mesh.py", "def f(module):\n    return getattr(module, '_buffers')", "'_buffers'"),

@@ -51,14 +51,14 @@ def _assert_equal(module, expected):
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-12)
 
 
-def _compressed(compressor, beside=True):
-    return {"compression": compressor, "side_group": Group.of(dist.new_group()) if beside else None}
+def _compressed(compressor, overlapped=True):
+    return {"compression": compressor, "side_group": Group.of(dist.new_group()) if overlapped else None}
 
 
 BOTH = ("first", "second")
 
 
-@pytest.mark.parametrize("compression", ["none", "after", "beside"])
+@pytest.mark.parametrize("compression", ["none", "after", "overlapped"])
 @pytest.mark.parametrize(
     "uses",
     [
@@ -73,7 +73,7 @@ BOTH = ("first", "second")
 @distributed(world_size=2)
 def test_gradients_are_the_mean_over_replicas(group, uses, compression):
     expected = _mean_gradients(group, uses)
-    options = _compressed(Dense(), beside=compression == "beside") if compression != "none" else {}
+    options = _compressed(Dense(), overlapped=compression == "overlapped") if compression != "none" else {}
     for bucket_bytes in (1, 100, 1 << 20):
         module = Branches().double()
         reducer = GradientReducer(dict(module.named_parameters()), group, bucket_bytes, **options)
@@ -214,10 +214,10 @@ class Layers(nn.Module):
         return x.sum()
 
 
-def _steps(group, compressor, beside, uses=None, steps=4, **options):
+def _steps(group, compressor, overlapped, uses=None, steps=4, **options):
     """Gradients of some steps of a fixed model, and the compressor's state at the end."""
     module = Layers().double()
-    options |= _compressed(compressor, beside)
+    options |= _compressed(compressor, overlapped)
     reducer = GradientReducer(dict(module.named_parameters()), group, bucket_bytes=1, **options)
     found = []
     for step in range(steps):
@@ -249,8 +249,8 @@ def _compressor(kind) -> Compressor:
 def test_compression_beside_backward_gives_what_it_gives_after(group, kind):
     """Also where ranks use different layers, or one after the other has been sent."""
     uses = {1: [(0, 1, 2, 3), (2, 3)], 2: (3, 2, 3)}
-    found, state = _steps(group, _compressor(kind), beside=True, uses=uses)
-    expected, expected_state = _steps(group, _compressor(kind), beside=False, uses=uses)
+    found, state = _steps(group, _compressor(kind), overlapped=True, uses=uses)
+    expected, expected_state = _steps(group, _compressor(kind), overlapped=False, uses=uses)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(state, expected_state, rtol=1e-10, atol=1e-12)
 
@@ -277,11 +277,11 @@ def test_compression_runs_while_backward_does(group):
 def test_a_gradient_that_changes_after_it_was_sent_is_sent_again(group):
     """A second backward pass before `reduce`, on one rank only."""
 
-    def gradients(beside):
+    def gradients(overlapped):
         module = Layers().double()
         compressor = PowerSGD(2, min_numel=1)
         reducer = GradientReducer(
-            dict(module.named_parameters()), group, bucket_bytes=1, **_compressed(compressor, beside)
+            dict(module.named_parameters()), group, bucket_bytes=1, **_compressed(compressor, overlapped)
         )
         x = torch.full((1, 8), group.rank + 1.0, dtype=torch.float64)
         for _ in range(2):
@@ -319,9 +319,9 @@ def test_compressed_steps_are_counted_once_and_unused_parameters_keep_their_resi
     assert module.layers[2].weight.grad is None
 
 
-@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("overlapped", [True, False])
 @distributed(world_size=4)
-def test_an_overflow_anywhere_in_a_replica_makes_all_its_compressors_forget_the_step(group, beside):
+def test_an_overflow_anywhere_in_a_replica_makes_all_its_compressors_forget_the_step(group, overlapped):
     """Ranks 0 and 1 hold one half of the model, 2 and 3 the other."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     side = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -334,7 +334,7 @@ def test_an_overflow_anywhere_in_a_replica_makes_all_its_compressors_forget_the_
         Group.of(pairs[half]),
         bucket_bytes=1,
         compression=compressor,
-        side_group=Group.of(side[half]) if beside else None,
+        side_group=Group.of(side[half]) if overlapped else None,
         replica_group=Group.of(across[replica]),
     )
     states = []

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_parallel.compat.initialization import materialize
+from lightning_parallel.compat.initialization import initialize_tensors
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def test_equals_construction_and_keeps_the_parameter_objects():
     net[2].bias.requires_grad_(False)
     before = list(net.parameters())
     torch.manual_seed(3)
-    materialize(net, CPU)
+    initialize_tensors(net, CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter is known for parameter, known in zip(net.parameters(), before, strict=True))
     assert net[0].weight.note == "kept"
@@ -41,7 +41,7 @@ def test_a_tied_parameter_gets_the_values_of_the_first_module_that_has_it():
     with torch.device("meta"):
         net = _net(tied=True)
     torch.manual_seed(3)
-    materialize(net, CPU)
+    initialize_tensors(net, CPU)
     torch.manual_seed(3)
     untied = nn.Sequential(*_net(), nn.Linear(4, 4))
     assert net[3].weight is net[2].weight
@@ -53,7 +53,7 @@ def test_tensors_with_values_keep_them():
     with torch.device("meta"):
         net = _net()
     net[0].bias = nn.Parameter(torch.full((4,), 7.0))
-    materialize(net, CPU)
+    initialize_tensors(net, CPU)
     assert net[0].bias.tolist() == [7.0] * 4
     assert not net[0].weight.is_meta
 
@@ -63,7 +63,7 @@ def test_only_what_is_kept_leaves_the_meta_device():
         net = _net()
     owned = {id(parameter) for parameter in net[2].parameters()}
     torch.manual_seed(3)
-    materialize(net, CPU, keep=lambda tensor, full: full if id(tensor) in owned else None)
+    initialize_tensors(net, CPU, keep=lambda tensor, full: full if id(tensor) in owned else None)
     assert all(tensor.is_meta for tensor in [*net[0].parameters(), *net[1].parameters(), *net[1].buffers()])
     torch.manual_seed(3)
     assert torch.equal(net[2].weight, _net()[2].weight)
@@ -78,7 +78,7 @@ def test_a_module_without_initialiser_is_named_and_nothing_changes():
     with torch.device("meta"):
         net = nn.Sequential(nn.Linear(3, 3), Scale())
     with pytest.raises(ValueError, match=r"without `reset_parameters`: `1` \(Scale\)"):
-        materialize(net, CPU)
+        initialize_tensors(net, CPU)
     assert all(parameter.is_meta for parameter in net.parameters())
 
 
@@ -92,5 +92,5 @@ def test_a_failing_initialiser_leaves_the_module_as_it_was():
     net.weight = nn.Parameter(torch.empty(2, 2, device="meta"))
     before = net.weight
     with pytest.raises(RuntimeError, match="no values"):
-        materialize(net, CPU)
+        initialize_tensors(net, CPU)
     assert net.weight is before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -213,7 +213,7 @@ class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
 
 
 def bus_factor(op: str, size: int) -> float:
-    """Return ratio of bus bandwidth to algorithm bandwidth in a group of `size` ranks."""
+    """Return the ratio of bus bandwidth to algorithm bandwidth in a group of `size` ranks."""
     # In a ring each rank sends its share n - 1 times to reduce it, and as often to gather the result.
     if op == "all_reduce":
         return 2 * (size - 1) / size
@@ -221,7 +221,7 @@ def bus_factor(op: str, size: int) -> float:
 
 
 def wire_factor(op: str, size: int) -> float:
-    """Return ratio of the bytes that one rank sends, mean over the group, to the payload."""
+    """Return the ratio of the bytes that one rank sends, mean over the group, to the payload."""
     if op in ("broadcast", "reduce"):
         return (size - 1) / size
     return 0.0 if op == "recv" else bus_factor(op, size)
@@ -290,7 +290,7 @@ def _last_start(call: Sequence[CallSample]) -> int:
 
 
 def _latency(call: Sequence[CallSample], one_clock: bool) -> int | None:
-    """Return nanoseconds from the last call to the end; without a common clock, of the rank that waited least."""
+    """Return the nanoseconds from the last call to the end; without a common clock, of the rank that waited least."""
     if one_clock:
         began = _last_start(call)
         ends = [sample.start_ns + sample.duration_ns for sample in call if sample.duration_ns is not None]
@@ -302,24 +302,30 @@ def _latency(call: Sequence[CallSample], one_clock: bool) -> int | None:
 
 
 def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, CallKind], list[int]]:
-    """Return nanoseconds from send to arrival, by rank and kind, where the receiver was already waiting at the send."""
-    sent = {
-        (rank["rank"], kind.peer, kind.ranks, kind.group, sample.tag, sample.sequence): (kind, sample.start_ns)
-        for rank in shared
-        for kind, (_, _, samples) in rank["kinds"].items()
-        if kind.op == "send"
-        for sample in samples
-    }
+    """Return the nanoseconds from send to arrival, by rank and kind, where the receiver already waited at the send."""
+    # A message is found at both ends by sender, receiver, group, tag and its number among the messages of that tag.
+    sent: dict[tuple[Any, ...], tuple[CallKind, int]] = {}
+    for rank, kind, sample in _samples_of(shared, "send"):
+        sent[rank, kind.peer, kind.ranks, kind.group, sample.tag, sample.sequence] = (kind, sample.start_ns)
     times: defaultdict[tuple[int, CallKind], list[int]] = defaultdict(list)
-    for rank in shared:
-        for kind, (_, _, samples) in rank["kinds"].items():
-            for sample in samples if kind.op == "recv" else ():
-                match = sent.get((kind.peer, rank["rank"], kind.ranks, kind.group, sample.tag, sample.sequence))
-                # A receiver that came later finds the message there; when it had arrived nobody knows.
-                if match is not None and sample.waiting_ns < match[1]:
-                    times[rank["rank"], kind].append(sample.end_ns - match[1])
-                    times[kind.peer or 0, match[0]].append(sample.end_ns - match[1])
+    for rank, kind, sample in _samples_of(shared, "recv"):
+        message = (kind.peer, rank, kind.ranks, kind.group, sample.tag, sample.sequence)
+        if message not in sent:
+            continue
+        send_kind, send_ns = sent[message]
+        # A receiver that came later finds the message there; when it had arrived nobody knows.
+        if sample.waiting_ns < send_ns:
+            times[rank, kind].append(sample.end_ns - send_ns)
+            times[kind.peer or 0, send_kind].append(sample.end_ns - send_ns)
     return times
+
+
+def _samples_of(shared: Sequence[dict[str, Any]], op: str) -> Iterator[tuple[int, CallKind, CallSample]]:
+    """Yield rank, kind and sample of every call of one operation."""
+    for report in shared:
+        for kind, (_, _, samples) in report["kinds"].items():
+            if kind.op == op:
+                yield from ((report["rank"], kind, sample) for sample in samples)
 
 
 # --------------------------------------------------------------------------------------------------------- agreement

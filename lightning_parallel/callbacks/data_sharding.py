@@ -321,7 +321,7 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
         if loader is None or loader.has_replacement:
             return ""
         is_index_unique = loader.divides or self._replicas == 1
-        return "place" if loader.tells_places and is_index_unique else "content"
+        return "place" if loader.knows_indices and is_index_unique else "content"
 
     def _agreed(self, known_by: KnownBy) -> KnownBy:
         """Return the most precise way to tell samples apart that all ranks know."""

@@ -49,25 +49,26 @@ class RankProcess:
     Attributes:
         host: Where it runs.
         pid: Its process ID there.
-        birth: When it was started, in clock ticks of that host, as process IDs are used again; None if not known.
+        start_time: When it was started, in clock ticks of that host, as process IDs are used again; None if not known.
     """
 
     def __init__(self, pid: int) -> None:
         self.host = socket.gethostname()
         self.pid = pid
-        self.birth = _birth(pid)  # process IDs are used again
+        self.start_time = _start_time(pid)  # process IDs are used again
 
     def kill(self) -> bool:
         """Kill the process, even a stopped one, if it runs on this host; returns whether it did."""
-        is_same = self.host == socket.gethostname() and self.birth is not None and _birth(self.pid) == self.birth
+        is_here = self.host == socket.gethostname()
+        is_same = is_here and self.start_time is not None and _start_time(self.pid) == self.start_time
         if is_same:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
         return is_same
 
 
-def _birth(pid: int) -> str | None:
-    """Field 22 of /proc/<pid>/stat; None where that cannot be read."""
+def _start_time(pid: int) -> str | None:
+    """Read when a process was started, in clock ticks: field 22 of /proc/<pid>/stat; None where it cannot be read."""
     try:
         # The second field, the name, may have spaces and brackets: count from its last bracket.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -469,7 +470,7 @@ def _missing_in(flight: RankState, waiter: int, states: Mapping[int, RankState])
 
 
 def _count(state: RankState, flight: RankState, op: str = "", peer: int | None = None, tag: Any = None) -> int:
-    """Return number of calls that a rank has made in the group of `flight`; messages are counted separately."""
+    """Return the number of calls that a rank has made in the group of `flight`; messages are counted separately."""
     wanted = {"ranks": flight["ranks"], "group": flight["group"], "op": op, "peer": peer, "tag": tag}
     for calls in state.get("calls", ()):
         if all(calls[key] == value for key, value in wanted.items()):

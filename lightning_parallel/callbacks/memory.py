@@ -271,14 +271,14 @@ def _stages(strategy: Strategy) -> dict[int, set[str]]:
 
 
 def _compression_bytes(strategy: Strategy) -> int | None:
-    """Return bytes of the state of gradient compression, ours or a communication hook's; None without it."""
+    """Return the bytes of the state of gradient compression, ours or a communication hook's; None without it."""
     state = ddp_hook_state(strategy)
     reducer = getattr(strategy, "compression", None)
     if reducer is None:
         reducer = getattr(state, "compressor", None)
-    # Hooks of torch, such as PowerSGD's, keep their tensors in attributes of their state.
     if reducer is not None:
         return reducer.memory.num_bytes
+    # Hooks of torch, such as PowerSGD's, keep their tensors in attributes of their state.
     return None if state is None else StorageSet().add(tensors_in(vars(state)))
 
 

@@ -19,7 +19,7 @@ from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.simulate import Cost, Timeline, simulate
 from lightning_parallel.tracing import Span, Window
 
-__all__ = ["PipelineAccumulator", "PipelineTimeline", "stage_costs"]
+__all__ = ["PipelineAccumulator", "PipelineTimeline", "mean_stage_costs"]
 
 STEPS = 256
 """Latest steps whose times the ranks compare."""
@@ -100,7 +100,7 @@ class PipelineAccumulator(Accumulator):
         pipelines = [ranks for ranks in self._mesh.peers(PIPELINE) if all(_ran(by_rank.get(rank)) for rank in ranks)]
         if not pipelines:
             return {"missing": ["No step ran the whole schedule, or the ranks could not exchange what they measured."]}
-        costs = stage_costs(schedule, [by_rank[rank]["costs"] for ranks in pipelines for rank in ranks])
+        costs = mean_stage_costs(schedule, [by_rank[rank]["costs"] for ranks in pipelines for rank in ranks])
         planned = simulate(schedule, costs)
         bubble = {
             # Equal stages: what remains of the bubble is due to the schedule alone.
@@ -136,7 +136,7 @@ class PipelineAccumulator(Accumulator):
         steps: Sequence[Sequence[StepTimes]],
         by_rank: Mapping[int, Any],
     ) -> list[dict[str, Any]]:
-        """Return rows of the report for the ranks of one pipeline, in seconds per step."""
+        """Return the rows of the report for the ranks of one pipeline, in seconds per step."""
         # A step of the pipeline is longer than a rank's part of it: from the first action of any rank to the last.
         begins = [min(times.start_ns for times in step) for step in steps]
         ends = [max(times.end_ns for times in step) for step in steps]
@@ -223,7 +223,7 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
         return table
 
 
-def stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kind], float]]) -> list[Cost]:
+def mean_stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kind], float]]) -> list[Cost]:
     """Average the seconds of every stage over the ranks that hold it, from seconds by (stage, kind).
 
     A backward that is not divided counts as input gradient.
@@ -244,7 +244,7 @@ def stage_costs(schedule: Schedule, shared: Sequence[Mapping[tuple[int, Kind], f
 
 
 def _measured(schedule: Schedule, pipeline: Sequence[dict[str, Any]]) -> Timeline:
-    """Return timeline of the last step of one pipeline, from its first action."""
+    """Return the timeline of the last step of one pipeline, from its first action."""
     timeline = Timeline(schedule)
     # Each pipeline from its own start: replicas need not begin a step together.
     begin_ns = min(start_ns for rank in pipeline for _, start_ns, _ in rank["last"])
@@ -282,6 +282,6 @@ def _common_steps(pipeline: Sequence[Mapping[str, Any]]) -> list[list[StepTimes]
 
 
 def _bubble(step: Sequence[StepTimes]) -> float:
-    """Return share of the time of a step in which its ranks computed nothing."""
+    """Return the share of the time of a step in which its ranks computed nothing."""
     length = max(times.end_ns for times in step) - min(times.start_ns for times in step)
     return 1 - sum(times.busy_ns for times in step) / (len(step) * length)

@@ -135,7 +135,7 @@ class DriftAccumulator(Accumulator):
 
     @override
     def share(self) -> None:
-        """Return share nothing: a check leaves all ranks with the same findings."""
+        """Share nothing: a check leaves all ranks with the same findings."""
 
     @override
     def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:

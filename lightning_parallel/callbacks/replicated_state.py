@@ -139,7 +139,7 @@ def _shards(trainer: Trainer) -> ShardOf:
 
 
 def _rule_shards(trainer: Trainer) -> ShardOf:
-    """Shards by the shard rules of the tensor axis; under strategies without a mesh, nothing is sharded."""
+    """Return the shards by the shard rules of the tensor axis; under strategies without a mesh, nothing is sharded."""
     strategy: Any = trainer.strategy
     if not isinstance(getattr(strategy, "mesh", None), Mesh):
         return lambda name: ""
@@ -155,7 +155,7 @@ def _stage(trainer: Trainer) -> str:
 
 
 def _unshared_buffers(trainer: Trainer, module: LightningModule) -> set[str]:
-    """Return names of the buffers that may differ between replicas from step to step.
+    """Return the names of the buffers that may differ between replicas from step to step.
 
     DDP overwrites those of all ranks with those of the first at each forward. Under strategies without a mesh,
     normalization that is not synchronised keeps the statistics of its rank.
@@ -173,6 +173,6 @@ def _unshared_buffers(trainer: Trainer, module: LightningModule) -> set[str]:
 
 
 def _coordinate(tensor: DTensor) -> list[int]:
-    """Coordinate of this rank on the mesh dimensions along which `tensor` is sharded."""
+    """Return the coordinate of this rank on the mesh dimensions along which `tensor` is sharded."""
     coordinate = tensor.device_mesh.get_coordinate() or ()
     return [index for index, placement in zip(coordinate, tensor.placements) if not placement.is_replicate()]

@@ -137,7 +137,7 @@ class TrackedLoader:
             self._sampler = None
 
     @property
-    def tells_places(self) -> bool:
+    def knows_indices(self) -> bool:
         """Whether the indices of samples in the data set are known."""
         return self._sampler is not None
 
@@ -155,14 +155,14 @@ class TrackedLoader:
 
         return yield_tracked()
 
-    def next_places(self) -> Tensor | None:
+    def next_indices(self) -> Tensor | None:
         """Take the indices of the next batch: loaders return batches in the order in which the sampler yields them."""
-        places = self._issued.popleft() if self._issued else [None]
+        indices = self._issued.popleft() if self._issued else [None]
         self._taken += 1
         # Samplers may yield keys of any kind.
-        if not all(isinstance(place, Integral) for place in places):
+        if not all(isinstance(index, Integral) for index in indices):
             return None
-        return torch.tensor(places, dtype=torch.int64)
+        return torch.tensor(indices, dtype=torch.int64)
 
     @property
     def is_exhausted(self) -> bool:
@@ -181,7 +181,7 @@ class TrackedLoader:
         return isinstance(sampler, (RandomSampler, WeightedRandomSampler)) and sampler.replacement
 
     def coverage(self) -> tuple[int, int] | None:
-        """Return number of samples of which each should come once per epoch, and how many of them this rank may drop.
+        """Return the number of samples that should each come once per epoch, and how many of them this rank may drop.
 
         None if the sampler does not promise that.
         """
@@ -249,14 +249,14 @@ class SampleTracker:
     def add(self, step: int, batch: Any) -> None:
         """Add a batch."""
         self._steps.append(step)
-        places = None if self.loader is None else self.loader.next_places()
-        self._has_gaps |= places is None
-        if places is not None:
-            self._order.append(places)
+        indices = None if self.loader is None else self.loader.next_indices()
+        self._has_gaps |= indices is None
+        if indices is not None:
+            self._order.append(indices)
         # Hashes read the whole batch, on its device; they are taken only where they are needed.
         needs_hashes = self._has_peers or self._known_by == "content"
         hashes = sample_hashes(batch) if needs_hashes else None
-        samples = places if self._known_by == "place" else hashes
+        samples = indices if self._known_by == "place" else hashes
         if self._known_by and samples is not None:
             self._samples.append(samples)
         # Peers need an entry for each batch, also for one without tensors, to be compared step by step.
@@ -273,10 +273,10 @@ class SampleTracker:
         return report
 
     def _end_epoch(self) -> EpochEnd:
-        places = torch.cat([NO_SAMPLES, *self._order])
+        indices = torch.cat([NO_SAMPLES, *self._order])
         # An order that is filled up from its beginning goes back once without being shuffled.
-        is_shuffled = len(places) >= MIN_ORDER and int((places.diff() < 0).sum()) > 1
-        order = fingerprint(places) if is_shuffled and not self._has_gaps else None
+        is_shuffled = len(indices) >= MIN_ORDER and int((indices.diff() < 0).sum()) > 1
+        order = fingerprint(indices) if is_shuffled and not self._has_gaps else None
         is_whole = self.loader is not None and self.loader.is_exhausted and not self._has_gaps
         coverage = None if self.loader is None else self.loader.coverage()
         samples, may_drop = (None, 0) if coverage is None else coverage

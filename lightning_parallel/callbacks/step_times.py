@@ -172,7 +172,7 @@ def _least_waits(shared: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def hidden_ns(spans: Iterable[Span]) -> int:
-    """Return time for which collectives were in flight, without that for which they blocked the main thread.
+    """Return the time for which collectives were in flight, without that for which they blocked the main thread.
 
     A collective that was complete before it was waited for counts only if something reported when. Messages between
     pipeline stages are left out: the schedule hides them, see `PipelineTimeline`.
@@ -186,7 +186,7 @@ def hidden_ns(spans: Iterable[Span]) -> int:
 
 
 def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
-    """Return length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total = 0
     reached = 0
     for start, end in sorted(intervals):
@@ -260,7 +260,7 @@ def compare_peers(
 
 
 def _excess(step: Mapping[int, WorkTimes], rank: int, phases: Sequence[str]) -> float:
-    """Return seconds by which `rank` exceeds the median of the others."""
+    """Return the seconds by which `rank` exceeds the median of the others."""
     # Without the rank itself: among two peers it would be half of its own reference.
     others = [_work(times, phases) for other, times in step.items() if other != rank]
     return _work(step[rank], phases) - median(others)

@@ -153,7 +153,7 @@ class ThroughputAccumulator(Accumulator):
         replicas: Sequence[Sequence[Mapping[str, Any]]],
         samples_per_second: float | None,
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return keys of the report on operations and utilisation, and the reasons why some are missing."""
+        """Return the keys of the report on operations and utilisation, and the reasons why some are missing."""
         if samples_per_second is None or any(rank["flops"] is None for rank in shared):
             return {}, ["The model's operations could not be counted: pass `flops_per_sample` to Throughput."]
         # Each rank counted its own part of the model, for the samples of its replica.

@@ -36,7 +36,7 @@ from lightning_parallel.comm.gradient_session import (
     overlapping_executor,
 )
 from lightning_parallel.comm.groups import Group, MeshGroups
-from lightning_parallel.comm.work import PROFILING, Pending, dry_run, start_heartbeat, stop_heartbeat
+from lightning_parallel.comm.work import PROFILING, Pending, skip_communication, start_heartbeat, stop_heartbeat
 
 __all__ = [
     "GradientSession",
@@ -60,7 +60,7 @@ __all__ = [
     "broadcast_",
     "broadcast_from",
     "broadcast_object",
-    "dry_run",
+    "skip_communication",
     "equal_everywhere",
     "fill_buckets",
     "fingerprint",

@@ -1,6 +1,6 @@
 """Communication in flight: one call from its start to its result, and who is gone when it fails.
 
-A call is recorded as a span where a recorder is active. Inside `dry_run` calls on tensors communicate nothing.
+A call is recorded as a span where a recorder is active. Inside `skip_communication` calls on tensors send nothing.
 
 gloo reports a dead peer as a closed connection with a port number. So each rank has a heartbeat: a thread that counts
 up in the rendezvous store about twice a second. A rank whose call has failed looks which counters stand still.
@@ -30,7 +30,7 @@ __all__ = [
     "Pending",
     "blocking_call",
     "describe_failure",
-    "dry_run",
+    "skip_communication",
     "raise_explained",
     "start_heartbeat",
     "stop_heartbeat",
@@ -48,14 +48,14 @@ BEAT_S = 0.4
 
 
 class _ThreadState(threading.local):
-    in_dry_run = False
+    skips_communication = False
 
 
 _thread = _ThreadState()
 
 
 @contextmanager
-def dry_run() -> Iterator[None]:
+def skip_communication() -> Iterator[None]:
     """Skip the communication of this thread inside the block.
 
     Collectives on tensors return tensors of the right shape with arbitrary values. A computation that would fail on
@@ -63,13 +63,13 @@ def dry_run() -> Iterator[None]:
     """
     # The flag belongs to the thread: a compressor's background thread must go on communicating meanwhile. Backward on
     # CUDA runs on threads of autograd's own, which would not see the flag, unless it is told to stay on this thread.
-    before = _thread.in_dry_run
-    _thread.in_dry_run = True
+    before = _thread.skips_communication
+    _thread.skips_communication = True
     try:
         with set_multithreading_enabled(False):
             yield
     finally:
-        _thread.in_dry_run = before
+        _thread.skips_communication = before
 
 
 class Pending:
@@ -114,7 +114,7 @@ class Pending:
         Raises:
             RuntimeError: If it fails; names the ranks that are gone.
         """
-        if _thread.in_dry_run:
+        if _thread.skips_communication:
             return self
         flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer, self._tag)
         try:
@@ -174,7 +174,7 @@ class Done(Pending):
 
 
 class _Unrecorded:
-    """Stands in for a `InFlight` where nothing is recorded, so that callers need not ask."""
+    """Takes the place of an `InFlight` where nothing is recorded, so that callers need not ask."""
 
     complete: Any = None
     clock = None

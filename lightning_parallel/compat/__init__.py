@@ -20,7 +20,7 @@ _MISSING = object()
 
 
 class Patches:
-    """Replaced attributes of foreign objects, to be put back all at once, last first.
+    """Replaces attributes of objects that are not ours, and puts them back all at once, last first.
 
     What the object had of its own is set again; what it inherited (a method of its class) is deleted from it again.
     """

@@ -23,7 +23,7 @@ from lightning_parallel.compat.torch import buffers_of, parameters_of
 
 __all__ = [
     "initializer_of",
-    "materialize",
+    "initialize_tensors",
     "set_data",
     "tensor_parallel_plan_of",
     "weight_initializer_of",
@@ -66,7 +66,7 @@ def initializer_of(root: nn.Module, path: str) -> Callable[[], object] | None:
     return None
 
 
-def materialize(
+def initialize_tensors(
     root: nn.Module,
     device: torch.device,
     *,
@@ -101,7 +101,7 @@ def materialize(
         )
     for path, initialize in todo:
         if initialize is not None:
-            _initialize(root.get_submodule(path), initialize, device, wanted, full_shape, keep)
+            _initialize_module(root.get_submodule(path), initialize, device, wanted, full_shape, keep)
 
 
 def _modules_to_initialize(
@@ -122,7 +122,7 @@ def _tensors(owner: nn.Module) -> list[Tensor]:
     return [*owner.parameters(recurse=False), *owner.buffers(recurse=False)]
 
 
-def _initialize(
+def _initialize_module(
     owner: nn.Module,
     initialize: Callable[[], object],
     device: torch.device,

@@ -114,7 +114,7 @@ def synchronizes_layers(strategy: ParallelStrategy) -> bool:
 
 
 def ddp_hook_state(strategy: Strategy) -> Any:
-    """The state of the communication hook given to `DDPStrategy`, which is passed to its constructor only; or None."""
+    """Return the state of the communication hook given to `DDPStrategy`, which its constructor only takes; or None."""
     return getattr(strategy, "_ddp_comm_state", None)
 
 
@@ -173,7 +173,7 @@ def prepared_batch(trainer: Trainer, batch: Any) -> Any:
 
 
 def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
-    """The user's sampler, of which Lightning's wrapper keeps only the data set made from it."""
+    """Return the user's sampler, of which Lightning's wrapper keeps only the data set made from it."""
     return wrapper.dataset._sampler  # type: ignore[attr-defined]
 
 
@@ -181,12 +181,12 @@ def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
 
 
 def should_update_logs(trainer: Trainer) -> bool:
-    """Whether loggers are due in this step: Lightning decides it from counters of its loops that are private, too."""
+    """Return whether loggers are due in this step: Lightning decides it from private counters of its loops."""
     return trainer._logger_connector.should_update_logs
 
 
 def logged_step(trainer: Trainer) -> int:
-    """The step under which Lightning logs: `global_step` counts each of several optimizers."""
+    """Return the step under which Lightning logs: `global_step` counts each of several optimizers."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 

@@ -269,7 +269,7 @@ class FullyShardedGroup:
 
     @property
     def reduce_scatter(self) -> Any:
-        """What `set_custom_reduce_scatter` replaces, to be put back later; there is no getter. None in old versions."""
+        """The function that `set_custom_reduce_scatter` replaces, which has no getter. None in old versions."""
         return getattr(self._group, "_reduce_scatter_comm", None)
 
 
@@ -378,17 +378,17 @@ def storage_address(storage: torch.UntypedStorage) -> int:
 
 
 def overload_packet(op: Any) -> Any:
-    """The operator that `op` is an overload of: the key in torch's table of operations."""
+    """Return the operator that `op` is an overload of: the key in torch's table of operations."""
     return op._overloadpacket
 
 
 def ddp_comm_hooks(model: DistributedDataParallel) -> list[Callable[..., Any]]:
-    """The communication hooks on a DDP module, which can be registered but not asked for."""
+    """Return the communication hooks on a DDP module, which can be registered but not asked for."""
     return [hook for hook, _ in model._comm_hooks]
 
 
 def sharded_flat_parameters(model: nn.Module) -> list[Tensor]:
-    """The flat parameters that FSDP1 has sharded; empty without FSDP1. `parameters()` gives views of them only."""
+    """Return the flat parameters that FSDP1 has sharded; empty without FSDP1. `parameters()` gives only views."""
     if not isinstance(model, FullyShardedDataParallel):
         return []
     handles: Iterable[Any] = (unit._handle for unit in FullyShardedDataParallel.fsdp_modules(model))
@@ -396,12 +396,12 @@ def sharded_flat_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def has_unsharded_storage(flat_parameter: Tensor) -> bool:
-    """Whether FSDP1 has allocated the storage in which it gathers a flat parameter: from the first step on."""
+    """Return whether FSDP1 has the storage in which it gathers a flat parameter: from the first step on."""
     return hasattr(flat_parameter, "_full_param_padded")
 
 
 def flight_recorder_entries() -> list[dict[str, Any]]:
-    """What torch's flight recorder keeps of the collectives of all groups; empty where it does not run.
+    """Return what torch's flight recorder keeps of the collectives of all groups; empty where it does not run.
 
     The public way to read it is a file that the watchdog of NCCL writes after a timeout.
     """

@@ -1,4 +1,4 @@
-"""What is done with one block of gradients: a compressor's method and its outcome, and error feedback.
+"""Blocks of gradients, the method that reduces a block, the record of its outcome, and error feedback.
 
 Error feedback adds what a compressor did not send to the next gradient.
 
@@ -141,7 +141,9 @@ class GradientBlock:
 
 @dataclass(frozen=True)
 class Feedback:
-    """Computes M from gradient and memory, and the new memory from what is left of M.
+    """Error feedback: adds the residual to the gradients, and keeps what was not sent for the next step.
+
+    Computes M from the gradients and the memory, and the new memory from M - C(M): see the table of the module.
 
     Attributes:
         kind: None, `classic`, `decayed` or `ef21`.
@@ -219,7 +221,8 @@ class Feedback:
     def _apply_ef21(self, block: GradientBlock, memory: Memory, factor: float) -> Tensor:
         # The mean is written into its memory, H, and copied to the gradients from there: both are needed.
         block.outputs = list(_stage(block, memory, "mean_estimate").unbind())
-        work, estimate = block.new_work(), _stage(block, memory, "estimate")
+        work = block.new_work()
+        estimate = _stage(block, memory, "estimate")
         for row, now, old, gradient in zip(work, estimate, _read(block, memory, "estimate"), block.gradients):
             _scaled(gradient, factor, out=now)  # h' = h + C(M) = g - (M - C(M)): begin with g
             torch.sub(now, old if old is not None else 0, out=row)

@@ -213,8 +213,9 @@ class Quantize(Quantizer):
 
     def _mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool, mean: Tensor) -> Requests:
         """Write the mean of `rows` (rows, n) into `mean`; with `keep`, leave in `rows` what was not sent."""
-        size, rank, n = step.group.size, step.group.rank, rows.shape[1]
-        chunk = math.ceil(n / size)
+        size = step.group.size
+        rank = step.group.rank
+        chunk = math.ceil(rows.shape[1] / size)
         noise = self._noise(rows, step, purpose)
         mine = yield from self._mean_part(rows, step, chunk, noise, keep)
         packed_mine = self._new_packed(rows, len(rows), chunk)
@@ -322,7 +323,7 @@ class Quantize(Quantizer):
         return from_bytes(packed[..., -4 * groups :], torch.float32)
 
     def _grouping(self, n: int) -> tuple[int, int]:
-        """Return number and extent of the equal groups that `n` elements are padded to."""
+        """Return the number and extent of the equal groups that `n` elements are padded to."""
         # Equal groups, rather than full ones and a rest, so that a row can be viewed as (groups, extent).
         groups = math.ceil(n / _GROUP)
         extent = math.ceil(n / groups)

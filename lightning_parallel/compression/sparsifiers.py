@@ -187,7 +187,7 @@ class RandomK(Sparsifier):
         if self.feedback.kind is None:
             values.mul_(lengths.to(rows))
         # All ranks must find out about an element that is not finite, drawn or not: 0 times infinity is NaN.
-        values[:, 0].add_(rows.sum(1), alpha=0)  # NaN if an element that was not drawn is not finite
+        values[:, 0].add_(rows.sum(1), alpha=0)
         mean, sent = yield from self.values.mean(values, step, block.names, block.keep_rest)
         if sent is not None:
             rows.scatter_(1, positions, values - sent)

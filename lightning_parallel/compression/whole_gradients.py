@@ -152,16 +152,16 @@ class HookState:
         # While backward runs, in its thread:
         self._is_plain = False
         self._seen: set[str] = set()
-        self._touched: set[str] = set()
+        self._with_gradient: set[str] = set()
         # On the executor:
         self._arrived: dict[int, dict[str, Tensor]] = {}
         self._waiting: list[_DdpBucket] = []
         self._failure: BaseException | None = None
         self._used: set[str] = set()
         self.reduced: set[str] = set()
-        self._touch_hooks: list[RemovableHandle] = []
+        self._gradient_hooks: list[RemovableHandle] = []
         if self._unused_parameters:
-            self._follow_touches(module)
+            self._watch_gradients(module)
 
     def __deepcopy__(self, memo: object) -> "HookState":
         return self  # it belongs to one DDP module, whose copies share its process group as well
@@ -192,14 +192,14 @@ class HookState:
         gradients: dict[str, Tensor] = {}
         for name, gradient, parameter in zip(names, bucket.gradients(), bucket.parameters()):
             gradients[name] = _with_layout_of(parameter, gradient)
-        touched = self._touched & gradients.keys()
-        self._touched -= touched
-        session.executor.submit(partial(self._process, session, taken, gradients, touched))
+        with_gradient = self._with_gradient & gradients.keys()
+        self._with_gradient -= with_gradient
+        session.executor.submit(partial(self._process, session, taken, gradients, with_gradient))
         return taken.future
 
     @torch.no_grad()
     def _process(
-        self, session: GradientSession, bucket: _DdpBucket, gradients: Mapping[str, Tensor], touched: set[str]
+        self, session: GradientSession, bucket: _DdpBucket, gradients: Mapping[str, Tensor], with_gradient: set[str]
     ) -> None:
         if bucket.first:
             self._arrived = {}
@@ -215,7 +215,7 @@ class HookState:
             if self._is_plain:
                 self._average(session.group, bucket)
             else:
-                self._compress(session, gradients, touched, bucket)
+                self._compress(session, gradients, with_gradient, bucket)
         except BaseException as error:
             # All futures must end, or DDP would wait forever; the error reaches the user through each of them.
             self._failure = error
@@ -234,7 +234,7 @@ class HookState:
         bucket.end()
 
     def _compress(
-        self, session: GradientSession, gradients: Mapping[str, Tensor], touched: set[str], bucket: _DdpBucket
+        self, session: GradientSession, gradients: Mapping[str, Tensor], with_gradient: set[str], bucket: _DdpBucket
     ) -> None:
         if bucket.buffer.layout != torch.strided:  # no compressor takes it, and DDP shows none of its gradients
             comm.all_reduce_(bucket.buffer.div_(session.group.size), session.group)
@@ -244,7 +244,7 @@ class HookState:
             index = self._bucket_of[name]
             self._arrived.setdefault(index, {})[name] = gradient
             bucket.waits_for.add(index)
-        self._used |= touched
+        self._used |= with_gradient
         for index in sorted(self._arrived):
             # The last bucket also completes those of which DDP was told to ignore a parameter.
             if not bucket.last and len(self._arrived[index]) < len(self._buckets[index]):
@@ -272,15 +272,17 @@ class HookState:
         shared = comm.all_reduce_(flags, group, "max").tolist()
         return {name: gradient for (name, gradient), flag in zip(gradients.items(), shared) if flag}
 
-    def _follow_touches(self, module: nn.Module) -> None:
+    def _watch_gradients(self, module: nn.Module) -> None:
         """Register which parameters get a gradient in a backward pass: DDP does not tell."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 # It runs before the hook of DDP, and not for `torch.autograd.grad`.
-                self._touch_hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._touch, name)))
+                self._gradient_hooks.append(
+                    parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
+                )
 
-    def _touch(self, name: str, parameter: Tensor) -> None:
-        self._touched.add(name)
+    def _note_gradient(self, name: str, parameter: Tensor) -> None:
+        self._with_gradient.add(name)
 
     # ----------------------------------------------------------------------------------------- names, group, executor
 
@@ -346,7 +348,7 @@ class HookState:
         if self._session is not None:
             self._session.close()
             self._session = None
-        for hook in self._touch_hooks:
+        for hook in self._gradient_hooks:
             hook.remove()
         if self._owned_group is not None:
             dist.destroy_process_group(self._owned_group)

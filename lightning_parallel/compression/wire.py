@@ -195,7 +195,7 @@ def estimate_bytes(method: Requests, world_size: int) -> float:
 
 
 def _advance(methods: Sequence[Requests], index: int, answer: Tensor | None, requests: dict[int, Request]) -> None:
-    """Let one method go on with `answer`, and note its next request unless it has ended."""
+    """Resume one method with `answer`, and add its next request to `requests` unless it has ended."""
     method = methods[index]
     try:
         requests[index] = next(method) if answer is None else method.send(answer)

@@ -117,7 +117,7 @@ class GradientReducer:
         self._hooks: list[Any] = []
         self._completed: set[str] = set()
         self._accumulated: set[str] = set()  # gradients that came since the last reduction; others may be old
-        self._touched = False
+        self._has_new_gradients = False
         self._trainable: list[bool] = []
         self.refresh()
 
@@ -208,7 +208,7 @@ class GradientReducer:
 
         def ready(parameter: Tensor) -> None:
             self._accumulated.add(name)
-            self._touched |= self._synchronizing
+            self._has_new_gradients |= self._synchronizing
             if not self._synchronizing or not early:
                 return
             bucket = self._bucket_of[name]
@@ -267,7 +267,7 @@ class GradientReducer:
     @property
     def in_flight(self) -> bool:
         """True if a backward pass has brought gradients and `reduce()` has not been called."""
-        return self._touched
+        return self._has_new_gradients
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -293,7 +293,7 @@ class GradientReducer:
         self._next = 0
         self._means = []
         self._accumulated = set()
-        self._touched = False
+        self._has_new_gradients = False
 
     def _gradient_of(self, name: str) -> Tensor:
         """Return the gradient of a parameter, after putting zeros there if it has none."""

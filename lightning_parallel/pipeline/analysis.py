@@ -146,8 +146,8 @@ class _Analysis:
         if self.example is not None:
             boundaries = dry_run_stages(module, stack, use, stage_of, *self.example, self.device)
 
-        def stages(places: set[int]) -> tuple[int, ...]:
-            return tuple(sorted({stage_of[place] for place in places}))
+        def stages(layers: set[int]) -> tuple[int, ...]:
+            return tuple(sorted({stage_of[layer] for layer in layers}))
 
         parameters = {
             name: PlannedParameter(
@@ -158,7 +158,7 @@ class _Analysis:
             )
             for name, parameter in module.named_parameters()
         }
-        module_stages = {name: stages(places) for name, places in use.modules.items()}
+        module_stages = {name: stages(layers) for name, layers in use.modules.items()}
         return PipelinePlan(
             model=type(module).__name__,
             container=stack.path,
@@ -314,20 +314,20 @@ def dry_run_stages(
     runs = []
     with dry_run(), named_placeholders(module, device) as placeholders:
         for stage in range(stage_of[-1] + 1):
-            here = {name for name, places in use.parameters.items() if stage in {stage_of[place] for place in places}}
+            here = {name for name, layers in use.parameters.items() if stage in {stage_of[layer] for layer in layers}}
             # Modules of other stages become stubs, as they will be in training.
             for site in sites.outer:
-                site.present = stage in {stage_of[place] for place in use.modules[site.name]}
+                site.present = stage in {stage_of[layer] for layer in use.modules[site.name]}
             held = [placeholder for placeholder in placeholders if placeholder.parameter in here]
             run = _StageDryRun(stage, stage_of, stubs, held)
             run.run(step, microbatch, sites)
             runs.append(run)
     # What a stage has to receive, the stage before must have; each run alone cannot see that.
     for before, after in pairwise(runs):
-        lost = next((before.lost[position] for position in after.entry if position in before.lost), None)
-        if lost is not None:
+        skipped = next((before.not_held[position] for position in after.entry if position in before.not_held), None)
+        if skipped is not None:
             raise ValueError(
-                f"stage {after.stage} needs {lost}, which is on an earlier stage and does not pass through "
+                f"stage {after.stage} needs {skipped}, which is on an earlier stage and does not pass through "
                 f"stage {before.stage}: a connection that skips over the cut. Pass it through the layers as an "
                 "argument, or cut elsewhere (`balance`, fewer stages)"
             )
@@ -337,11 +337,11 @@ def dry_run_stages(
 def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
     """Guess the use from the order of registration: what is registered before the layers is used before them."""
     use = ModuleUse(modules={name: set() for name, _ in outer_modules(module, stack)})
-    order = {name: place for place, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    order = {name: number for number, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
     starts = [order[name] for name in stack.names]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
 
-    def place(owner: str) -> int:
+    def layer_before(owner: str) -> int:
         # As the trace does: what is between two layers goes with the first of the two.
         return max(0, sum(start < order[owner] for start in starts) - 1)
 
@@ -349,9 +349,9 @@ def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
         owner = name.rpartition(".")[0]
         is_inside = any(owner == layer or owner.startswith(f"{layer}.") for layer in stack.names)
         if not is_inside:
-            use.parameters.setdefault(names[id(parameter)], set()).add(place(owner))
-    for name, places in use.modules.items():
-        places.add(place(name))
+            use.parameters.setdefault(names[id(parameter)], set()).add(layer_before(owner))
+    for name, layers in use.modules.items():
+        layers.add(layer_before(name))
     return _completed(module, stack, use)
 
 
@@ -361,7 +361,7 @@ class _StageDryRun(StageForward):
     Attributes:
         entry: Positions of its first layer's arguments that it has to receive.
         received: Their layouts.
-        lost: Position and provenance of the arguments of the next stage's first layer that it does not have.
+        not_held: Position and provenance of the arguments of the next stage's first layer that it does not have.
     """
 
     def __init__(
@@ -371,7 +371,7 @@ class _StageDryRun(StageForward):
         self.held = held
         self.entry: list[int] = []
         self.received: tuple[TensorLayout, ...] = ()
-        self.lost: dict[int, str] = {}
+        self.not_held: dict[int, str] = {}
 
     def run(self, step: Step, microbatch: Any, sites: InterceptedModel) -> None:
         """Run the stage.
@@ -385,18 +385,19 @@ class _StageDryRun(StageForward):
             with sites.handled_by(self):
                 result = step(microbatch)
         except StageExit as exit_:
-            self.lost = {place: leaf.provenance for place, leaf in enumerate(exit_.end.leaves) if missing(leaf)}
+            leaves = enumerate(exit_.end.leaves)
+            self.not_held = {position: leaf.provenance for position, leaf in leaves if missing(leaf)}
         except MissingLossError:
             raise
         except Exception as error:
             # Once it has data, the step may branch on them, which a dry run cannot follow.
-            if not self.entered or isinstance(error, CutError) or getattr(error, "lost", False):
+            if not self.entered or isinstance(error, CutError) or getattr(error, "is_missing", False):
                 raise ValueError(f"cannot run stage {self.stage} of the pipeline on its own: {error}") from error
         else:
-            lost = next(filter(missing, pytree.tree_leaves(result)), None)
-            if lost is not None:
+            unknown = next(filter(missing, pytree.tree_leaves(result)), None)
+            if unknown is not None:
                 raise ValueError(
-                    f"the step returns something made of {lost.provenance}, which is on an earlier pipeline stage; "
+                    f"the step returns something made of {unknown.provenance}, which is on an earlier pipeline stage; "
                     "compute the loss from what the layers return"
                 )
         finally:

@@ -73,7 +73,7 @@ def measure(
     held = count_parameters(module, stack, use)
     failure = ""
     for runs_all in (False, True):
-        clock = _Clock(module, stack, *ends, device, runs_all)
+        clock = _CostMeter(module, stack, *ends, device, runs_all)
         try:
             layers = clock.measure(step, microbatch)
             break
@@ -144,14 +144,14 @@ class TruncatedModel:
             self._loaded.close()
 
     def begin(self) -> None:
-        """Do nothing; for those who measure. Everything of the prologue is loaded."""
+        """Do nothing; called when all of the prologue is loaded, for subclasses that measure."""
 
     def leave_prologue(self, call: Call) -> Call:
-        """Return the call of the first layer as it is; for those who measure."""
+        """Return the call of the first layer, as it is here; for subclasses that measure."""
         return call
 
     def enter_epilogue(self) -> None:
-        """Do nothing; for those who measure. Everything of the epilogue is loaded."""
+        """Do nothing; called when all of the epilogue is loaded, for subclasses that measure."""
 
     def run_layer(self, key: Any, call: Call) -> Any:
         """Run the first layer of a kind; `key` tells kinds and shapes of inputs apart."""
@@ -286,8 +286,8 @@ class _NotedCall:
     autocast: torch.dtype | None
 
 
-class _Clock(TruncatedModel):
-    """Measures between the layers, while the step runs, and the layers it noted there afterwards."""
+class _CostMeter(TruncatedModel):
+    """Measures the prologue and the epilogue while the step runs, and afterwards a layer of each kind by itself."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

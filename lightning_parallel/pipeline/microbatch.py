@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import PackedSequence
 __all__ = [
     "SplitBatch",
     "merge_outputs",
-    "mixed",
+    "stage_seed",
     "num_samples",
     "random_state_kept",
     "seed_all",
@@ -235,7 +235,7 @@ def _merge_sequences(values: Sequence[Any], samples: Sequence[int], weights: Seq
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def mixed(seed: int, stage: int) -> int:
+def stage_seed(seed: int, stage: int) -> int:
     """Return another seed for each stage."""
     return (seed ^ (_GOLDEN * stage)) & (2**63 - 1)
 

@@ -28,12 +28,12 @@ class PlaceholderError(RuntimeError):
     """A computation on this stage needs data that are on another stage.
 
     Attributes:
-        lost: True if the data would be missing in a real run too.
+        is_missing: True if the data would be missing in a real run too.
     """
 
     def __init__(self, message: str, placeholders: Iterable[PlaceholderTensor] = ()) -> None:
         super().__init__(message)
-        self.lost = any(not placeholder.available for placeholder in placeholders)
+        self.is_missing = any(not placeholder.available for placeholder in placeholders)
 
 
 class PlaceholderTensor(Tensor):
@@ -240,7 +240,7 @@ def _check(func: Any, placeholders: list[PlaceholderTensor]) -> None:
 
 @cache
 def _written_argument(func: Any) -> tuple[int, str] | None:
-    """Return position and name of the argument that `func` writes in place; None if there is none."""
+    """Return the position and name of the argument that `func` writes in place; None if there is none."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             return position, argument.name

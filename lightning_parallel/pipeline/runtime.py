@@ -8,7 +8,7 @@
 Zero-bubble schedules (https://arxiv.org/abs/2401.10241) compute W when the rank would wait otherwise. A layer takes
 part by asking in its backward, with the parameter that it kept from its forward:
 
-    queue = waiting()
+    queue = weight_gradient_queue()
     if queue is not None and queue.defer(ctx.weight, lambda: gradient.t() @ x):
         return input_gradient, None
 """
@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_parallel import tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import parameters_of, pytree
-from lightning_parallel.pipeline.microbatch import mixed, random_state_kept, seed_all, seed_torch, seeded
+from lightning_parallel.pipeline.microbatch import random_state_kept, seed_all, seed_torch, seeded, stage_seed
 from lightning_parallel.pipeline.p2p import (
     Message,
     MessageGroups,
@@ -60,7 +60,7 @@ __all__ = [
     "deferring",
     "loss_of",
     "split_linears",
-    "waiting",
+    "weight_gradient_queue",
 ]
 
 
@@ -210,7 +210,7 @@ class ScheduleRun:
         self.open.restart()
         if action.stage > 0:
             # From here on each stage draws its own numbers: equal ones would repeat dropout masks from stage to stage.
-            seed_torch(mixed(self.seed + action.microbatch, action.stage))
+            seed_torch(stage_seed(self.seed + action.microbatch, action.stage))
         state.received = message.layout.tensors
         state.placeholders = placeholders
         flags = [spec.requires_grad for spec in state.received]
@@ -415,23 +415,23 @@ class WeightGradients:
 
 
 # Global instead of thread-local: autograd runs backward functions of CUDA tensors on threads of its own.
-_waiting: WeightGradients | None = None
+_queue: WeightGradients | None = None
 
 
-def waiting() -> WeightGradients | None:
+def weight_gradient_queue() -> WeightGradients | None:
     """Return the queue for weight gradients; None if they are to be computed now."""
-    return _waiting
+    return _queue
 
 
 @contextmanager
 def deferring(gradients: WeightGradients) -> Iterator[None]:
     """Let layers defer their weight gradients to `gradients` during the backward pass in this block."""
-    global _waiting
-    before, _waiting = _waiting, gradients
+    global _queue
+    before, _queue = _queue, gradients
     try:
         yield
     finally:
-        _waiting = before
+        _queue = before
 
 
 def split_linears(module: nn.Module) -> int:
@@ -488,7 +488,7 @@ class _Linear(Function):
         def bias_gradient() -> Tensor:
             return flat.sum(0).to(bias.dtype)
 
-        queue = waiting()
+        queue = weight_gradient_queue()
         dw = None
         db = None
         if wants_weight and (queue is None or not queue.defer(ctx.leaves[0], weight_gradient)):

@@ -345,7 +345,7 @@ def choose_schedule(
             f"no schedule of {', '.join(schedules)} can run {len(workload.layers)} layers on {num_ranks} ranks with "
             f"virtual_stages in {list(virtual_stages)} and microbatches in {list(microbatches)}"
         )
-    candidates = [_play(workload, schedule, memory_limit_bytes) for schedule in built]
+    candidates = [_best_candidate(workload, schedule, memory_limit_bytes) for schedule in built]
     # Rounded to nine digits: sums in another order differ in the last ones, and memory has to decide a tie.
     candidates.sort(key=lambda c: (not c.fits, float(f"{c.timeline.makespan_s:.9g}"), c.peak_bytes, c.held))
     if not candidates[0].fits:
@@ -380,19 +380,19 @@ def _schedules(
                         yield schedule
 
 
-def _play(workload: Workload, schedule: Schedule, limit_bytes: float | None) -> Candidate:
+def _best_candidate(workload: Workload, schedule: Schedule, limit_bytes: float | None) -> Candidate:
     # First the fastest cut, whatever it holds; a cut under the cap is slower, and often not needed.
-    candidate = _play_cut(workload, schedule, limit_bytes, *workload.cut(schedule))
+    candidate = _candidate(workload, schedule, limit_bytes, *workload.cut(schedule))
     if candidate.fits:
         return candidate
     try:
-        return _play_cut(workload, schedule, limit_bytes, *workload.cut(schedule, limit_bytes))
+        return _candidate(workload, schedule, limit_bytes, *workload.cut(schedule, limit_bytes))
     except ValueError:
         # Kept although it does not fit: the error, or the table of the choice, has to name it.
         return candidate
 
 
-def _play_cut(
+def _candidate(
     workload: Workload, schedule: Schedule, limit_bytes: float | None, counts: tuple[int, ...], costs: list[Cost]
 ) -> Candidate:
     timeline = simulate(schedule, costs, workload.link, workload.overhead_s)

@@ -1,4 +1,4 @@
-"""Run a schedule on paper, before anything runs: check it, and simulate its makespan, bubble, memory, critical path.
+"""Check a schedule before it runs, and simulate its makespan, bubble, memory and critical path.
 
 `validate` finds deadlocks, actions that are missing or repeated, and too much memory. An error prints the row at fault
 and marks the action, or says which ranks wait for each other:
@@ -33,7 +33,7 @@ from lightning_parallel.pipeline.schedule import (
     run_order,
 )
 
-__all__ = ["Cost", "Link", "ScheduleError", "Span", "Timeline", "describe_waits", "simulate", "validate"]
+__all__ = ["Cost", "Interval", "Link", "ScheduleError", "Timeline", "describe_waits", "simulate", "validate"]
 
 # Rows have thousands of actions, and one mistake makes many faults: print the surroundings of the first few.
 _WINDOW = 6
@@ -84,16 +84,14 @@ def describe_waits(schedule: Schedule) -> str:
         needs = dependencies(schedule.rows[rank][index], schedule.num_stages)
         waits[rank] = next(need for need in needs if producer(need) not in done)
     lines = []
-    for rank in _circle_first(schedule, waits):
-        index, need = stuck[rank], waits[rank]
-        owner, actual = schedule.stage_ranks[need.stage], need
-        # The neighbour may make the gradient by a B where this stage would by an I: print what stands in its row.
-        if producer(need) in places:
-            owner, position = places[producer(need)]
-            actual = schedule.rows[owner][position]
+    for rank in _deadlock_first(schedule, waits):
+        need = waits[rank]
+        # The neighbour may make the gradient by a B where this stage would by an I: print what its row has.
+        owner, position = places.get(producer(need), (schedule.stage_ranks[need.stage], None))
+        actual = need if position is None else schedule.rows[owner][position]
         whose = "later in its own row" if owner == rank else f"of rank {owner}"
-        lines.append(f"rank {rank} waits at {schedule.rows[rank][index]} for {actual} {whose}")
-        lines.append(_marked(schedule, rank, index))
+        lines.append(f"rank {rank} waits at {schedule.rows[rank][stuck[rank]]} for {actual} {whose}")
+        lines.append(_marked(schedule, rank, stuck[rank]))
     return "\n".join(lines)
 
 
@@ -106,10 +104,10 @@ def _title(schedule: Schedule) -> str:
 
 def _shape_faults(schedule: Schedule) -> list[str]:
     ranks = range(schedule.num_ranks)
-    strangers = [rank for rank in schedule.stage_ranks if rank not in ranks]
+    unknown = [rank for rank in schedule.stage_ranks if rank not in ranks]
     faults = []
-    if strangers or not schedule.stage_ranks:
-        faults.append(f"expected `stage_ranks` to place stages on ranks 0 to {len(ranks) - 1}, got {strangers}")
+    if unknown or not schedule.stage_ranks:
+        faults.append(f"expected `stage_ranks` to place stages on ranks 0 to {len(ranks) - 1}, got {unknown}")
     if len(schedule.max_in_flight) != len(ranks):
         faults.append(f"expected `max_in_flight` for {len(ranks)} ranks, got {len(schedule.max_in_flight)}")
     if schedule.num_microbatches < 1:
@@ -169,7 +167,7 @@ def _missing(schedule: Schedule, rank: int, action: Action) -> str:
     return f"rank {rank} lacks {action}\n{_draw_marked(rank, [*row[:index], f'({action})', *row[index:]], index)}"
 
 
-def _circle_first(schedule: Schedule, waits: dict[int, Action]) -> list[int]:
+def _deadlock_first(schedule: Schedule, waits: dict[int, Action]) -> list[int]:
     if not waits:
         return []
     path = [next(iter(waits))]
@@ -257,7 +255,7 @@ def _draw_marked(rank: int, row: Sequence[Action | str], index: int) -> str:
     return f"{line}{' '.join(words)}{' ...' if stop < len(row) else ''}\n{arrows}"
 
 
-Span = tuple[float, float]
+Interval = tuple[float, float]
 """Start and end, in seconds."""
 
 
@@ -340,7 +338,7 @@ class Timeline:
     """
 
     schedule: Schedule
-    spans: list[dict[Action, Span]] = field(default_factory=list)
+    spans: list[dict[Action, Interval]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.spans:

@@ -138,7 +138,7 @@ class StubOutputs:
         arguments = (call.args, call.kwargs)
         originals: dict[int, Any] = {}
         # Tensor-parallel layers communicate in their forward; the ranks of other stages do not take part here.
-        with comm.dry_run(), random_state_kept():
+        with comm.skip_communication(), random_state_kept():
             try:
                 given = copy_args(arguments, originals)
                 with stubbed(call.module, self.device, available):
@@ -173,15 +173,15 @@ class StubOutputs:
         """Run the module; return its output, and a recipe for it, None if there can be none."""
         inputs = pytree.tree_flatten((call.args, call.kwargs))[0]
         # Not by identity for plain values: small integers are the same object wherever they come from.
-        places = {id(leaf): place for place, leaf in enumerate(inputs) if not isinstance(leaf, _PLAIN)}
+        positions = {id(leaf): index for index, leaf in enumerate(inputs) if not isinstance(leaf, _PLAIN)}
         result, changed_arguments = self._run(call)
         if changed_arguments:
             return result, None
         leaves, tree = pytree.tree_flatten(result)
         recipe: list[tuple[str, Any]] = []
         for leaf in leaves:
-            if id(leaf) in places:
-                recipe.append(("input", places[id(leaf)]))
+            if id(leaf) in positions:
+                recipe.append(("input", positions[id(leaf)]))
             elif type(leaf) is PlaceholderTensor:
                 recipe.append(("placeholder", leaf.meta))
             elif isinstance(leaf, Tensor):

@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_parallel.strategies.compressed import BUILD, CompressedDDPStrategy, with_compressor
+from lightning_parallel.strategies.compressed import NAMED_COMPRESSORS, CompressedDDPStrategy, with_compressor
 from lightning_parallel.strategies.compressed_deepspeed import CompressedDeepSpeedStrategy
 from lightning_parallel.strategies.compressed_fsdp import CompressedFSDPStrategy, CompressedModelParallelStrategy
 from lightning_parallel.strategies.parallel import (
@@ -34,7 +34,7 @@ for _family, _compressed, _description in (
     ("fsdp", CompressedFSDPStrategy, "FSDP with compressed gradients"),
     ("deepspeed", CompressedDeepSpeedStrategy, "DeepSpeed ZeRO 1 with compressed gradients"),
 ):
-    for _ending, _build in BUILD.items():
+    for _ending, _build in NAMED_COMPRESSORS.items():
         if f"{_family}_{_ending}" not in StrategyRegistry:
             _make = with_compressor(_compressed, _build)
             StrategyRegistry.register(f"{_family}_{_ending}", _make, description=_description)

@@ -103,15 +103,13 @@ def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: M
     # A parameter that only some ranks train would be reduced on some only: the others would wait in another message.
     trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     comm.agree("which parameters are trained", trained, group)
-    settings = {
-        f"{type(optimizer).__name__} {index}.{number}": (
+    settings = {}
+    for index, optimizer in enumerate(optimizers):
+        for number, options in enumerate(optimizer.param_groups):
             # Not tensors, which do not compare to one truth value.
-            {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str, tuple))},
-            [names.get(id(parameter)) for parameter in options["params"]],
-        )
-        for index, optimizer in enumerate(optimizers)
-        for number, options in enumerate(optimizer.param_groups)
-    }
+            plain = {key: value for key, value in options.items() if isinstance(value, (bool, int, float, str, tuple))}
+            parameters = [names.get(id(parameter)) for parameter in options["params"]]
+            settings[f"{type(optimizer).__name__} {index}.{number}"] = (plain, parameters)
     comm.agree("the optimizers", settings, group)
 
 

@@ -49,7 +49,7 @@ from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA
 
 __all__ = [
-    "BUILD",
+    "NAMED_COMPRESSORS",
     "CompressedDDPStrategy",
     "KEY",
     "MeshCompression",
@@ -342,7 +342,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         super().teardown()
 
 
-BUILD: dict[str, Callable[[], Reducer]] = {
+NAMED_COMPRESSORS: dict[str, Callable[[], Reducer]] = {
     "auto": Auto,
     "bf16": partial(Cast, "bf16"),
     "blocktopk": BlockTopK,

@@ -2,7 +2,7 @@
 
     with deferred_init("cuda"):
         model = Model()                  # large tensors have a shape, a dtype and a device, but no data
-    held = hold_back(model, device)      # the same parameters on the meta device: planned and divided as these
+    held = move_to_meta(model, device)   # the same parameters on the meta device: planned and divided as these
     materialize_owned(model, ...)        # makes each tensor that this rank owns, keeps its shard, and drops the rest
 
 Every bit is what the same code gives without this module, and after the build all random generators stand where they
@@ -32,16 +32,15 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import patched
-from lightning_parallel.compat.initialization import materialize as initialize
-from lightning_parallel.compat.initialization import set_data
+from lightning_parallel.compat.initialization import initialize_tensors, set_data
 from lightning_parallel.compat.torch import buffers_of, mark_as_parameter, move_tensor_hooks, swap_tensor_impl
 from lightning_parallel.pipeline.microbatch import random_state_kept
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.strategies.deferred_records import META, Layout, memory_reused
+from lightning_parallel.strategies.deferred_records import META, StorageLayout, memory_reused
 from lightning_parallel.strategies.deferred_tensor import BuildMode, DeferredTensor, is_deferred, materialize
 from lightning_parallel.tensor.plan import Sharding, materialize_shards
 
-__all__ = ["THRESHOLD", "HeldBack", "deferred_init", "hold_back", "materialize_owned", "replace_data"]
+__all__ = ["THRESHOLD", "PendingInitialization", "deferred_init", "move_to_meta", "materialize_owned", "replace_data"]
 
 # Constructors read small tensors (`linspace(...).tolist()`), and the vectors of a layer weigh little next to its
 # matrices. 16 Ki elements are 64 KiB in float32; the record of a random operation takes 5 KiB, a generator's state.
@@ -126,8 +125,8 @@ def replace_data(target: Tensor, value: Tensor) -> None:
 
 
 @dataclass
-class HeldBack:
-    """What a model was before it was planned.
+class PendingInitialization:
+    """What `move_to_meta` took out of a model, until `materialize_owned` gives its tensors their values.
 
     Attributes:
         parameters: By `id` of a parameter that is on the meta device now: it, and the deferred tensor that it was.
@@ -138,7 +137,7 @@ class HeldBack:
     buffers: list[tuple[nn.Module, str, Tensor]] = field(default_factory=list)
 
 
-def hold_back(module: nn.Module, device: torch.device) -> HeldBack:
+def move_to_meta(module: nn.Module, device: torch.device) -> PendingInitialization:
     """Move deferred parameters to the meta device, as which they are planned and divided; they stay the same objects.
 
     Buffers get values at once: the analysis of a pipeline computes masks and positions with them.
@@ -146,13 +145,13 @@ def hold_back(module: nn.Module, device: torch.device) -> HeldBack:
     Returns:
         What `materialize_owned` needs.
     """
-    held = HeldBack()
+    held = PendingInitialization()
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
             if is_deferred(parameter):
                 # A second tensor on the same storage, which keeps the record when the parameter leaves it.
                 deferred = parameter.detach()
-                replace_data(parameter, Layout.of(parameter).empty(META))
+                replace_data(parameter, StorageLayout.of(parameter).empty(META))
                 held.parameters[id(parameter)] = (parameter, deferred)
         buffers = buffers_of(child)
         for name, buffer in buffers.items():
@@ -163,7 +162,7 @@ def hold_back(module: nn.Module, device: torch.device) -> HeldBack:
     if held.buffers:
         # For the plan alone: in the end all tensors of a module draw their numbers together, in the model's order.
         with random_state_kept():
-            initialize(module, device, wanted=lambda tensor: not isinstance(tensor, nn.Parameter))
+            initialize_tensors(module, device, wanted=lambda tensor: not isinstance(tensor, nn.Parameter))
     return held
 
 
@@ -173,7 +172,7 @@ def materialize_owned(
     groups: MeshGroups,
     sharding: Sharding | None,
     plan: PipelinePlan | None,
-    held: HeldBack,
+    held: PendingInitialization,
     is_shared: bool,
 ) -> None:
     """Allocate and initialise what this rank owns of parameters without data.
@@ -184,7 +183,7 @@ def materialize_owned(
         groups: The mesh's groups.
         sharding: How its layers are divided.
         plan: How it is cut into stages.
-        held: What `hold_back` returned; emptied.
+        held: What `move_to_meta` returned; emptied.
         is_shared: Take the values of the first rank of all, where ranks may have built the model from other random
             numbers.
     """
@@ -224,7 +223,7 @@ def materialize_owned(
     if sharding is not None:
         materialize_shards(module, device, sharding, groups.tensor_parallel, wanted=wanted, holds=holds)
     else:
-        initialize(module, device, wanted=wanted, keep=lambda tensor, full: full if holds(tensor) else None)
+        initialize_tensors(module, device, wanted=wanted, keep=lambda tensor, full: full if holds(tensor) else None)
 
 
 def _shared(deferred: Tensor, groups: MeshGroups) -> Tensor:

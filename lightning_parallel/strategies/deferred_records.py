@@ -19,11 +19,11 @@ from torch import Tensor
 from lightning_parallel.compat.torch import pytree, schema_of
 
 __all__ = [
-    "Layout",
     "META",
     "OperationFacts",
     "RecordedOperation",
     "StorageHistory",
+    "StorageLayout",
     "StorageView",
     "alias_of",
     "facts_of",
@@ -43,7 +43,7 @@ _CPU = torch.device("cpu")
 _order = count(1)
 
 
-class Layout(NamedTuple):
+class StorageLayout(NamedTuple):
     """Where a tensor lies in its storage, and of which type it is."""
 
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Layout:
+    def of(cls, tensor: Tensor) -> StorageLayout:
         """Return the layout of `tensor`."""
         return cls(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -63,7 +63,7 @@ class Layout(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the memory from the first element to the last."""
+        """Bytes of the memory from the first element to the last."""
         if 0 in self.size:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride))
@@ -80,7 +80,7 @@ class StorageView:
 
     history: StorageHistory
     version: int
-    layout: Layout
+    layout: StorageLayout
     is_conj: bool
 
     @classmethod
@@ -89,7 +89,7 @@ class StorageView:
         if tensor.is_neg():
             raise NotImplementedError("a deferred tensor cannot be the imaginary part of a conjugate; `clone()` it")
         history = history_of(tensor)
-        return cls(history, len(history.operations), Layout.of(tensor), tensor.is_conj())
+        return cls(history, len(history.operations), StorageLayout.of(tensor), tensor.is_conj())
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """Return the tensor, given its storage."""
@@ -160,7 +160,7 @@ class RecordedOperation:
         leaves = pytree.tree_leaves((args, kwargs))
         self.views = [leaf for leaf in leaves if isinstance(leaf, StorageView)]
         self.has_explicit_generator = any(leaf is self.EXPLICIT_GENERATOR for leaf in leaves)
-        self.created: list[tuple[int, StorageHistory, Layout]] = []
+        self.created: list[tuple[int, StorageHistory, StorageLayout]] = []
         self.versions: dict[StorageHistory, int] = {}
         self.overwrites = False
 
@@ -173,7 +173,7 @@ class RecordedOperation:
 
     @property
     def histories(self) -> set[StorageHistory]:
-        """Of all storages that the operation reads, writes or creates."""
+        """Histories of all storages that the operation reads, writes or creates."""
         return {view.history for view in self.views} | {history for _, history, _ in self.created}
 
     def run(self, memory: dict[StorageHistory, torch.UntypedStorage]) -> None:
@@ -210,8 +210,8 @@ class RecordedOperation:
         with _default_generators_at(self.states):
             return self.func(*args, **kwargs)
 
-    def _checked(self, output: Tensor, history: StorageHistory, layout: Layout) -> Tensor:
-        made = Layout.of(output)
+    def _checked(self, output: Tensor, history: StorageHistory, layout: StorageLayout) -> Tensor:
+        made = StorageLayout.of(output)
         if made == layout and output.device == history.device:
             return output
         if (made.size, made.dtype, output.device) != (layout.size, layout.dtype, history.device):
@@ -240,7 +240,7 @@ def has_history(tensor: Tensor) -> bool:
 
 def alias_of(tensor: Tensor) -> Tensor:
     """Return a plain meta tensor that shares the storage of `tensor`."""
-    plain = Layout.of(tensor).on(tensor.untyped_storage())
+    plain = StorageLayout.of(tensor).on(tensor.untyped_storage())
     return plain.conj() if tensor.is_conj() else plain
 
 
@@ -359,7 +359,7 @@ def memory_reused() -> Iterator[None]:
         _recent, _scratch = before
 
 
-def scratch_tensor(layout: Layout, device: torch.device) -> Tensor:
+def scratch_tensor(layout: StorageLayout, device: torch.device) -> Tensor:
     """Return a tensor of this shape and these strides, of any contents, to be used before the next call.
 
     During a build one piece of memory serves for all, for the reason that `packed_state` gives.
@@ -386,7 +386,7 @@ def values_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def read_values(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As `values_of`, for a caller that neither writes nor keeps them: there need not be new ones each time.
+    """Return the data like `values_of`, for a caller that neither writes nor keeps them: not new ones each time.
 
     During a build they are made from the recent ones. Afterwards they are kept until the tensor is written, since these
     are tables that only a function knows, and that every step reads.

@@ -19,9 +19,9 @@ from lightning_parallel.compat.torch import (
 )
 from lightning_parallel.strategies.deferred_records import (
     META,
-    Layout,
     RecordedOperation,
     StorageHistory,
+    StorageLayout,
     StorageView,
     alias_of,
     facts_of,
@@ -235,11 +235,11 @@ class _Invocation:
         if not self._is_reproducible(pytree.tree_leaves(result)):
             return result
         args, kwargs = self._captured()
-        layout = pytree.tree_map(lambda leaf: Layout.of(leaf).empty(META), result)
+        layout = pytree.tree_map(lambda leaf: StorageLayout.of(leaf).empty(META), result)
         return self._record(args, kwargs, states, layout)
 
     def _is_reproducible(self, outputs: list[Any]) -> bool:
-        """Whether a record may take the place of the outputs, which all have to be large and new."""
+        """Return whether a record may take the place of the outputs, which all have to be large and new."""
         if self.threshold is None or self.written or self.func.namespace != "aten" or not outputs:
             return False
         if any(self._is_large(tensor) and not tensor.is_meta for tensor in self.others):
@@ -270,7 +270,7 @@ class _Invocation:
         return self._record(args, kwargs, *self._run_once(layout, must_run))
 
     def _has_known_layout(self, layout: Any) -> bool:
-        """Whether the kernel for meta tensors gives the strides of the true one, on which bits of sums may depend.
+        """Return whether the meta kernel gives the strides of the true one, on which bits of sums may depend.
 
         Compilers rely on those of the core operators; others, such as the decompositions of `torch.linalg`, may differ.
         """
@@ -289,7 +289,7 @@ class _Invocation:
         return [self.aliases[id(tensor)] for tensor in self.written] if result is None else result
 
     def _on_meta_device(self, tensor: Tensor) -> Tensor:
-        return self.aliases[id(tensor)] if is_deferred(tensor) else Layout.of(tensor).empty(META)
+        return self.aliases[id(tensor)] if is_deferred(tensor) else StorageLayout.of(tensor).empty(META)
 
     def _captured(self) -> tuple[Any, Any]:
         """Return the arguments for the record: tensors with data are copied, since they may change later."""
@@ -327,11 +327,11 @@ class _Invocation:
         packet = self.func.overloadpacket
         if packet in _SAMPLERS or packet in _SAMPLERS_LIKE or self.func is _aten.bernoulli_.float:
             # With the same strides: how many numbers are drawn, and in which order, depends on them.
-            self._call(lambda tensor: scratch_tensor(Layout.of(tensor), tensor.device))
+            self._call(lambda tensor: scratch_tensor(StorageLayout.of(tensor), tensor.device))
         elif states is not None or must_run:
             result = self._call(self._data(is_borrowed=True))
             if not self.written:
-                layout = pytree.tree_map_only(Tensor, lambda leaf: Layout.of(leaf).empty(META), result)
+                layout = pytree.tree_map_only(Tensor, lambda leaf: StorageLayout.of(leaf).empty(META), result)
         return states, layout
 
     def _is_large(self, tensor: Tensor) -> bool:
@@ -346,7 +346,7 @@ class _Invocation:
             if isinstance(leaf, Tensor) and not has_history(leaf):
                 history = StorageHistory(self.device, leaf.untyped_storage())
                 operation.append_to(history)
-                operation.created.append((position, history, Layout.of(leaf)))
+                operation.created.append((position, history, StorageLayout.of(leaf)))
                 leaf.untyped_storage().history = history  # type: ignore[attr-defined]
                 forbid_data_access(leaf)
         return self._wrapped(layout)
@@ -365,7 +365,8 @@ class _Invocation:
         for tensor in self.written:
             alias = self.aliases[id(tensor)]
             # `resize_`, `t_` and `set_` have changed the alias only: the argument has to follow.
-            if Layout.of(alias) != Layout.of(tensor) or alias.untyped_storage() is not tensor.untyped_storage():
+            is_same_storage = alias.untyped_storage() is tensor.untyped_storage()
+            if not is_same_storage or StorageLayout.of(alias) != StorageLayout.of(tensor):
                 tensor.data = DeferredTensor(alias)
         if self.facts.num_returns == 0:
             return None

@@ -42,8 +42,13 @@ from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, processes
 from lightning_parallel.strategies.compressed import MeshCompression
-from lightning_parallel.strategies.deferred_init import deferred_init, hold_back, materialize_owned
-from lightning_parallel.strategies.optimization import ReplicaNorm, remove_placeholders, span_replica, whole_parameters
+from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
+from lightning_parallel.strategies.optimization import (
+    ReplicaNorm,
+    remove_dummy_parameters,
+    span_replica,
+    whole_parameters,
+)
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.setup import (
@@ -169,7 +174,7 @@ class MeshStrategy(MeshProcesses):
 
     def parallelize(self, module: LightningModule) -> None:
         """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""
-        held = hold_back(module, self.root_device)
+        held = move_to_meta(module, self.root_device)
         self._sharding = shard_tensors(module, self.tensor_options, self.groups)
         self._rules = {} if self._sharding is None else rules_by_name(module, self._sharding.shards)
 
@@ -217,10 +222,10 @@ class MeshStrategy(MeshProcesses):
             super().setup_optimizers(trainer)
             return
         names = ParallelState.of(self.module).names
-        with whole_parameters(self.module, names, self.engine.group, self.root_device) as placeholders:
+        with whole_parameters(self.module, names, self.engine.group, self.root_device) as dummies:
             super().setup_optimizers(trainer)
         self._whole_groups = {
-            optimizer: remove_placeholders(optimizer, placeholders, self.module) for optimizer in self.optimizers
+            optimizer: remove_dummy_parameters(optimizer, dummies, self.module) for optimizer in self.optimizers
         }
 
     def check_optimizers(self) -> None:

@@ -4,7 +4,8 @@ There is no strategy hook for clipping: `LightningModule.clip_gradients` calls t
 `clip_grad_norm_`, which many modules call directly, knows this rank's shards only. Both are corrected here.
 
 A checkpoint numbers the parameters of an optimizer in the order of its groups. Each stage holds some of them, so while
-`configure_optimizers` runs, placeholders fill the gaps; then they are removed from the optimizers, and the order stays.
+`configure_optimizers` runs, dummy parameters fill the gaps; they are then removed from the optimizers, and the order
+stays.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lightning_parallel.tensor.sharding import Shard
 __all__ = [
     "ReplicaNorm",
     "clip_coefficient",
-    "remove_placeholders",
+    "remove_dummy_parameters",
     "span_replica",
     "total_norm",
     "whole_parameters",
@@ -166,9 +167,9 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 def whole_parameters(
     module: nn.Module, names: ModelNames, group: Group, device: torch.device
 ) -> Iterator[dict[nn.Parameter, str]]:
-    """Register placeholders for the parameters of other stages in `module` inside the block, in the usual order.
+    """Register dummies for the parameters of other stages in `module` inside the block, in the usual order.
 
-    An optimizer that is built there has the parameter groups that it has in one process. Without the placeholders each
+    An optimizer that is built there has the parameter groups that it has in one process. Without the dummies each
     stage would know the order of its own parameters only, and a checkpoint needs that of all. They have the shape,
     dtype and device of parameters, but one element of memory. Every rank of `group` must call it.
 
@@ -176,10 +177,10 @@ def whole_parameters(
         module: The model, of which this rank holds some stages.
         names: Names in the whole model.
         group: The pipeline group.
-        device: The device of the placeholders.
+        device: The device of the dummies.
 
     Yields:
-        The placeholders, and the first name of each.
+        The dummy parameters, and the first name of each.
     """
     held = {
         name: (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
@@ -187,7 +188,7 @@ def whole_parameters(
     }
     described = {name: facts for stage in comm.all_gather_object(held, group) for name, facts in stage.items()}
     # Not on `meta`: fused optimizers refuse devices that they have no kernels for.
-    placeholders = {
+    dummies = {
         # Expanded from one element, so a stage does not need memory for the others.
         name: nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(shape), requires_grad)
         for name, (shape, dtype, requires_grad) in described.items()
@@ -200,24 +201,24 @@ def whole_parameters(
     undo: list[Callable[[], None]] = []
     try:
         for path, firsts in attributes.items():
-            wanted = {attribute: placeholders.get(first) for attribute, first in firsts.items()}
+            wanted = {attribute: dummies.get(first) for attribute, first in firsts.items()}
             undo.append(_fill_in(module.get_submodule(path), wanted))
-        yield {parameter: name for name, parameter in placeholders.items()}
+        yield {parameter: name for name, parameter in dummies.items()}
     finally:
         for restore in undo:
             restore()
 
 
 def _fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Callable[[], None]:
-    """Register the `wanted` placeholders in `owner` where it lacks the parameter; return a function that undoes it."""
+    """Register the `wanted` dummies in `owner` where it lacks the parameter; return a function that undoes it."""
     parameters = parameters_of(owner)
     before = dict(parameters)
-    # What a stage has of a missing parameter is an ordinary attribute, which would hide the registered placeholder.
+    # What a stage has of a missing parameter is an ordinary attribute, which would hide the registered dummy.
     hidden = {name: vars(owner).pop(name) for name in wanted if before.get(name) is None and name in vars(owner)}
     # Filled anew rather than added to: the order of the dict is that of `named_parameters`.
     parameters.clear()
-    for name, placeholder in wanted.items():
-        parameters[name] = placeholder if before.get(name) is None else before[name]
+    for name, dummy in wanted.items():
+        parameters[name] = dummy if before.get(name) is None else before[name]
     for name, parameter in before.items():
         parameters.setdefault(name, parameter)
 
@@ -232,23 +233,23 @@ def _fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Cal
     return restore
 
 
-def remove_placeholders(
-    optimizer: Optimizer, placeholders: Mapping[nn.Parameter, str], module: nn.Module
+def remove_dummy_parameters(
+    optimizer: Optimizer, dummies: Mapping[nn.Parameter, str], module: nn.Module
 ) -> list[list[str]]:
     """Remove the parameters of other stages from `optimizer`.
 
     Returns:
         The names in its parameter groups before that, as one process would have them.
     """
-    names = {**{parameter: name for name, parameter in module.named_parameters()}, **placeholders}
+    names = {**{parameter: name for name, parameter in module.named_parameters()}, **dummies}
     groups = []
     for group in optimizer.param_groups:
         parameters = group["params"]
         groups.append([names.get(parameter, "") for parameter in parameters])
-        is_held = [parameter not in placeholders for parameter in parameters]
+        is_held = [parameter not in dummies for parameter in parameters]
         for key in ("params", "param_names"):  # the latter if an optimizer was given named parameters
             if key in group:
                 group[key] = [entry for entry, keep in zip(group[key], is_held) if keep]
-    for parameter in placeholders:
+    for parameter in dummies:
         optimizer.state.pop(parameter, None)  # some optimizers, such as Adagrad, have state from the start
     return groups

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -268,7 +268,7 @@ class StepEffects:
     def __init__(self, module: LightningModule) -> None:
         self.module = module
         self.logged: list[list[LogCall]] = []
-        self._before = _remembered(module)
+        self._before = _snapshots(module)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -280,7 +280,7 @@ class StepEffects:
 
     def merged(self, samples: Sequence[int], weights: Sequence[float]) -> tuple[list[LogCall], dict[str, Any]]:
         """Return calls of `self.log`, and attributes, as one step on the whole batch would have left them."""
-        return _merge_calls(self.logged, weights), _changes(self.module, self._before, samples, weights)
+        return _merge_calls(self.logged, weights), _changed_attributes(self.module, self._before, samples, weights)
 
     def repeat(self, calls: Sequence[LogCall], attributes: Mapping[str, Any], device: torch.device) -> None:
         """Log and remember on this rank what the last stage logged and remembered."""
@@ -307,15 +307,17 @@ class _MetricAt:
     """A torchmetrics object in a call of `self.log`, with its value for the batch."""
 
     def __init__(self, path: str, cache: Any) -> None:
-        self.path, self.cache = path, cache
+        self.path = path
+        self.cache = cache
 
 
 @contextmanager
 def _recording(module: LightningModule, calls: list[LogCall]) -> Iterator[None]:
     def log(*args: Any, **kwargs: Any) -> None:
         bound = _LOG.bind(module, *args, **kwargs).arguments
-        name, value = bound.pop("name"), bound.pop("value")
         bound.pop("self")
+        name = bound.pop("name")
+        value = bound.pop("value")
         if isinstance(value, Metric):
             # By its path: every rank has another object for it.
             path = next((path for path, child in module.named_modules() if child is value), None)
@@ -340,7 +342,8 @@ def _merge_calls(logged: Sequence[Sequence[LogCall]], weights: Sequence[float]) 
 
 
 def _merge_call(name: str, entries: list[tuple[float, Any, dict[str, Any]]]) -> LogCall:
-    values, arguments = [value for _, value, _ in entries], dict(entries[-1][2])
+    values = [value for _, value, _ in entries]
+    arguments = dict(entries[-1][2])
     if arguments.get("batch_size") is not None:
         # Lightning weights the batches of an epoch by these sizes, so they are the weights inside a batch, too.
         sizes = [float(entry["batch_size"]) for _, _, entry in entries]
@@ -370,8 +373,15 @@ def _reduced(values: Tensor, sizes: Sequence[float], reduce_fx: str | Callable[[
 # --------------------------------------------------------------------------------------------------------- attributes
 
 
-def _plain(module: LightningModule) -> dict[str, Any]:
-    """The attributes in which a module keeps what its steps found: numbers, tensors, and lists of them."""
+class _Snapshot(NamedTuple):
+    """An attribute before the steps, and what tells whether it was changed in place: see `_version`."""
+
+    value: Any
+    version: Any
+
+
+def _followed_attributes(module: LightningModule) -> dict[str, Any]:
+    """Return the attributes in which a module keeps what its steps found: numbers, tensors, and lists of them."""
     return {
         name: value
         for name, value in module.__dict__.items()
@@ -380,46 +390,46 @@ def _plain(module: LightningModule) -> dict[str, Any]:
     }
 
 
-def _remembered(module: LightningModule) -> dict[str, tuple[Any, Any]]:
-    """Each attribute with what tells whether it changed: the version of a tensor, the length of a list."""
-    return {name: (value, _version(value)) for name, value in _plain(module).items()}
+def _snapshots(module: LightningModule) -> dict[str, _Snapshot]:
+    return {name: _Snapshot(value, _version(value)) for name, value in _followed_attributes(module).items()}
 
 
 def _version(value: Any) -> Any:
+    """Return what a change in place changes: the version of a tensor, the length of a list."""
     if isinstance(value, Tensor):
         # Inference tensors count no versions; to ask for one is an error.
         return None if value.is_inference() else version_of(value)
     return len(value) if isinstance(value, list) else value
 
 
-def _changes(
-    module: LightningModule, before: Mapping[str, tuple[Any, Any]], samples: Sequence[int], weights: Sequence[float]
+def _changed_attributes(
+    module: LightningModule, before: Mapping[str, _Snapshot], samples: Sequence[int], weights: Sequence[float]
 ) -> dict[str, Any]:
+    """Return the attributes that the steps have changed, with the entries they added to lists merged."""
     changed = {}
-    for name, value in _plain(module).items():
+    for name, value in _followed_attributes(module).items():
         old, version = before.get(name, (None, None))
         if name in before and value is old and _version(value) == version:
             continue
-        start = version if isinstance(old, list) else 0
-        if isinstance(value, list) and all(new is known for new, known in zip(value, (old or [])[:start])):
-            changed[name] = value[:start] + _merged_entries(value[start:], samples, weights)
-        else:
-            changed[name] = value
+        changed[name] = value
+        kept = old[:version] if isinstance(old, list) else []
+        # A list whose old entries were exchanged is no record of steps: it stays as it is.
+        if isinstance(value, list) and all(new is known for new, known in zip(value, kept)):
+            changed[name] = value[: len(kept)] + _merged_entries(value[len(kept) :], samples, weights)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), changed)
 
 
 def _merged_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
-    """The entries that one step adds: one per sample, or as many as each microbatch added."""
-    if len(added) == sum(samples) and not _per_step(added, samples):
-        return added
-    count = len(added) // len(samples)
-    if count * len(samples) != len(added):
+    """Return the entries that one step adds: one per sample, or as many as each microbatch added."""
+    is_per_sample = len(added) == sum(samples) and not _is_per_step(added, samples)
+    count, rest = divmod(len(added), len(samples))
+    if is_per_sample or rest:
         return added
     return [merge_outputs(added[entry::count], samples, weights) for entry in range(count)]
 
 
-def _per_step(added: list[Any], samples: Sequence[int]) -> bool:
-    """Whether entries that are as many as the samples are still the whole step's: figures, or tensors of samples."""
+def _is_per_step(added: list[Any], samples: Sequence[int]) -> bool:
+    """Return whether entries, as many as the samples, are still those of steps: figures, or tensors of samples."""
     if any(isinstance(entry, Tensor) and entry.dim() > 0 and entry.shape[0] in samples for entry in added):
         return True
     return max(samples) == 1 and all(isinstance(entry, (float, Tensor)) for entry in added)
@@ -427,12 +437,12 @@ def _per_step(added: list[Any], samples: Sequence[int]) -> bool:
 
 @contextmanager
 def side_effects_discarded(module: LightningModule) -> Iterator[None]:
-    """Run steps for a look at them: what they log is dropped, what they remember and count is forgotten."""
+    """Drop what steps log, remember and count inside the block."""
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
     saved = [metric_state_of(metric) for metric in metrics]
     # Copies, since updates change tensors and lists of a metric in place.
     states = [{name: _copied(state) for name, state in states_of(metric).items()} for metric in metrics]
-    before = _remembered(module)
+    before = _snapshots(module)
     try:
         with _recording(module, []):
             yield
@@ -441,7 +451,7 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
             for name, value in state.items():
                 setattr(metric, name, value)
             restore_metric_state(metric, own)
-        for name in _plain(module).keys() - before.keys():
+        for name in _followed_attributes(module).keys() - before.keys():
             del module.__dict__[name]
         for name, (value, version) in before.items():
             if isinstance(value, list):

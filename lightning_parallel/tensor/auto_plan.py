@@ -59,7 +59,7 @@ def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel
     """
     verifier = PlanVerifier(group)
     if plan == "auto":
-        found = _automatic(module, verifier, group)
+        found = _automatic_plan(module, verifier, group)
     else:
         found = parse_plan(module, plan, group)
         _verify_regions(module, found, verifier, group)
@@ -81,7 +81,7 @@ def _verify_regions(module: nn.Module, plan: Plan, verifier: PlanVerifier, group
         if verifier.verify(block, inside) is not False:
             continue
         candidates = []
-        for opening, closing in _groups(block, [name for name in inside.styles if name]):
+        for opening, closing in _possible_regions(block, [name for name in inside.styles if name]):
             for candidate in _candidates(block, opening, closing, group):
                 if _same_but_for_parts(candidate.styles, inside.styles):
                     candidates.append(candidate)
@@ -116,13 +116,13 @@ def _regions(plan: Plan) -> list[str]:
     return list(found)
 
 
-def _automatic(module: nn.Module, verifier: PlanVerifier, group: Group) -> Plan:
+def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> Plan:
     # Modules that have a style already are not looked at again: the model's own plan comes before the structure.
     found = Plan()
     for path, model in _hugging_face_models(module):
         found.add(path, _hugging_face_plan(model, group))
-    _discover(module, found, verifier, group)
-    _embeddings_and_rest(module, found, group)
+    _plan_by_structure(module, found, verifier, group)
+    _plan_remaining_layers(module, found, group)
     resolve_ties(module, found, group.size)
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
         kinds = sorted(
@@ -183,7 +183,7 @@ def _applies(style: Style, module: nn.Module) -> bool:
 # ------------------------------------------------------------------------------------------------------ by structure
 
 
-def _discover(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group, path: str = "") -> None:
+def _plan_by_structure(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group, path: str = "") -> None:
     """Plan the modules inside `module`, innermost first, as far as the verifier accepts it."""
     for kind in ("transformer_layer", "attention"):
         if _applies(STYLES[kind], module):
@@ -192,7 +192,7 @@ def _discover(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Grou
             return
     prefix = f"{path}." if path else ""
     for name, child in module.named_children():
-        _discover(child, plan, verifier, group, prefix + name)
+        _plan_by_structure(child, plan, verifier, group, prefix + name)
     # Containers have no forward by which a division could be verified.
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is nn.Module.forward:
         return
@@ -200,13 +200,13 @@ def _discover(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Grou
     free = [
         name
         for name, child in module.named_modules()
-        if name and is_linear(child) and not _belongs(name, inside.styles) and not read_elsewhere(module, name)
+        if name and is_linear(child) and not _has_style(name, inside.styles) and not read_elsewhere(module, name)
     ]
     # A module around repeated blocks is not one region; its blocks have been planned above.
     repeated = any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.modules())
     if len(free) < 2 or repeated or any(_holds_blocks(child) for child in module.children()):
         return
-    for opening, closing in _groups(module, free):
+    for opening, closing in _possible_regions(module, free):
         accepted = verifier.first_verified(module, inside, _candidates(module, opening, closing, group))
         if accepted is not None:
             inside.styles |= accepted.styles
@@ -214,7 +214,7 @@ def _discover(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Grou
             plan.add(path, accepted)
 
 
-def _belongs(name: str, styles: dict[str, Style]) -> bool:
+def _has_style(name: str, styles: dict[str, Style]) -> bool:
     return any(name == path or name.startswith(f"{path}.") for path in styles)
 
 
@@ -224,7 +224,7 @@ def _holds_blocks(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and len(blocks) > 1
 
 
-def _groups(module: nn.Module, names: list[str]) -> Iterator[tuple[list[str], str]]:
+def _possible_regions(module: nn.Module, names: list[str]) -> Iterator[tuple[list[str], str]]:
     """Yield runs of layers that may form one divided region: (layers that open it, the layer that closes it)."""
     sizes = [sizes_of(module.get_submodule(name)) for name in names]
     opening: list[int] = []
@@ -259,7 +259,7 @@ def _candidates(module: nn.Module, opening: list[str], closing: str, group: Grou
         if found is None or found.queries * found.size != width:
             continue
         attributes = {path: local_attributes(owner, found, group)}
-        for parts in _layouts(outs, found):
+        for parts in _possible_parts(outs, found):
             columns: dict[str, Style] = {name: Column(parts=part) for name, part in zip(opening, parts)}
             yield Plan({**columns, closing: Row(parts=(found.query_part(),))}, attributes)
     if set(outs) == {width}:
@@ -270,7 +270,7 @@ def _candidates(module: nn.Module, opening: list[str], closing: str, group: Grou
             yield from _fused(opening, closing, width, count, group)
 
 
-def _layouts(outs: list[int], found: AttentionHeads) -> Iterator[list[tuple[ShardPart, ...]]]:
+def _possible_parts(outs: list[int], found: AttentionHeads) -> Iterator[list[tuple[ShardPart, ...]]]:
     """Yield possible parts of the outputs of an attention's projections, one tuple per projection."""
     queries = found.query_part()
     keys = found.key_part()
@@ -353,7 +353,7 @@ def sequence_parallel_styles(block: nn.Module, styles: Mapping[str, Style], dim:
 # --------------------------------------------------------------------------------------------------------- the rest
 
 
-def _embeddings_and_rest(module: nn.Module, plan: Plan, group: Group) -> None:
+def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group) -> None:
     """Gather the outputs of linear layers outside of regions; divide large and tied embeddings by vocabulary."""
     total = sum(parameter.numel() for parameter in module.parameters())
     weights: dict[int, int] = {}
@@ -362,7 +362,7 @@ def _embeddings_and_rest(module: nn.Module, plan: Plan, group: Group) -> None:
             weights[id(child.weight)] = weights.get(id(child.weight), 0) + 1
     # A gathered output costs an all-gather but is right for any use of it.
     for path, child in module.named_modules():
-        if _belongs(path, plan.styles) or not any(True for _ in child.parameters(recurse=False)):
+        if _has_style(path, plan.styles) or not any(True for _ in child.parameters(recurse=False)):
             continue
         if not (is_linear(child) or is_native(child, nn.Embedding)):
             continue

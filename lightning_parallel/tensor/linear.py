@@ -228,7 +228,8 @@ class _InputGradient:
             self.pending = self._start(self.total.view(shape))
 
     def _start(self, total: Tensor) -> Pending:
-        group, lengths = self.inputs.group, self.inputs.lengths
+        group = self.inputs.group
+        lengths = self.inputs.lengths
         if lengths is None:
             return comm.all_reduce_(total, group, async_op=True)
         # With sequence parallelism a rank needs the gradient of its part of the sequence only.

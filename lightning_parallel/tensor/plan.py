@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.initialization import materialize
+from lightning_parallel.compat.initialization import initialize_tensors
 from lightning_parallel.tensor.attention import Attention, TransformerLayer, divide_by_heads, guard_fast_path
 from lightning_parallel.tensor.inspection import (
     computes_with_parameters,
@@ -208,13 +208,13 @@ def resolve_ties(module: nn.Module, plan: Plan, ranks: int) -> None:
         ranks: Size of the tensor-parallel group.
     """
     modules = dict(module.named_modules())
-    groups = _tied(modules)
+    groups = _tied_groups(modules)
     # Undividing one group also undivides the layers that form a region with it, which may be tied themselves.
-    while any(_resolve(module, {path: modules[path] for path in paths}, plan, ranks) for paths in groups):
+    while any(_resolve_group(module, {path: modules[path] for path in paths}, plan, ranks) for paths in groups):
         pass
 
 
-def _resolve(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan, ranks: int) -> bool:
+def _resolve_group(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan, ranks: int) -> bool:
     """Settle one group of modules that share parameters; return whether the plan had to change."""
     if not any(path in plan.styles for path in tied):
         return False
@@ -222,7 +222,7 @@ def _resolve(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan, ranks
     if any(read_elsewhere(module, path) for path in tied):
         _leave_whole(plan, tied, "whole: other code reads its weight, or that of a module that shares it")
         return True
-    if _agree(plan.styles, tied, ranks):
+    if _divided_alike(plan.styles, tied, ranks):
         return False
     # Embedding and head use the same rows of one table; the head has to gather its output, as nobody expects the
     # logits of some tokens only.
@@ -233,14 +233,14 @@ def _resolve(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan, ranks
             for path, owner in tied.items()
         }
     _leave_whole(plan, tied, "whole: shares a parameter with a module that is divided in another way")
-    if by_vocabulary and _agree(by_vocabulary, tied, ranks):
+    if by_vocabulary and _divided_alike(by_vocabulary, tied, ranks):
         plan.styles |= by_vocabulary
         for path in tied:
             plan.notes.pop(path, None)
     return True
 
 
-def _agree(styles: Mapping[str, Style], tied: Mapping[str, nn.Module], ranks: int) -> bool:
+def _divided_alike(styles: Mapping[str, Style], tied: Mapping[str, nn.Module], ranks: int) -> bool:
     """Return whether the modules divide each parameter that they share by the same rule."""
     rules: dict[int, set[Shard | None]] = {}
     for path, owner in tied.items():
@@ -263,10 +263,10 @@ def _leave_whole(plan: Plan, paths: Iterable[str], note: str) -> None:
         style = plan.styles.pop(path, None)
         # A whole column layer hands all features to a row layer that expects this rank's, so the whole region must be
         # left undivided, and an attention in it has all of its heads again.
-        if _is_half(style):
+        if _is_paired(style):
             around = _region(plan, path, Row if isinstance(style, Column) else Column)
             for other in [other for other in plan.styles if other.startswith(around)]:
-                if _is_half(plan.styles[other]):
+                if _is_paired(plan.styles[other]):
                     del plan.styles[other]
                     plan.notes[other] = f"whole: `{path}` is, with which it would be divided"
             for owner in [owner for owner in plan.attributes if f"{owner}.".startswith(around)]:
@@ -274,7 +274,7 @@ def _leave_whole(plan: Plan, paths: Iterable[str], note: str) -> None:
         plan.notes[path] = note
 
 
-def _is_half(style: Style | None) -> bool:
+def _is_paired(style: Style | None) -> bool:
     """Return whether the input or output of the layer is divided, so that it forms a pair with another one."""
     return (isinstance(style, Column) and not style.gather_output) or (isinstance(style, Row) and not style.split_input)
 
@@ -286,12 +286,12 @@ def _region(plan: Plan, path: str, partner: type) -> str:
         around = around.rpartition(".")[0]
         start = f"{around}." if around else ""
         inside = [style for other, style in plan.styles.items() if other.startswith(start)]
-        if any(isinstance(style, partner) and _is_half(style) for style in inside):
+        if any(isinstance(style, partner) and _is_paired(style) for style in inside):
             return start
     return ""
 
 
-def _tied(modules: Mapping[str, nn.Module]) -> list[list[str]]:
+def _tied_groups(modules: Mapping[str, nn.Module]) -> list[list[str]]:
     """Return groups of paths of modules that share parameters, directly or through a third module."""
     groups: list[tuple[set[int], list[str]]] = []
     for path, owner in modules.items():
@@ -380,14 +380,15 @@ def materialize_shards(
     """Allocate and initialise this rank's shards of a module that was divided on the meta device.
 
     The shards get the values of the one-process initialisation with the same seed, and the random generators end where
-    those of one process would. At most the shards and the full tensors of one module are allocated: see `materialize`.
+    those of one process would. At most the shards and the full tensors of one module are allocated: see
+    `initialize_tensors`.
 
     Args:
         module: The divided module.
         device: Where the shards are allocated; random numbers are drawn there too.
         sharding: The result of `apply_plan`.
         group: The tensor-parallel group; all its ranks must start from the same random state.
-        wanted: See `materialize`.
+        wanted: See `initialize_tensors`.
         holds: Whether this rank holds anything of a parameter or buffer, for a pipeline stage; others stay on meta.
 
     Raises:
@@ -406,7 +407,7 @@ def materialize_shards(
         for path, values in sharding.full_attributes.items():
             for name, value in values.items():
                 patches.replace(module.get_submodule(path), name, value)
-        materialize(module, device, wanted=wanted, full_shape=full_shape, keep=keep)
+        initialize_tensors(module, device, wanted=wanted, full_shape=full_shape, keep=keep)
     finally:
         patches.undo()
 

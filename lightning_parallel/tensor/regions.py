@@ -192,7 +192,8 @@ def _equal(state: Any, other: Any) -> bool:
 def _draw(generator: torch.Generator) -> int:
     """Draw an integer, which depends on the state, and advance the state."""
     if generator.device.type == "cuda":
-        seed, offset = generator.initial_seed(), generator.get_offset()
+        seed = generator.initial_seed()
+        offset = generator.get_offset()
         generator.set_offset(offset + 4)  # Philox makes four numbers at a time: offsets must be multiples of 4
         return _mix(seed + _mix(offset))
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))

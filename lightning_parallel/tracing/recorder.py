@@ -316,7 +316,7 @@ class Recorder:
             self._unread.append((function, arguments, times))
 
     def _read(self) -> None:
-        """Make the entries whose marks the device has passed."""
+        """Record the entries whose marks the device has passed."""
         clock = self.clock
         if clock is None:
             return

@@ -147,20 +147,20 @@ def test_a_tracked_loader_yields_the_same_batches_and_is_restored():
     expected = [x for x, _ in DataLoader(data, batch_size=3)]
     loader = DataLoader(data, batch_size=3)
     watched = TrackedLoader(loader)
-    assert watched.tells_places
+    assert watched.knows_indices
     assert isinstance(loader.batch_sampler, BatchSampler)
     for _ in range(2):
         places = []
         for x, other in zip(loader, expected, strict=True):
             assert torch.equal(x[0], other)
-            places.append(watched.next_places().tolist())
+            places.append(watched.next_indices().tolist())
         assert places == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
         assert watched.is_exhausted
     assert watched.coverage() == (10, 0)
     watched.release()
     assert type(loader.batch_sampler) is BatchSampler
     unreadable = TrackedLoader(DataLoader(data, batch_sampler=[[0, 1], [2]]))
-    assert not unreadable.tells_places
+    assert not unreadable.knows_indices
 
 
 def test_bad_arguments():

@@ -130,7 +130,7 @@ def test_where_details_cannot_be_written_it_says_so_and_ends(tmp_path, capfd):
 
 def test_a_process_number_that_was_used_again_is_not_killed():
     process = RankProcess(os.getpid())
-    process.birth = "1"
+    process.start_time = "1"
     assert process.kill() is False
 
 

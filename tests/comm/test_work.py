@@ -69,14 +69,14 @@ def test_a_recorder_sees_messages_and_objects(group):
 
 
 @distributed(world_size=2)
-def test_a_dry_run_skips_the_communication_of_its_own_thread_only(group):
+def test_communication_is_skipped_on_its_own_thread_only(group):
     def reduce_elsewhere():
         found.append(comm.all_reduce(torch.ones(3), group).tolist())
 
     found = []
     with recorded_communication() as calls:
-        with comm.dry_run():
-            with comm.dry_run():
+        with comm.skip_communication():
+            with comm.skip_communication():
                 pass
             if group.rank == 0:  # nobody answers
                 assert comm.all_gather(torch.ones(2, 3), group).shape == (4, 3)
@@ -103,10 +103,10 @@ class _Reduced(torch.autograd.Function):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_backward_on_a_device_belongs_to_the_dry_run():
+def test_backward_on_a_device_skips_communication_too():
     """Autograd would run it on a thread of the device, where the flag of the caller's thread is not seen."""
     _Reduced.threads = []
-    with comm.dry_run():
+    with comm.skip_communication():
         _Reduced.apply(torch.ones(2, device="cuda", requires_grad=True)).sum().backward()
     assert _Reduced.threads == [threading.get_ident()]
 

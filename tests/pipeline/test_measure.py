@@ -72,7 +72,7 @@ class _Product(torch.autograd.Function):
             time.sleep(0.03)
             return gradient.sum(0)
 
-        (weight,), waiting = ctx.saved_tensors, runtime.waiting()
+        (weight,), waiting = ctx.saved_tensors, runtime.weight_gradient_queue()
         time.sleep(0.01)
         if ctx.may_wait and waiting is not None and waiting.defer(ctx.parameter, compute):
             return gradient * weight, None, None

@@ -14,7 +14,7 @@ from lightning_parallel import (
     PowerSGD,
     TensorParallelStrategy,
 )
-from lightning_parallel.strategies.compressed import BUILD
+from lightning_parallel.strategies.compressed import NAMED_COMPRESSORS
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 
@@ -84,7 +84,7 @@ def test_trains_from_yaml(group, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names(tmp_path, family):
     assert type(parse(tmp_path, f"{family}_topk")) is FAMILIES[family]
-    for ending, make in BUILD.items():
+    for ending, make in NAMED_COMPRESSORS.items():
         name = f"{family}_{ending}"
         strategy = StrategyRegistry.get(name)
         assert type(strategy) is FAMILIES[family]

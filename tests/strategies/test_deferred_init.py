@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.strategies import deferred_tensor
-from lightning_parallel.strategies.deferred_init import deferred_init, hold_back, replace_data
+from lightning_parallel.strategies.deferred_init import deferred_init, move_to_meta, replace_data
 from lightning_parallel.strategies.deferred_records import RecordedOperation
 from lightning_parallel.strategies.deferred_tensor import is_deferred, materialize
 
@@ -347,7 +347,7 @@ def test_parameters_that_are_held_back_are_plain_ones_on_meta():
     expected, _ = built(Reading, 1, deferred=False)
     model, _ = built(Reading, 1, deferred=True)
     parameters = dict(model.named_parameters())
-    held = hold_back(model, torch.device("cpu"))
+    held = move_to_meta(model, torch.device("cpu"))
     for name, parameter in model.named_parameters():
         assert parameter is parameters[name]
         assert type(parameter) is nn.Parameter

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.compat.initialization import materialize
+from lightning_parallel.compat.initialization import initialize_tensors
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.inspection import full_shape
 from lightning_parallel.tensor.plan import apply_plan, materialize_shards
@@ -88,7 +88,7 @@ def equals_one_process(group, name):
     model = _on_meta(name)
     expected = copy.deepcopy(model)
     torch.manual_seed(5)
-    materialize(expected, CPU)
+    initialize_tensors(expected, CPU)
     state = torch.get_rng_state()
     torch.manual_seed(5)
     sharding = _divided(model, group)
@@ -170,7 +170,7 @@ def test_a_stage_holds_its_layers_only(group):
     model = _on_meta("own, not tied")
     expected = copy.deepcopy(model)
     torch.manual_seed(5)
-    materialize(expected, CPU)
+    initialize_tensors(expected, CPU)
     sharding = _divided(model, group)
     held = {id(parameter) for parameter in model.blocks[1].parameters()}
     torch.manual_seed(5)

@@ -80,8 +80,10 @@ def line_chart(curves: Sequence[Curve], title: str, unit: str) -> LineChart | No
     thinned = [_thinned(curve.points) for curve in curves]
     # Gaps count too: a curve that ends early must not look as if the run had ended there.
     steps = [x for points in thinned for x, _ in points]
-    first, last = min(steps), max(steps)
-    low, high = min(values), max(values)
+    first = min(steps)
+    last = max(steps)
+    low = min(values)
+    high = max(values)
     # A constant curve needs a margin too, or it would divide by zero below.
     margin = (high - low or abs(high) or 1.0) * 0.08
     # The axis of values that cannot be negative must not suggest that they can.

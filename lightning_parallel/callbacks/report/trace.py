@@ -133,7 +133,7 @@ class _Rank:
     def interval(self, index: int) -> tuple[int, int]:
         """Give start and end of a span as drawn, on this rank's clock."""
         span = self.spans[index]
-        # A receipt is posted long before it is needed: only the wait for it is drawn.
+        # A receive is posted long before it is needed: only the wait for it is drawn.
         if span.op == "recv":
             return max(span.start_ns, min(span.end_ns - span.blocked_ns, span.end_ns - 1)), span.end_ns
         end = span.complete_ns if span.category == "communication" else span.end_ns
