@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compat import patched
+from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.initialization import materialize as initialize
 from lightning_parallel.compat.initialization import set_data
 from lightning_parallel.compat.torch import buffers_of, mark_as_parameter, move_tensor_hooks, swap_tensor_impl
@@ -144,9 +144,10 @@ def hold_back(module: nn.Module, device: torch.device) -> HeldBack:
     Buffers get values at once: the analysis of a pipeline computes masks and positions with them.
 
     Returns:
-        What `materialize_owned` needs.
+        What `materialize_owned` needs, with what an earlier call has moved for a run that was refused since.
     """
-    held = HeldBack()
+    state = ParallelState.of(module)
+    state.held = held = state.held or HeldBack()
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
             if is_deferred(parameter):
@@ -221,6 +222,7 @@ def materialize_owned(
     for owner, name, buffer in held.buffers:
         # Back on meta, to be initialised together with the parameters of their module.
         buffers_of(owner)[name] = buffer
+    held.buffers.clear()
     if sharding is not None:
         materialize_shards(module, device, sharding, groups.tensor_parallel, wanted=wanted, holds=holds)
     else:

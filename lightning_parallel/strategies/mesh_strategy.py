@@ -43,6 +43,7 @@ from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, processes
 from lightning_parallel.strategies.compressed import MeshCompression
 from lightning_parallel.strategies.deferred_init import deferred_init, hold_back, materialize_owned
+from lightning_parallel.strategies.deferred_tensor import is_deferred
 from lightning_parallel.strategies.optimization import ReplicaNorm, remove_placeholders, span_replica, whole_parameters
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
@@ -272,7 +273,12 @@ class MeshStrategy(MeshProcesses):
             self._reducer = None
         self._patches.undo()
         stop_heartbeat()
+        module = self.lightning_module
+        if module is not None and any(value.is_meta or is_deferred(value) for value in module.parameters()):
+            # Refused before it got its data. Lightning would move it to the CPU, which fails or makes the whole model.
+            self._patches.replace(module, "cpu", lambda: module)
         super().teardown()
+        self._patches.undo()
 
     # -------------------------------------------------------------------------------------------------- the steps
 

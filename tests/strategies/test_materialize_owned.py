@@ -201,3 +201,28 @@ def test_gradients_of_the_last_step_are_not_held_through_the_next(group):
         run(Remembering("plain"), strategy, 2)
     finally:
         gc.enable()
+
+
+class Loaded(Built):
+    """Its weights are not those of any initialiser."""
+
+    def configure_model(self):
+        if self.model is None:
+            super().configure_model()
+            self.model.load_state_dict({name: value * 0.9 for name, value in self.model.state_dict().items()})
+
+
+@distributed(world_size=2)
+def test_a_refused_run_says_why_and_leaves_the_model_to_the_next_one(group):
+    torch.manual_seed(7)
+    weights = run(Loaded("plain"), "auto", 1)
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    torch.manual_seed(7)
+    module = Loaded("plain")
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    with pytest.raises(ValueError, match="nowhere"):
+        run(module, HybridParallelStrategy(layers="nowhere", **options), 2)
+    found = run(module, HybridParallelStrategy(balance="uniform", **options), 2)
+    if group.rank == 0:
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
