@@ -170,6 +170,8 @@ class MeshStrategy(MeshProcesses):
 
     def parallelize(self, module: LightningModule) -> None:
         """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""
+        if self.groups.replica.size > 1 and ParallelState.of(module).held is None:
+            checks.check_parameters(module)
         held = hold_back(module, self.root_device)
         self._sharding = shard_tensors(module, self.tensor_options, self.groups)
         self._rules = {} if self._sharding is None else rules_by_name(module, self._sharding.shards)
