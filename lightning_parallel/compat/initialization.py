@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.compat.torch import buffers_of, parameters_of
+from lightning_parallel.compat.torch import buffers_of, move_tensor_hooks, parameters_of, swap_tensor_impl
 
 __all__ = [
     "initializer_of",
@@ -171,5 +171,6 @@ def _empty(tensor: Tensor, shape: torch.Size, device: torch.device) -> Tensor:
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:
     """Move a parameter from the meta device: `parameter.data = data` is refused between kinds of devices."""
     moved = nn.Parameter(data, parameter.requires_grad)
-    vars(moved).update(vars(parameter))  # `swap_tensors` exchanges the attributes too, such as a shard rule
-    torch.utils.swap_tensors(parameter, moved)
+    # `torch.utils.swap_tensors` refuses parameters with weak references, which recurrent layers keep of theirs.
+    move_tensor_hooks(parameter, moved)
+    swap_tensor_impl(parameter, moved)

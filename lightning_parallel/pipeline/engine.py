@@ -8,6 +8,7 @@ result = engine.forward_backward(step, batch)                # fills `.grad`
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import BatchNormalization
-from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch
+from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch, split_by
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
 from lightning_parallel.pipeline.runtime import ScheduleRun, StepResult, split_linears
@@ -154,8 +155,8 @@ class PipelineEngine:
         parameter.grad = torch.stack([gradients[rank] for rank in tied.ranks]).sum(0)
 
     def _run(self, step: Callable[[Any], Any], batch: Any, training: bool, scale: float | Tensor = 1.0) -> StepResult:
-        microbatches = self.split_batch(batch, self.schedule.num_microbatches)
-        if not 0 < len(microbatches) <= self.schedule.num_microbatches:
+        microbatches = split_by(self.split_batch, batch, self.schedule.num_microbatches)
+        if len(microbatches) > self.schedule.num_microbatches:
             raise ValueError(
                 f"expected `split_batch` to give 1 to {self.schedule.num_microbatches} microbatches, got "
                 f"{len(microbatches)}"
@@ -163,8 +164,8 @@ class PipelineEngine:
         # The last batch of an epoch may have fewer samples than there are microbatches.
         schedule = self._schedule_for(len(microbatches))
         sizes = [float(self.microbatch_weight(microbatch)) for microbatch in microbatches]
-        if not sum(sizes) > 0:
-            raise ValueError(f"expected microbatches of a positive weight, got {sizes}")
+        if not 0 < sum(sizes) < math.inf or min(sizes) < 0:
+            raise ValueError(f"expected microbatches of a positive weight, none negative or infinite, got {sizes}")
         run = ScheduleRun(
             self.model,
             self.group,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_parallel.compat.torch import children_of
 
@@ -259,7 +260,12 @@ def _kinds(container: nn.Module) -> Counter[object]:
 
 def _kind(entry: nn.Module | None) -> object:
     # The type of a nested container does not tell its layers, so all types inside it count.
-    return tuple(map(type, entry.modules())) if isinstance(entry, _CONTAINERS) else type(entry)
+    return tuple(map(_class, entry.modules())) if isinstance(entry, _CONTAINERS) else _class(entry)
+
+
+def _class(module: nn.Module | None) -> type:
+    # A parametrization, such as a weight norm, gives each module a class of its own.
+    return type(module) if module is None or not is_parametrized(module) else type(module).__bases__[0]
 
 
 def _repeated_size(container: nn.Module) -> int:

@@ -37,6 +37,7 @@ __all__ = [
     "seed_torch",
     "seeded",
     "split_batch",
+    "split_by",
 ]
 
 
@@ -65,6 +66,18 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     size, longer = divmod(samples, count)
     bounds = accumulate([size + (part < longer) for part in range(count)], initial=0)
     return [_part(batch, start, stop, samples) for start, stop in pairwise(bounds)]
+
+
+def split_by(split: SplitBatch, batch: Any, num_microbatches: int) -> Sequence[Any]:
+    """Split `batch` by a function that may be the user's.
+
+    Raises:
+        ValueError: If it does not return a list or tuple of microbatches.
+    """
+    parts = split(batch, num_microbatches)
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise ValueError(f"expected `split_batch` to return a list of microbatches, got {parts!r:.200}")
+    return parts
 
 
 def num_samples(batch: Any) -> int:

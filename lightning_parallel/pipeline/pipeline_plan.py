@@ -185,11 +185,21 @@ class PipelinePlan:
                 owners.append(name.rpartition(".")[0] or name)
         return list(dict.fromkeys(owners))
 
+    def outline(self) -> dict[str, Any]:
+        """Return what ranks must agree on to run the plan together."""
+        schedule = self.schedule
+        return {
+            "layers": (self.container, self.layers, self.layers_per_stage),
+            "schedule": (schedule.name, schedule.num_ranks, schedule.num_microbatches, schedule.virtual_stages),
+            "stages of parameters": self.parameter_stages,
+            "stages of modules": dict(self.module_stages),
+        }
+
     def check_fits(self, module: nn.Module, num_ranks: int) -> None:
         """Check that the plan was made for a model of this structure and for this number of ranks.
 
         Raises:
-            ValueError: With what the plan expects and what was found.
+            ValueError: With what the plan expects and what was found; also if the plan contradicts itself.
         """
         if self.schedule.num_ranks != num_ranks:
             raise ValueError(
@@ -206,6 +216,31 @@ class PipelinePlan:
                 f"the plan was made for another model (`{self.model}`): `{names[0]}` and {len(names) - 1} other "
                 "parameters are missing, new, or of another size; make the plan anew (`analyze`)"
             )
+        contradiction = self._contradiction({name for name, _ in module.named_modules()})
+        if contradiction:
+            # Such as a file that was edited by hand: ranks would hold one thing and run another, and wait without end.
+            raise ValueError(f"the plan contradicts itself: {contradiction}; make it anew (`analyze`)")
+
+    def _contradiction(self, modules: set[str]) -> str:
+        """Return what is wrong within the plan, for a model with the named `modules`; empty if nothing is."""
+        counts, num_layers, num_stages = list(self.layers_per_stage), len(self.layers), self.num_stages
+        are_counts = all(isinstance(count, int) and count >= 1 for count in counts)
+        if not are_counts or len(counts) != num_stages or sum(counts) != num_layers:
+            return f"it gives {num_stages} stages with {num_layers} layers the numbers of layers {counts}"
+        if len(self.costs.layers) != num_layers:
+            return f"it has the costs of {len(self.costs.layers)} layers for {num_layers} layers"
+        missing = set(self.layers) - modules
+        if missing:
+            return f"it names the layer `{min(missing)}`, which the model does not have"
+        placed = {name: parameter.stages for name, parameter in self.parameters.items()}
+        for name, stages in {**placed, **self.buffer_stages, **self.module_stages}.items():
+            if name in placed and not stages or not all(0 <= stage < num_stages for stage in stages):
+                return f"it puts `{name}` on the stages {list(stages)} of {num_stages}"
+        for layer, stage in zip(self.layers, self.stage_of):
+            for name, stages in placed.items():
+                if name.startswith(f"{layer}.") and stage not in stages:
+                    return f"it runs `{layer}` on stage {stage}, and holds `{name}` on {list(stages)}"
+        return ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as values that JSON can hold.
@@ -246,11 +281,21 @@ class PipelinePlan:
         """Read what `to_dict` wrote.
 
         Raises:
-            ValueError: If it is of another version.
+            ValueError: If it is of another version, or an entry is missing.
         """
-        # By `get`, so that a file that holds no plan at all is refused in the same words.
-        if data.get("version") != _VERSION:
-            raise ValueError(f"expected a pipeline plan of version {_VERSION}, got {data.get('version')!r}")
+        if not isinstance(data, Mapping) or data.get("version") != _VERSION:
+            found = data.get("version") if isinstance(data, Mapping) else data
+            raise ValueError(f"expected a pipeline plan of version {_VERSION}, got {found!r}")
+        try:
+            return cls._read(data)
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"expected a pipeline plan as `save` writes it, but an entry is missing or of another kind "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> PipelinePlan:
         built = data["schedule"]
         costs = data["costs"]
         link = data["link"]
@@ -289,9 +334,12 @@ class PipelinePlan:
         """Read a plan that `save` wrote.
 
         Raises:
-            ValueError: If the file holds no plan of this version.
+            ValueError: If there is no such file, or it holds no plan of this version.
         """
-        return cls.from_dict(json.loads(Path(path).read_text()))
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot read the pipeline plan `{path}`: {error}") from error
 
     def __str__(self) -> str:
         schedule = self.schedule

@@ -19,6 +19,7 @@ from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate
 from lightning_parallel.tracing.spans import bytes_text, seconds_text
 
 __all__ = [
+    "BALANCES",
     "Balance",
     "Candidate",
     "Choice",
@@ -31,6 +32,8 @@ __all__ = [
 Balance = Literal["auto", "measured", "parameters", "uniform"] | Sequence[int]
 """The quantity that a cut balances: measured seconds (`auto`, `measured`), parameters, or the number of layers
 (`uniform`); or the layers of each stage."""
+
+BALANCES = ("auto", "measured", "parameters", "uniform")
 
 _FREE = Cost()
 _INFINITE = float("inf")

@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,14 +19,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, fingerprint
 from lightning_parallel.compat.lightning import is_compiled, loaders_of, prepared_batch, take_first_entry
 from lightning_parallel.compat.torch import pytree
+from lightning_parallel.pipeline.microbatch import SplitBatch, split_by
 from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.schedule import SCHEDULES
+from lightning_parallel.pipeline.search import BALANCES
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
@@ -36,6 +40,7 @@ __all__ = [
     "check_pipeline_arguments",
     "check_pipeline_module",
     "check_pipeline_optimizers",
+    "check_parameters",
     "check_plan_argument",
     "check_same_batch",
     "first_batch",
@@ -146,17 +151,58 @@ def check_plan_argument(plan: Any) -> None:
             raise TypeError(f"`plan` must map globs over module paths to styles, got {{{pattern!r}: {style!r}}}")
 
 
-def check_pipeline_arguments(schedule: str, num_microbatches: Any, virtual_stages: Any) -> None:
+def check_pipeline_arguments(
+    layers: Any, schedule: Any, num_microbatches: Any, virtual_stages: Any, balance: Any, memory_limit_bytes: Any
+) -> None:
     """Check the arguments of a pipeline strategy, before any process is started.
 
     Raises:
-        ValueError: If the schedule is unknown, or a number is not a positive integer.
+        ValueError: If the schedule or the way to balance is unknown, or an argument is of another kind than expected.
     """
     if schedule != "auto" and schedule not in SCHEDULES:
         raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)} or 'auto', got {schedule!r}")
     for name, value in (("num_microbatches", num_microbatches), ("virtual_stages", virtual_stages)):
-        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value != "auto" and (not _is_int(value) or value < 1):
             raise ValueError(f"`{name}` must be a positive integer or 'auto', got {value!r}")
+    if not isinstance(layers, str) or not layers:
+        raise ValueError(f"`layers` must be the dotted name of a container, several joined by commas, got {layers!r}")
+    is_known = balance in BALANCES if isinstance(balance, str) else isinstance(balance, Sequence)
+    if not is_known or not (isinstance(balance, str) or all(map(_is_int, balance))):
+        raise ValueError(f"`balance` must be {', '.join(BALANCES)} or the layers per stage, got {balance!r}")
+    limit = memory_limit_bytes
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
+        raise ValueError(f"`memory_limit_bytes` must be a positive number of bytes, got {limit!r}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Refuse parameters that cannot be divided or given to one stage without a difference.
+
+    Raises:
+        ValueError: If one is lazy, belongs to TorchScript, or shares memory with another parameter.
+    """
+    for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
+            raise ValueError(f"`{path}` is TorchScript, whose parameters cannot be divided; do without `torch.jit`")
+    ranges: list[tuple[int, int, str]] = []
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(f"`{name}` is lazy and has no shape yet; call the module once before it is divided")
+        start = 0 if parameter.is_meta or not parameter.numel() else parameter.data_ptr()
+        if start:
+            last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride()))
+            ranges.append((start, start + (last + 1) * parameter.element_size(), name))
+    ranges.sort()
+    for (_, end, name), (start, _, other) in pairwise(ranges):
+        if start < end:
+            # One process trains the memory by both; divided or on other stages they would go apart.
+            raise ValueError(
+                f"`{name}` and `{other}` are two parameters in the same memory, which ends when the model is divided;"
+                " tie them as one parameter (`b.weight = a.weight`), or make one a copy"
+            )
 
 
 def check_pipeline_module(module: LightningModule) -> None:
@@ -253,23 +299,40 @@ def warn_unless_mean(
     module: nn.Module,
     run: Callable[[Any], Any],
     batch: Any,
-    microbatches: Sequence[Any],
+    num_microbatches: int,
+    split: SplitBatch,
     weight: Callable[[Any], float],
-) -> bool:
-    """Warn if the loss of `batch` is not the mean of its microbatches' losses, since a pipeline computes that mean.
+) -> None:
+    """Warn if the loss of several microbatches is not the mean of their losses, since a pipeline computes that mean.
 
-    Compares in evaluation mode, and does not warn if the loss is random even then. The loss of a truncated model is
-    good enough: whether it is a mean over samples does not depend on the layers.
+    Compares the first two microbatches, and the last two.
 
     Args:
         module: The user's module.
         run: Runs a step of the truncated model.
-        batch: As much of the first batch as may be run at once.
-        microbatches: Its parts.
+        batch: The first batch.
+        num_microbatches: How many it will be split into, more than one.
+        split: Splits a batch into so many parts.
         weight: Gives the share of each.
+    """
+    # Two at a time: a device that is to train on one may not have room for the whole batch.
+    pairs = split_by(split, batch, num_microbatches // 2)
+    for pair in [pairs[0], *pairs[1:][-1:]]:
+        if _is_other_than_mean(module, run, pair, split_by(split, pair, 2), weight):
+            break
 
-    Returns:
-        Whether it is not.
+
+def _is_other_than_mean(
+    module: nn.Module,
+    run: Callable[[Any], Any],
+    batch: Any,
+    microbatches: Sequence[Any],
+    weight: Callable[[Any], float],
+) -> bool:
+    """Compare the loss of `batch` with the mean over its parts, and warn if they differ.
+
+    In evaluation mode, and without a warning if the loss is random even then. The loss of a truncated model is good
+    enough: whether it is a mean over samples does not depend on the layers.
     """
     shares = [float(weight(part)) for part in microbatches]
     modes = {child: child.training for child in module.modules()}

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compat import patched
+from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.initialization import initialize_tensors, set_data
 from lightning_parallel.compat.torch import buffers_of, mark_as_parameter, move_tensor_hooks, swap_tensor_impl
 from lightning_parallel.pipeline.microbatch import random_state_kept
@@ -143,9 +143,10 @@ def move_to_meta(module: nn.Module, device: torch.device) -> PendingInitializati
     Buffers get values at once: the analysis of a pipeline computes masks and positions with them.
 
     Returns:
-        What `materialize_owned` needs.
+        What `materialize_owned` needs, with what an earlier call has moved for a run that was refused since.
     """
-    held = PendingInitialization()
+    state = ParallelState.of(module)
+    state.pending = held = state.pending or PendingInitialization()
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
             if is_deferred(parameter):
@@ -220,6 +221,7 @@ def materialize_owned(
     for owner, name, buffer in held.buffers:
         # Back on meta, to be initialised together with the parameters of their module.
         buffers_of(owner)[name] = buffer
+    held.buffers.clear()
     if sharding is not None:
         materialize_shards(module, device, sharding, groups.tensor_parallel, wanted=wanted, holds=holds)
     else:

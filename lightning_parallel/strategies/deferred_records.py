@@ -34,6 +34,7 @@ __all__ = [
     "packed_state",
     "read_values",
     "scratch_tensor",
+    "shared_values",
     "values_of",
 ]
 
@@ -106,6 +107,8 @@ class StorageHistory:
         operations: What made and wrote the storage, in order.
         address: A number that differs between storages, for code that compares `data_ptr()`.
         value: The contents, where they have been made to stay.
+        is_shared: Whether others write the contents too, such as an array of numpy's: `value` stays what counts, and
+            what is done to it is executed, not recorded.
     """
 
     def __init__(self, device: torch.device, storage: torch.UntypedStorage) -> None:
@@ -116,6 +119,7 @@ class StorageHistory:
         # So far apart (16 TiB) that addresses inside of two storages never meet.
         self.address = next(_order) << 44
         self.value: torch.UntypedStorage | None = None
+        self.is_shared = False
 
     @property
     def is_reachable(self) -> bool:
@@ -383,6 +387,15 @@ def values_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     missing = {view.history: view.version for view in views if view.history not in memory}
     memory.update(_replay(missing, None) if missing else {})
     return [view.on(memory[view.history]) for view in views]
+
+
+def shared_values(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As `values_of`, for a caller that others give the memory to: from now on it is that of the deferred tensors."""
+    values = values_of(tensors)
+    for tensor, value in zip(tensors, values):
+        history = history_of(tensor)
+        history.value, history.is_shared = value.untyped_storage(), True
+    return values
 
 
 def read_values(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ from lightning_parallel.compat.torch import (
     TorchDispatchMode,
     forbid_data_access,
     make_subclass,
+    mark_as_parameter,
     pytree,
 )
 from lightning_parallel.strategies.deferred_records import (
@@ -31,6 +32,7 @@ from lightning_parallel.strategies.deferred_records import (
     packed_state,
     read_values,
     scratch_tensor,
+    shared_values,
     values_of,
 )
 
@@ -58,8 +60,8 @@ _OVERWRITING = _SAMPLERS | {_aten.zero_, _aten.fill_, _aten.copy_}
 # These read data in C++ without asking the dispatcher.
 _NUMBERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__")
 _READERS = {getattr(Tensor, name) for name in (*_NUMBERS, "__repr__", "__format__")}
-# What these return has the memory of the tensor.
-_EXPORTERS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__}
+# What these return has the memory of the tensor: what is written there is written into the tensor.
+_EXPORTERS = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.share_memory_}
 
 _is_making = False
 
@@ -106,17 +108,30 @@ class DeferredTensor(Tensor):
             memo[id(self)] = copy
         return memo[id(self)]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = materialize(self)
+        if isinstance(self, nn.Parameter):
+            # The class of a deferred parameter does not say that it is one.
+            value = nn.Parameter(value, self.requires_grad)
+        vars(value).update(vars(self))
+        mark_as_parameter(value, False)
+        return value.__reduce_ex__(protocol)
+
+    def as_subclass(self, cls: type) -> Any:
+        with _making_data(), torch.no_grad():
+            return shared_values([self])[0].as_subclass(cls)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _READERS or func in _EXPORTERS:
-            # What is exported may be written by its new owner, so it gets data of its own.
-            make = values_of if func in _EXPORTERS else read_values
+            make = shared_values if func in _EXPORTERS else read_values
             with _making_data(), torch.no_grad():
-                args, kwargs = pytree.tree_map_only(DeferredTensor, lambda tensor: make([tensor])[0], (args, kwargs))
-                return func(*args, **kwargs)
+                made = pytree.tree_map_only(DeferredTensor, lambda tensor: make([tensor])[0], (args, kwargs))
+                result = func(*made[0], **made[1])
+            return args[0] if func is Tensor.share_memory_ else result
         with DisableTorchFunctionSubclass():
             # For code that compares addresses to find shared memory; there is nothing at this one.
             if func == Tensor.data_ptr:
@@ -147,6 +162,11 @@ def _dispatched(func: Any, types: Any, args: Any, kwargs: dict[str, Any], thresh
     if has_other_classes or (_is_making and threshold is not None):
         return func(*args, **kwargs)
     return _Invocation(func, args, kwargs, threshold).run()
+
+
+def _has_memory(value: Any) -> bool:
+    """Whether `value`, if it is a tensor, is its memory and a `Layout`: neither sparse nor quantized."""
+    return not isinstance(value, Tensor) or (value.layout == torch.strided and not value.is_quantized)
 
 
 @contextmanager
@@ -190,6 +210,8 @@ class _Invocation:
         num_deferred = sum(map(is_deferred, self.written))
         if num_deferred and num_deferred < len(self.written):
             raise NotImplementedError(f"`{self.func}` writes into deferred tensors and others at once")
+        if num_deferred and any(history_of(tensor).is_shared for tensor in self.written):
+            return self._write_shared()
         only_reads = not self.written and (not self.facts.returns_tensors or self.func.namespace != "aten")
         if only_reads or self.facts.is_data_dependent or (self.written and not num_deferred):
             return self._compute()
@@ -238,11 +260,23 @@ class _Invocation:
         layout = pytree.tree_map(lambda leaf: StorageLayout.of(leaf).empty(META), result)
         return self._record(args, kwargs, states, layout)
 
+    def _write_shared(self) -> Any:
+        """Execute an operation on tensors whose memory others have, too."""
+        if self.facts.changes_shape:
+            sizes = [tensor.untyped_storage().nbytes() for tensor in self.written]
+            layout = self._layout()
+            if self.func.overloadpacket is _aten.set_ or sizes != [a.untyped_storage().nbytes() for a in self.written]:
+                raise NotImplementedError(f"`{self.func}` on a tensor whose memory `numpy()` or the like gave away")
+            return self._wrapped(layout)
+        shared_values(self.written)
+        self._call(self._data(is_borrowed=False))
+        return self._wrapped(None)
+
     def _is_reproducible(self, outputs: list[Any]) -> bool:
         """Return whether a record may take the place of the outputs, which all have to be large and new."""
         if self.threshold is None or self.written or self.func.namespace != "aten" or not outputs:
             return False
-        if any(self._is_large(tensor) and not tensor.is_meta for tensor in self.others):
+        if any((self._is_large(tensor) and not tensor.is_meta) or not _has_memory(tensor) for tensor in self.others):
             return False  # data that the user brought: the record would hold another copy of them
         return all(
             type(output) is Tensor
@@ -257,7 +291,7 @@ class _Invocation:
         args, kwargs = self._captured()  # first: the operation may change the shape of its arguments
         sizes = [tensor.untyped_storage().nbytes() for tensor in self.written]
         layout = self._layout()
-        if layout is None and not self.written:
+        if not self.written and not (layout is not None and all(map(_has_memory, pytree.tree_leaves(layout)))):
             return self._compute()
         is_resized = sizes != [tensor.untyped_storage().nbytes() for tensor in self.written]
         creates = any(isinstance(leaf, Tensor) and not has_history(leaf) for leaf in pytree.tree_leaves(layout))
@@ -281,6 +315,8 @@ class _Invocation:
 
     def _layout(self) -> Any:
         """Run the operation on meta tensors; None if it has no kernel for them, or has wrong arguments."""
+        if not all(map(_has_memory, self.others)):
+            return None
         options = {"device": META} if self.facts.takes_device and (not self.deferred or "device" in self.kwargs) else {}
         try:
             result = self._call(self._on_meta_device, **options)
@@ -296,6 +332,8 @@ class _Invocation:
 
         def captured(leaf: Any) -> Any:
             if isinstance(leaf, DeferredTensor):
+                if history_of(leaf).is_shared:
+                    return values_of([leaf])[0].clone()
                 return StorageView.of(leaf)
             if isinstance(leaf, torch.Generator):
                 return RecordedOperation.EXPLICIT_GENERATOR
@@ -335,7 +373,7 @@ class _Invocation:
         return states, layout
 
     def _is_large(self, tensor: Tensor) -> bool:
-        return self.threshold is not None and tensor.layout == torch.strided and tensor.numel() > self.threshold
+        return self.threshold is not None and _has_memory(tensor) and tensor.numel() > self.threshold
 
     def _record(self, args: Any, kwargs: Any, states: dict[torch.device, Tensor] | None, layout: Any) -> Any:
         operation = RecordedOperation(self.func, args, kwargs, states)

@@ -43,6 +43,7 @@ from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, processes
 from lightning_parallel.strategies.compressed import MeshCompression
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
+from lightning_parallel.strategies.deferred_tensor import is_deferred
 from lightning_parallel.strategies.optimization import (
     ReplicaNorm,
     remove_dummy_parameters,
@@ -174,6 +175,8 @@ class MeshStrategy(MeshProcesses):
 
     def parallelize(self, module: LightningModule) -> None:
         """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""
+        if self.groups.replica.size > 1 and ParallelState.of(module).pending is None:
+            checks.check_parameters(module)
         held = move_to_meta(module, self.root_device)
         self._sharding = shard_tensors(module, self.tensor_options, self.groups)
         self._rules = {} if self._sharding is None else rules_by_name(module, self._sharding.shards)
@@ -277,7 +280,12 @@ class MeshStrategy(MeshProcesses):
             self._reducer = None
         self._patches.undo()
         stop_heartbeat()
+        module = self.lightning_module
+        if module is not None and any(value.is_meta or is_deferred(value) for value in module.parameters()):
+            # Refused before it got its data. Lightning would move it to the CPU, which fails or makes the whole model.
+            self._patches.replace(module, "cpu", lambda: module)
         super().teardown()
+        self._patches.undo()
 
     # -------------------------------------------------------------------------------------------------- the steps
 

@@ -413,8 +413,17 @@ class MeshProcesses(ParallelStrategy):
         if self._groups is None:
             # In `trainer.init_module()` there are no groups yet, so ranks may draw different numbers.
             self._built_apart = True
-        with deferred_init(self.root_device), self.precision_plugin.tensor_init_context():
-            yield
+        failure: Exception | None = None
+        try:
+            with deferred_init(self.root_device), self.precision_plugin.tensor_init_context():
+                yield
+        except Exception as error:
+            failure = error
+        if self._groups is not None:
+            # A rank whose `configure_model` fails would leave the others waiting in the next collective.
+            comm.raise_together(failure, self._groups.world)
+        elif failure is not None:
+            raise failure
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -33,7 +33,7 @@ from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.measure import measure_link, truncated
-from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch
+from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch, split_by
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
@@ -108,7 +108,9 @@ class PipelineOptions:
         Raises:
             ValueError: If one of them makes no sense, or a path leads nowhere.
         """
-        check_pipeline_arguments(schedule, num_microbatches, virtual_stages)
+        check_pipeline_arguments(layers, schedule, num_microbatches, virtual_stages, balance, memory_limit_bytes)
+        if plan is not None and not isinstance(plan, (PipelinePlan, str, Path)):
+            raise ValueError(f"`pipeline_plan` must be a `PipelinePlan` or a file with one, got {plan!r}")
         return cls(
             layers=layers,
             schedule=schedule,
@@ -118,7 +120,7 @@ class PipelineOptions:
             memory_limit_bytes=memory_limit_bytes,
             split_batch=_function(split, "split_batch") or split_batch,
             microbatch_weight=_function(weight, "microbatch_weight") or num_samples,
-            plan=plan if plan is None or isinstance(plan, PipelinePlan) else PipelinePlan.load(plan),
+            plan=PipelinePlan.load(plan) if isinstance(plan, (str, Path)) else plan,
         )
 
     @property
@@ -129,13 +131,16 @@ class PipelineOptions:
 
 def _function(given: Any, argument: str) -> Any:
     """Return the function that a dotted path names, or what else was given."""
-    if not isinstance(given, str):
-        return given
-    module, _, name = given.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"`{argument}` must be a function or its dotted path, got {given!r}: {error}") from error
+    found, reason = given, ""
+    if isinstance(given, str):
+        module, _, name = given.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            reason = f": {error}"
+    if found is not None and (reason or not callable(found)):
+        raise ValueError(f"`{argument}` must be a function or its dotted path, got {given!r}{reason}")
+    return found
 
 
 def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshGroups) -> Sharding | None:
@@ -202,15 +207,7 @@ def cut_stages(
     # Tensor-parallel ranks hold different shards by now; they started equal in `shard_tensors`.
     processes.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
-    plan: PipelinePlan | None = None
-    failure: Exception | None = None
-    try:
-        plan = _plan(module, options, groups, device, example())
-        plan.check_fits(module, group.size)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        failure = error
-    comm.raise_together(failure, groups.world)
-    assert plan is not None
+    plan = _agreed_plan(module, options, groups, device, example)
     # Before the engine frees the other stages: modules initialise themselves in the order of the whole model.
     materialize(plan)
     state.engine = PipelineEngine(
@@ -264,17 +261,45 @@ def _check_cut(engine: PipelineEngine) -> None:
 # ---------------------------------------------------------------------------------------------------------- the plan
 
 
+def _agreed_plan(
+    module: LightningModule,
+    options: PipelineOptions,
+    groups: MeshGroups,
+    device: torch.device,
+    example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
+) -> PipelinePlan:
+    """Return the plan of all ranks; what fails on one of them, whatever it is, raises on every one."""
+    found = samples = plan = failure = None
+    try:
+        found = example()
+        samples = None if found is None else _samples(split_by(options.split_batch, found[1], 1))
+    except Exception as error:
+        failure = error
+    # The user's data by themselves, since ranks talk to each other while they make the plan.
+    comm.raise_together(failure, groups.world)
+    try:
+        plan = _plan(module, options, groups, device, found, samples)
+        plan.check_fits(module, groups.pipeline_parallel.size)
+    except Exception as error:
+        failure = error
+    comm.raise_together(failure, groups.world)
+    assert plan is not None
+    # Each rank may have been given another one, or other arguments.
+    comm.agree("the pipeline plan", plan.outline(), groups.pipeline_parallel)
+    return plan
+
+
 def _plan(
     module: LightningModule,
     options: PipelineOptions,
     groups: MeshGroups,
     device: torch.device,
     example: tuple[Callable[[Any], Any], Any] | None,
+    samples: int | None,
 ) -> PipelinePlan:
     if options.plan is not None:
         return options.plan
     ranks = groups.pipeline_parallel.size
-    samples = None if example is None else _samples(options.split_batch(example[1], 1))
     if samples is not None and any(isinstance(layer, BatchNormalization) for layer in module.modules()):
         samples //= 2  # batch normalisation needs two samples in each microbatch
     request = _request(module, options, groups, samples)
@@ -282,11 +307,11 @@ def _plan(
     if known is not None:
         return known
     counts = _microbatch_counts(options.num_microbatches, ranks, samples)
+    microbatches: Sequence[Any] = []
+    if example is not None:
+        microbatches = split_by(options.split_batch, example[1], counts[0])
     # Now, when no rank is busy with anything else.
     link = measure_link(groups.pipeline_parallel, device, groups.world)
-    microbatches: list[Any] = []
-    if example is not None:
-        microbatches = options.split_batch(example[1], counts[0])
 
     def choose(costs: Costs) -> Schedule:
         workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)
@@ -309,15 +334,11 @@ def _plan(
         link=link,
         sync_group=groups.world,
     )
-    if example is not None:
+    if example is not None and len(microbatches) > 1:
         step, batch = example
+        # On every rank, though only the first one warns: the step may communicate, in divided layers or by itself.
         run = truncated(module, plan, device, step)
-        # Two microbatches at a time: a device that is to train on one may not have room for the whole batch.
-        pairs = options.split_batch(batch, len(microbatches) // 2) if len(microbatches) > 1 else []
-        for pair in pairs[:1] + pairs[1:][-1:]:
-            # On every rank, though only the first one warns: the step may communicate, in divided layers or by itself.
-            if warn_unless_mean(module, run, pair, options.split_batch(pair, 2), options.microbatch_weight):
-                break
+        warn_unless_mean(module, run, batch, len(microbatches), options.split_batch, options.microbatch_weight)
     return replace(plan, request=request)
 
 
@@ -381,7 +402,7 @@ def _microbatch_counts(wanted: int | Literal["auto"], ranks: int, samples: int |
     return fitting or [max(samples or 1, 1)]
 
 
-def _samples(parts: list[Any]) -> int | None:
+def _samples(parts: Sequence[Any]) -> int | None:
     """Return the samples in a batch, if it has a form in which they can be counted."""
     try:
         return sum(num_samples(part) for part in parts)

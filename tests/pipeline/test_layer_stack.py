@@ -70,3 +70,10 @@ def test_layers_of_one_kind():
     assert layer_kinds(find_layer_stack(model, 2)) == [0, 0, 0, 0]
     strides = nn.Sequential(*[nn.Conv1d(2, 2, 3, stride=s) for s in (1, 1, 2, 1)])
     assert layer_kinds(find_layer_stack(strides, 2)) == [0, 0, 1, 0]
+
+
+def test_layers_with_a_parametrization_are_of_one_kind():
+    layers = [nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.ReLU()) for _ in range(4)]
+    norms = [nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(3)]
+    assert find_layer_stack(nn.ModuleDict({"a": nn.ModuleList(layers), "b": nn.Linear(4, 4)}), 2, "auto").path == "a"
+    assert find_layer_stack(nn.ModuleDict({"a": nn.ModuleList(norms), "b": nn.Linear(4, 4)}), 2, "auto").path == "a"

@@ -113,6 +113,38 @@ def test_plans_that_cannot_be_saved_or_read_are_refused():
         PipelinePlan.from_dict({**plan_of("mlp", schedule).to_dict(), "version": 7})
 
 
+@pytest.mark.parametrize("text", ["", "{nope", "null", "[1, 2]", '"plan"', '{"version": 1}', None])
+def test_files_without_a_plan_are_named(tmp_path, text):
+    path = tmp_path
+    if text is not None:  # the folder itself is no file
+        path = tmp_path / "plan.json"
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"cannot read the pipeline plan `{path}`"):
+        PipelinePlan.load(path)
+    with pytest.raises(ValueError, match="cannot read the pipeline plan"):
+        PipelinePlan.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"layers_per_stage": [1, 2, 1]}, "numbers of layers .1, 2, 1."),
+        ({"layers_per_stage": [2, 2, 2, 3]}, "numbers of layers"),
+        ({"layers_per_stage": "2222"}, "numbers of layers"),
+        ({"layers_per_stage": [1, 3, 2, 2]}, "runs `1` on stage 1, and holds `1.weight` on .0."),
+        ({"layers": ["0", "1", "2", "3", "4", "5", "6", "9"]}, "the layer `9`"),
+        ({"module_stages": {"": [4]}}, "on the stages .4. of 4"),
+    ],
+    ids=str,
+)
+def test_plans_that_contradict_themselves_are_refused(entries, message):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    data = json.loads(json.dumps(analyze(model, 2, SCHEDULE, balance="uniform").to_dict()))
+    PipelinePlan.from_dict(data).check_fits(model, 2)
+    with pytest.raises(ValueError, match=f"contradicts itself: .*{message}"):
+        PipelinePlan.from_dict({**data, **entries}).check_fits(model, 2)
+
+
 def test_a_plan_fits_its_own_model_only():
     plan = plan_of("gpt2")
     plan.check_fits(on_meta("gpt2"), 2)

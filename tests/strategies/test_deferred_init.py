@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import random
 import warnings
 import weakref
@@ -174,6 +175,40 @@ def copies():
     return nn.ModuleList([layer, other, lazy, loaded, copy.deepcopy(nn.BatchNorm1d(20_000))])
 
 
+def written_through_numpy():
+    layer, table = nn.Linear(200, 200), torch.randn(200, 200)
+    layer.weight.detach().numpy()[:] = np.random.rand(200, 200)
+    layer.weight.data.mul_(2)
+    array = table.numpy()
+    array[0] = 1
+    table.mul_(3)
+    array[1] += array[0]
+    before = table + 1
+    array[2] = 7
+    torch.randn(200, 200, out=table)
+    array[3] = 9
+    kept = nn.Parameter(table)
+    array[4] = 5
+    table.t_()
+    return nn.ModuleList([layer, Tensors(kept, table, before, copy.deepcopy(kept))])
+
+
+def sparse():
+    values = torch.randn(200, 200).relu()
+    matrix = values.to_sparse()
+    return Tensors(matrix.to_dense(), matrix @ values, values.to_sparse_csr() @ values)
+
+
+def pickled():
+    layer = nn.Linear(200, 200)
+    layer.weight.mark = 3
+    return nn.ModuleList([layer, pickle.loads(pickle.dumps(layer)).share_memory()])
+
+
+class Wrapped(torch.Tensor):
+    """A tensor class of its own."""
+
+
 def trained():
     layer = nn.Linear(200, 200)
     layer(torch.randn(4, 200)).sum().backward()
@@ -213,6 +248,10 @@ PLAIN = {
     "linear algebra": linear_algebra,
     "meta": meta,
     "copies": copies,
+    "numpy": written_through_numpy,
+    "sparse": sparse,
+    "pickled": pickled,
+    "tensor class": lambda: Tensors(torch.randn(200, 160).as_subclass(Wrapped)),
     "trained": trained,
     "data": data_of_the_user,
     "applied": applied,

@@ -72,7 +72,24 @@ class Built(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Recurrent(Plain):
+    """Its layers keep weak references to their parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 128)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return self.head(x)
+
+
 def build(kind):
+    if kind == "recurrent":
+        return Recurrent()
     if kind == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
     return Plain()
@@ -121,6 +138,17 @@ def _trains_as_in_one_process(group, kind, layout):
     assert held < 0.8 * sum(value.numel() for value in expected.parameters())
     for name, value in module.named_parameters():
         assert value.untyped_storage().nbytes() == value.numel() * value.element_size(), f"{name} keeps its rest"
+
+
+@distributed(world_size=2)
+def test_a_recurrent_model_that_stays_whole_gets_its_values(group):
+    _, weights = expected_run("recurrent")
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    torch.manual_seed(7)
+    found = run(Built("recurrent"), HybridParallelStrategy(tensor_parallel_size=2), 2)
+    if group.rank == 0:
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @distributed(world_size=2)
@@ -201,3 +229,66 @@ def test_gradients_of_the_last_step_are_not_held_through_the_next(group):
         run(Remembering("plain"), strategy, 2)
     finally:
         gc.enable()
+
+
+class Loaded(Built):
+    """Its weights are not those of any initialiser."""
+
+    def configure_model(self):
+        if self.model is None:
+            super().configure_model()
+            self.model.load_state_dict({name: value * 0.9 for name, value in self.model.state_dict().items()})
+
+
+@distributed(world_size=2)
+def test_a_refused_run_says_why_and_leaves_the_model_to_the_next_one(group):
+    torch.manual_seed(7)
+    weights = run(Loaded("plain"), "auto", 1)
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    torch.manual_seed(7)
+    module = Loaded("plain")
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    with pytest.raises(ValueError, match="nowhere"):
+        run(module, HybridParallelStrategy(layers="nowhere", **options), 2)
+    found = run(module, HybridParallelStrategy(balance="uniform", **options), 2)
+    if group.rank == 0:
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class SharingMemory(Built):
+    """Two parameters in one memory, which one process trains by both."""
+
+    def configure_model(self):
+        super().configure_model()
+        first, second = self.model.layers[:2]
+        second[0].weight.data = first[0].weight.data
+
+
+class Scripted(Built):
+    def configure_model(self):
+        super().configure_model()
+        self.model.layers[1] = torch.jit.script(self.model.layers[1])
+
+
+class Lazy(Built):
+    def configure_model(self):
+        super().configure_model()
+        self.model.layers[1][0] = nn.LazyLinear(2 * WIDTH)
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["pipeline", "tensor"])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(SharingMemory, "in the same memory"), (Scripted, "is TorchScript"), (Lazy, "is lazy")],
+    ids=["shared memory", "scripted", "lazy"],
+)
+def test_parameters_that_cannot_be_divided_are_refused(layout, kind, message):
+    run_on_ranks(_is_refused, 2, layout=layout, kind=kind, message=message)
+
+
+def _is_refused(group, layout, kind, message):
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    strategy = HybridParallelStrategy(pipeline_parallel_size=layout[0], tensor_parallel_size=layout[1])
+    with pytest.raises(ValueError, match=message):
+        run(kind("plain"), strategy, 2)

@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -71,7 +72,23 @@ def test_a_module_compiled_as_a_whole():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"schedule": "2f2b"}, {"num_microbatches": 0}, {"virtual_stages": -1}, {"num_microbatches": 2.5}],
+    [
+        {"schedule": "2f2b"},
+        {"num_microbatches": 0},
+        {"virtual_stages": -1},
+        {"num_microbatches": 2.5},
+        {"layers": 3},
+        {"layers": ""},
+        {"balance": 4},
+        {"balance": "evenly"},
+        {"balance": [1.5, 2.5]},
+        {"memory_limit_bytes": "10GB"},
+        {"memory_limit_bytes": 0},
+        {"split_batch": 3},
+        {"split_batch": "os.path"},
+        {"microbatch_weight": 3},
+        {"pipeline_plan": {"version": 1}},
+    ],
     ids=str,
 )
 def test_arguments_are_checked_at_once(arguments):
@@ -125,3 +142,53 @@ def test_a_rank_that_does_not_come_is_named_with_stage_and_action(leaves):
     if leaves:
         assert "rank 1: died" in text
         assert "rank 1 is gone" in text
+
+
+class BuiltLate(Deep):
+    """Fails on one rank, before the model is built."""
+
+    def configure_model(self):
+        if self.global_rank == 1:
+            raise ValueError("no such file")
+
+
+def _splits_on_rank_0(batch, parts):
+    if dist.get_rank() == 1:
+        raise ValueError("no such key")
+    return [batch]
+
+
+def _infinite(batch):
+    return float("inf")
+
+
+def _nothing(batch, parts):
+    return None
+
+
+def _no_parts(batch, parts):
+    return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (BuiltLate, {}, "no such file"),
+        (Deep, {"split_batch": _splits_on_rank_0}, "no such key"),
+        (Deep, {"split_batch": _nothing}, "expected `split_batch` to return a list"),
+        (Deep, {"split_batch": _no_parts}, "expected `split_batch` to return a list"),
+        (Deep, {"microbatch_weight": _infinite}, "positive weight"),
+    ],
+    ids=["configure_model", "split_batch", "no list", "empty", "weight"],
+)
+@distributed(world_size=2, deadline_s=60)
+def test_code_of_the_user_that_fails_on_one_rank_or_returns_nonsense(kind, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        fit(kind(), PipelineParallelStrategy(pipeline_parallel_size=2, **arguments), 2, max_epochs=1)
+
+
+@distributed(world_size=2, deadline_s=60)
+def test_plans_that_differ_between_ranks(group):
+    arguments = {"pipeline_parallel_size": 2, "num_microbatches": 2 + group.rank, "balance": "uniform"}
+    with pytest.raises(ValueError, match="the pipeline plan must be the same on all ranks"):
+        fit(Deep(), PipelineParallelStrategy(**arguments), 2, max_epochs=1)
