@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -339,6 +339,7 @@ def test_what_constructors_only_take():
     assert compat_lightning.state_dict_type_of(FSDPStrategy(state_dict_type="sharded")) == "sharded"
     strategy = SingleDeviceStrategy()
     assert compat_lightning.strategy_of(compat_lightning.FunctionLauncher(strategy)) is strategy
+    assert "ckpt_path" in inspect.signature(Trainer._run).parameters, "`checkpoint_of_run` reads it"
     assert not inspect.signature(DeepSpeedStrategy._init_deepspeed_distributed).parameters.keys() - {"self"}
 
 

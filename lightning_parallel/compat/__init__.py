@@ -2,18 +2,22 @@
 
 `lightning`, `torch` and `deepspeed` in this package give each private name of that dependency once, under a public one,
 with the reason why no public name will do; `tests/test_compat.py` holds them against the installed version. `patched`
-is the one way to replace an attribute of an object that is not ours, and `ParallelState` all that is kept on a module.
+is the one way to replace an attribute of an object that is not ours, `PartialModule` the first base of classes that
+modules get in place, and `ParallelState` all that is kept on a module.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import getattr_static
 from typing import Any
 
-__all__ = ["ParallelState", "Patches", "patched"]
+from torch import nn
+
+__all__ = ["ParallelState", "PartialModule", "Patches", "patched"]
 
 # None may be what an attribute was.
 _MISSING = object()
@@ -93,3 +97,28 @@ class ParallelState:
 
     def __reduce__(self) -> Any:
         return ParallelState, ()
+
+
+class PartialModule(nn.Module):
+    """First base of the class that a module gets in place when it is divided: may be copied, refuses to be pickled."""
+
+    def _what_is_missing(self) -> str:
+        """Say what the module is a part of."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # `copy` would go by `__reduce__`, which refuses; a class with a copy function of its own keeps it.
+        inherited = getattr(super(), "__deepcopy__", None)
+        if inherited is not None:
+            return inherited(memo)
+        duplicate = type(self).__new__(type(self))
+        memo[id(self)] = duplicate
+        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return duplicate
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled, since the parameters of other ranks would be missing."""
+        raise RuntimeError(
+            f"{self._what_is_missing()}, so it cannot be pickled or saved whole; write a checkpoint "
+            "(`trainer.save_checkpoint(path)`) and load it into a new module (`load_from_checkpoint`)"
+        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any, Optional, Union
 
 import torch
@@ -33,6 +35,7 @@ __all__ = [
     "PathLike",
     "ScriptLauncher",
     "batch_value_of",
+    "checkpoint_of_run",
     "ddp_hook_state",
     "init_deepspeed_distributed",
     "init_process_group",
@@ -191,6 +194,20 @@ def logged_step(trainer: Trainer) -> int:
 
 
 # -- torchmetrics ------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_of_run(trainer: Trainer) -> PathLike | None:
+    """Return the checkpoint that the run in progress restores.
+
+    `trainer.ckpt_path` has it only once it is restored, which for divided modules is after the strategy's `setup`;
+    until then it is an argument of `Trainer._run`.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer:
+            return frame.f_locals["ckpt_path"]
+        frame = frame.f_back
+    return trainer.ckpt_path
 
 
 def states_of(metric: Metric) -> dict[str, Any]:

@@ -12,7 +12,6 @@ well, so it is replaced by placeholders.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.compat import PartialModule
 from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, reveal
 
@@ -149,7 +149,7 @@ class CallSite:
         return function(*reveal(args), **reveal(kwargs))
 
 
-class _Intercepted(nn.Module):
+class _Intercepted(PartialModule):
     """First base of the class of every intercepted module, so that its `__call__` comes before that of the class."""
 
     # A forward hook would come too late: checkpointing wrappers and `nn.Module.__call__` itself would have run by then.
@@ -157,23 +157,9 @@ class _Intercepted(nn.Module):
         site: CallSite = self.__dict__["_pipeline_site"]
         return site.dispatch(self, super().__call__, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # `copy` would go by `__reduce__`, which refuses; a class with a copy function of its own keeps it.
-        inherited = getattr(super(), "__deepcopy__", None)
-        if inherited is not None:
-            return inherited(memo)
-        duplicate = type(self).__new__(type(self))
-        memo[id(self)] = duplicate
-        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return duplicate
-
-    def __reduce__(self) -> Any:
-        """Refuse to be pickled, since the parameters of other stages would be missing."""
-        raise RuntimeError(
-            f"`{self.__dict__['_pipeline_site'].name}` is cut into pipeline stages, and this rank holds its own stage "
-            "only, so it cannot be pickled or saved whole; write a checkpoint (`trainer.save_checkpoint(path)`) and "
-            "load it into a new module (`load_from_checkpoint`)"
-        )
+    def _what_is_missing(self) -> str:
+        name = self.__dict__["_pipeline_site"].name
+        return f"`{name}` is cut into pipeline stages, and this rank holds its own stage only"
 
 
 # One subclass for each class of modules, so that layers of one type stay of one type.

@@ -28,6 +28,7 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint import ModelNames
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.lightning import checkpoint_of_run
 from lightning_parallel.compat.torch import BatchNormalization, buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.analysis import analyze
@@ -365,7 +366,7 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
     """Return the plan in the folder of the checkpoint to resume from, if it was made for the same request."""
 
     def found() -> dict[str, Any] | None:
-        path = module.trainer.ckpt_path
+        path = checkpoint_of_run(module.trainer)
         if not path or not (Path(path).parent / PLAN_FILE).is_file():
             return None
         try:

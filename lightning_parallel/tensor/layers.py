@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import PartialModule
 from lightning_parallel.compat.torch import parameters_of
 from lightning_parallel.tensor.autograd import (
     gather_from_group,
@@ -394,6 +395,13 @@ def convert(module: nn.Module, layer: type[L]) -> L:
     return module
 
 
+class _Divided(PartialModule):
+    """First base of the class of every converted module."""
+
+    def _what_is_missing(self) -> str:
+        return f"this `{type(self).__name__}` is divided over the tensor-parallel ranks, and each holds its shard only"
+
+
 # Cached, so that all converted modules of a class share one class again.
 @cache
 def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
@@ -403,8 +411,11 @@ def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Modu
     for native in (nn.Linear, nn.Embedding):
         if issubclass(original, native) and original.forward is not native.forward:
             # The user's forward goes first and its `super().forward` finds that of `layer`, not that of `native`.
-            return type(name, (original, _subclass(layer, native)), {"__module__": layer.__module__})  # type: ignore[arg-type]
-    return type(name, (layer, original), {"__module__": layer.__module__})
+            bases: tuple[type, ...] = (original, _subclass(layer, native))  # type: ignore[arg-type]
+            break
+    else:
+        bases = (_Divided, layer, original)
+    return type(name, bases, {"__module__": layer.__module__})
 
 
 def shard_parameters(module: nn.Module, rules: Mapping[str, Shard], group: Group) -> None:

@@ -9,6 +9,8 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel.compat import patched
+from lightning_parallel.strategies import setup
 from tests.harness import distributed
 from tests.strategies.test_pipeline import Deep, fit
 
@@ -166,6 +168,24 @@ def test_a_group_that_is_added_later_is_in_the_order_of_the_model(group):
     assert found["param_groups"] == one["param_groups"]
     for index, entry in one["state"].items():
         torch.testing.assert_close(found["state"][index]["momentum_buffer"], entry["momentum_buffer"])
+
+
+@distributed(world_size=2)
+def test_a_run_that_resumes_takes_the_plan_of_the_checkpoint_and_measures_nothing(group):
+    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "planned.ckpt"
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+    first = fit(Deep(), HybridParallelStrategy(**options), 2, max_epochs=1)
+    first.save_checkpoint(path)
+    comm.barrier(group)
+
+    def measured(*args, **kwargs):
+        raise AssertionError("measured again")
+
+    with patched(setup, "analyze", measured):
+        resumed = fit(Deep(), HybridParallelStrategy(**options), 2, ckpt_path=path)
+        assert resumed.strategy.engine.plan.to_dict() == first.strategy.engine.plan.to_dict()
+        with pytest.raises(AssertionError, match="measured again"):
+            fit(Deep(), HybridParallelStrategy(**options, schedule="gpipe"), 2, ckpt_path=path)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])

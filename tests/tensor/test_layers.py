@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import time
 import weakref
 
@@ -19,7 +20,16 @@ from lightning_parallel.tensor.autograd import (
     reduce_from_group,
     scatter_to_group,
 )
-from lightning_parallel.tensor.layers import Column, ColumnLinear, Replicate, Row, RowLinear, Vocab, VocabEmbedding
+from lightning_parallel.tensor.layers import (
+    Column,
+    ColumnLinear,
+    Replicate,
+    Row,
+    RowLinear,
+    Vocab,
+    VocabEmbedding,
+    convert,
+)
 from lightning_parallel.tensor.sharding import Shard, ShardPart, balanced
 from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import check, divide, finish_gradients, same_by_name
@@ -491,3 +501,24 @@ def test_one_rank():
     assert torch.equal(model(tokens), expected)
     assert gather_from_group(expected, group) is scatter_to_group(expected, group) is expected
     assert all_gather_to_group(expected, group) is expected
+
+
+class Scaled(nn.Linear):
+    """A class of its own, with a method for copies of its own."""
+
+    def __deepcopy__(self, memo):
+        copied = type(self).__new__(type(self))
+        copied.__dict__ = {**self.__dict__, "scale": 2}
+        return copied
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Scaled])
+def test_a_divided_layer_is_copied_but_never_pickled_as_if_it_were_whole(kind):
+    model = nn.Sequential(kind(4, 4))
+    convert(model[0], ColumnLinear)
+    copied = copy.deepcopy(model)
+    assert type(copied[0]) is type(model[0])
+    assert getattr(copied[0], "scale", 2) == 2
+    assert torch.equal(copied[0].weight, model[0].weight)
+    with pytest.raises(RuntimeError, match=r"`ColumnLinear.*` is divided over the tensor-parallel ranks"):
+        pickle.dumps(model)
