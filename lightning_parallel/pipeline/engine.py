@@ -9,6 +9,7 @@ result = engine.forward_backward(step, batch)                # fills `.grad`
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import BatchNormalization
-from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch, split_by
+from lightning_parallel.pipeline.microbatch import SplitBatch, StepResult, num_samples, split_batch, split_by
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
-from lightning_parallel.pipeline.runtime import ScheduleRun, StepResult, split_linears
+from lightning_parallel.pipeline.runtime import ScheduleRun, split_linears
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
 from lightning_parallel.pipeline.stage import PipelineStages, StageInputs, TiedParameter
 
@@ -48,6 +49,7 @@ class PipelineEngine:
         microbatch_weight: Gives the weight of a microbatch in the loss; by default its number of samples. To weight by
             tokens, count them here, and return the mean over tokens from the step.
         message_groups: Groups of the same ranks, for a backend that cannot tell messages apart by tag (NCCL).
+        seed_group: Ranks whose random numbers before the layers must be the same; by default `group`.
 
     Raises:
         ValueError: If the plan is for another model, or another number of ranks.
@@ -63,6 +65,7 @@ class PipelineEngine:
         split_batch: SplitBatch = split_batch,
         microbatch_weight: Callable[[Any], float] = num_samples,
         message_groups: MessageGroups | None = None,
+        seed_group: Group | None = None,
     ) -> None:
         # Before anything is freed: a model that is refused stays whole.
         plan.check_fits(module, group.size)
@@ -70,6 +73,8 @@ class PipelineEngine:
         self.plan = plan
         self.group = group
         self.message_groups = message_groups
+        self.seed_group = seed_group or group
+        self._seeds: random.Random | None = None
         self.split_batch = split_batch
         self.microbatch_weight = microbatch_weight
         self.device = device or device_of(module)
@@ -176,11 +181,22 @@ class PipelineEngine:
             self._layouts,
             self._stage_inputs,
             scale,
-            # From the global generator, which is equal on all stages: it was shared when the processes met.
-            seed=int(torch.randint(2**62, ()).item()),
+            seed=self._next_seed(),
             message_groups=self.message_groups,
         )
         return run()
+
+    def share_seed(self) -> None:
+        """Let the first rank's global generator decide the random numbers of the steps that follow, on every rank."""
+        self._seeds = None
+
+    def _next_seed(self) -> int:
+        # Drawn in each step, so that the global generator goes on; but code that draws on some ranks only, such as
+        # under `is_global_zero`, leaves those of the ranks in different states.
+        mine = int(torch.randint(2**62, ()).item())
+        if self._seeds is None:
+            self._seeds = random.Random(comm.broadcast_object(mine, self.seed_group))
+        return self._seeds.getrandbits(62)
 
     def _schedule_for(self, num_microbatches: int) -> Schedule:
         known, schedule = self._schedules, self.schedule

@@ -7,7 +7,8 @@ outputs    {"loss": 0.5, "logits": (3, 10)}, {"loss": 0.7, "logits": (2, 10)}   
 merged     {"loss": 0.58, "logits": (5, 10)}
 
 Every stage runs the user's step on every microbatch. A mask that the step draws before the layers must be the same on
-all stages, so each microbatch has a seed; from the first layer of a stage on, numbers come from the stage's own seed.
+all stages, so each microbatch has a seed, and so has what follows each call of a module before the layers, which draws
+on the stage that has it and nowhere else. From the first layer of a stage on, numbers come from the stage's own seed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import copy
 import dataclasses
 import random
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -28,7 +29,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
+    "OwnGenerators",
     "SplitBatch",
+    "StepResult",
+    "call_seed",
     "merge_outputs",
     "stage_seed",
     "num_samples",
@@ -46,6 +50,23 @@ SplitBatch = Callable[[Any, int], list[Any]]
 
 # Repeated in every microbatch. Other types are refused, since it is not known whether they have samples.
 _WHOLE = (type(None), str, bytes, bool, int, float, complex, Enum, torch.dtype, torch.device, np.generic)
+
+
+@dataclasses.dataclass
+class StepResult:
+    """The result of one step through the pipeline.
+
+    Attributes:
+        microbatches: The parts of the batch.
+        outputs: What the step returned for each microbatch, detached; empty except on the rank of the last stage.
+        weights: The share of each microbatch in the loss; they sum to 1.
+        loss: Sum of the microbatches' losses by their weights, on the rank of the last stage in training.
+    """
+
+    microbatches: list[Any]
+    outputs: list[Any]
+    weights: list[float]
+    loss: Tensor | None
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
@@ -246,11 +267,17 @@ def _merge_sequences(values: Sequence[Any], samples: Sequence[int], weights: Seq
 
 # 2^64 divided by the golden ratio, whose multiples are spread evenly over 64 bits.
 _GOLDEN = 0x9E3779B97F4A7C15
+_PRIME = 0xC2B2AE3D27D4EB4F  # another odd number with bits as mixed, so that seeds of calls are not those of stages
 
 
 def stage_seed(seed: int, stage: int) -> int:
     """Return another seed for each stage."""
     return (seed ^ (_GOLDEN * stage)) & (2**63 - 1)
+
+
+def call_seed(seed: int, number: int) -> int:
+    """Return another seed for what follows each call of a module outside of the layers; 0 is before the first."""
+    return (seed ^ (_PRIME * number)) & (2**63 - 1)
 
 
 def seed_torch(seed: int) -> None:
@@ -292,3 +319,80 @@ def seeded(seed: int) -> Iterator[None]:
     with random_state_kept():
         seed_all(seed)
         yield
+
+
+_Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+
+class OwnGenerators:
+    """The generators that modules keep as attributes, besides the global ones.
+
+    In a step each of them gives one number, from which it is seeded for each microbatch. So a microbatch draws the same
+    numbers on all stages, however often each of them runs the step, and a generator that the user seeds still decides.
+
+    Args:
+        modules: Where to look.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        found = {id(value): value for module in modules for value in _generators(list(vars(module).values()))}
+        self._generators = list(found.values())
+        self._seeds: list[int] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Take a number from each, and restore its state after the block."""
+        self._seeds = [_draw(generator) for generator in self._generators]
+        states = [_state(generator) for generator in self._generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states):
+                _restore(generator, state)
+
+    def seed(self, key: int) -> None:
+        """Seed each by its number and `key`."""
+        for generator, seed in zip(self._generators, self._seeds):
+            _seed(generator, (seed ^ key) & (2**63 - 1))
+
+
+def _generators(values: Iterable[Any]) -> Iterator[_Generator]:
+    for value in values:
+        if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+            yield value
+        elif type(value) in (list, tuple, dict):
+            yield from _generators(value.values() if isinstance(value, dict) else value)
+
+
+def _draw(generator: _Generator) -> int:
+    if isinstance(generator, torch.Generator):
+        return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    if isinstance(generator, np.random.Generator):
+        return int(generator.integers(2**62))
+    if isinstance(generator, np.random.RandomState):
+        return int(generator.randint(2**62, dtype=np.int64))
+    return generator.getrandbits(62)
+
+
+def _seed(generator: _Generator, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed % 2**32)
+
+
+def _state(generator: _Generator) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _restore(generator: _Generator, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)

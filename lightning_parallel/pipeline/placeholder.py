@@ -132,6 +132,8 @@ class PlaceholderTensor(Tensor):
         _collect(kwargs, placeholders)
         _check(func, placeholders)
         written = _written(func, args, kwargs)
+        if _draws_numbers and torch.Tag.nondeterministic_seeded in func.tags:
+            func(*_with_data(args), **_with_data(kwargs))
         # Shapes are computed on the meta device; the result claims the device that the real operation would use.
         device = kwargs.get("device") or placeholders[0].device
         if "device" in kwargs:
@@ -151,6 +153,36 @@ class PlaceholderTensor(Tensor):
             written.available = available
             return _rewritten(written, result)
         return _wrap(result, device, _provenance(placeholders), available)
+
+
+_draws_numbers = False
+
+
+@contextmanager
+def draws_numbers(is_drawing: bool) -> Iterator[None]:
+    """Let operations on placeholders take as many random numbers inside the block as they would with data, or none.
+
+    What a step draws before its layers must be the same on the stage that has the data and on those that do not.
+    """
+    global _draws_numbers
+    before = _draws_numbers
+    _draws_numbers = is_drawing
+    try:
+        yield
+    finally:
+        _draws_numbers = before
+
+
+def _with_data(value: Any) -> Any:
+    """Replace placeholders by ones; how many numbers are drawn depends on shapes only."""
+    if isinstance(value, PlaceholderTensor):
+        meta = value.meta
+        return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=value.device).fill_(1)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_data(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _with_data(item) for key, item in value.items()}
+    return value
 
 
 def _provenance(placeholders: list[PlaceholderTensor]) -> str:

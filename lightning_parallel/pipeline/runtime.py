@@ -30,7 +30,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_parallel import tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import parameters_of, pytree
-from lightning_parallel.pipeline.microbatch import random_state_kept, seed_all, seed_torch, seeded, stage_seed
+from lightning_parallel.pipeline.microbatch import (
+    OwnGenerators,
+    StepResult,
+    call_seed,
+    random_state_kept,
+    seed_all,
+    seed_torch,
+    stage_seed,
+)
 from lightning_parallel.pipeline.p2p import (
     Message,
     MessageGroups,
@@ -39,7 +47,7 @@ from lightning_parallel.pipeline.p2p import (
     StageMessages,
     TensorSpec,
 )
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, missing
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers, missing
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.stage import (
     REENTRANT,
@@ -55,30 +63,12 @@ from lightning_parallel.pipeline.stage import (
 __all__ = [
     "MissingLossError",
     "ScheduleRun",
-    "StepResult",
     "WeightGradients",
     "deferring",
     "loss_of",
     "split_linears",
     "weight_gradient_queue",
 ]
-
-
-@dataclass
-class StepResult:
-    """The result of one step through the pipeline.
-
-    Attributes:
-        microbatches: The parts of the batch.
-        outputs: What the step returned for each microbatch, detached; empty except on the rank of the last stage.
-        weights: The share of each microbatch in the loss; they sum to 1.
-        loss: Sum of the microbatches' losses by their weights, on the rank of the last stage in training.
-    """
-
-    microbatches: list[Any]
-    outputs: list[Any]
-    weights: list[float]
-    loss: Tensor | None
 
 
 @dataclass
@@ -133,6 +123,7 @@ class ScheduleRun:
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.open = tracing.OpenSpan()
+        self.generators = OwnGenerators(self.model.outside_of_layers)
 
     def __call__(self) -> StepResult:
         """Run this rank's row of the schedule.
@@ -149,7 +140,7 @@ class ScheduleRun:
         }
         self.messages.post()
         # Once per step, not per action: saving the state of all generators takes longer than seeding them.
-        with random_state_kept():
+        with random_state_kept(), self.generators.kept():
             for action in self.schedule.rows[self.group.rank]:
                 phase = "forward" if action.kind is Kind.F else "backward"
                 with tracing.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
@@ -169,11 +160,12 @@ class ScheduleRun:
             self.model.stubs,
             lambda index, leaves, positions: self._receive(action, state, index, leaves, positions),
             self.model.show,
+            lambda number: self._seed(microbatch, number),
         )
         is_last = stage == self.model.num_stages - 1
         # What the step draws before the layers, such as a mask of the batch, must be the same on all stages.
-        seed_all(self.seed + microbatch)
-        with self.model.handled_by(handler):
+        self._seed(microbatch)
+        with self.model.handled_by(handler), draws_numbers(stage > 0):
             try:
                 result = self.step(self.microbatches[microbatch])
             except StageExit as exit_:
@@ -189,6 +181,12 @@ class ScheduleRun:
             self._send(stage, microbatch, state, end)
         if self.training:
             self.states[stage, microbatch] = state
+
+    def _seed(self, microbatch: int, number: int = 0) -> None:
+        """Seed what the step draws before its layers, after so many calls of outer modules."""
+        key = call_seed(self.seed + microbatch, number)
+        seed_all(key)
+        self.generators.seed(call_seed(microbatch, number))
 
     def _require_end(self, stage: int, handler: StageForward, is_last: bool) -> None:
         if not is_last or not handler.entered:
@@ -283,8 +281,11 @@ class ScheduleRun:
             if inputs.fits(end.index, end.leaves, end.tree):
                 return inputs
         # The same seed as in the forward: a step may draw numbers before the layers that decide what it does.
-        handler = NextStageDryRun(stage + 1, self.model.stage_of, self.model.stubs)
-        with seeded(self.seed + microbatch), self.model.handled_by(handler), torch.no_grad():
+        handler = NextStageDryRun(
+            stage + 1, self.model.stage_of, self.model.stubs, lambda number: self._seed(microbatch, number)
+        )
+        self._seed(microbatch)
+        with self.model.handled_by(handler), draws_numbers(True), torch.no_grad():
             try:
                 self.step(self.microbatches[microbatch])
             except StageExit as exit_:

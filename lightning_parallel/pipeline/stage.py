@@ -95,6 +95,7 @@ class StageForward:
         stubs: Outputs of modules of other stages.
         receive: Called once, at the first layer that is not of an earlier stage.
         on_entry: Called just before that.
+        after_outer_call: Called with the number of calls of outer modules so far, until the first layer is called.
 
     Attributes:
         entered: Whether the stage has its inputs.
@@ -108,12 +109,15 @@ class StageForward:
         stubs: StubOutputs,
         receive: Receive,
         on_entry: Callable[[], None] = lambda: None,
+        after_outer_call: Callable[[int], None] = lambda number: None,
     ) -> None:
         self.stage = stage
         self.stage_of = stage_of
         self.stubs = stubs
         self.receive = receive
         self.on_entry = on_entry
+        self.after_outer_call = after_outer_call
+        self.outer_calls = 0
         # The first stage receives nothing: its inputs are in the batch.
         self.entered = stage == 0
         self.last = -1
@@ -139,6 +143,13 @@ class StageForward:
 
     def outer_module(self, call: Call) -> Any:
         """Infer before the stage is entered, run afterwards."""
+        result = self._outer_result(call)
+        if self.last < 0:
+            self.outer_calls += 1
+            self.after_outer_call(self.outer_calls)
+        return result
+
+    def _outer_result(self, call: Call) -> Any:
         if not self.entered:
             return self._infer(call)
         if not call.site.present:
@@ -206,8 +217,10 @@ class StageInputs:
 class NextStageDryRun(StageForward):
     """The next stage's forward up to its entry, run here without data to learn what that stage lacks."""
 
-    def __init__(self, stage: int, stage_of: tuple[int, ...], stubs: StubOutputs) -> None:
-        super().__init__(stage, stage_of, stubs, self._receive_nothing)
+    def __init__(
+        self, stage: int, stage_of: tuple[int, ...], stubs: StubOutputs, after_outer_call: Callable[[int], None]
+    ) -> None:
+        super().__init__(stage, stage_of, stubs, self._receive_nothing, after_outer_call=after_outer_call)
 
     def _enter(self, index: int, call: Call) -> tuple[Any, Any]:
         leaves, tree = pytree.tree_flatten((call.args, call.kwargs))
@@ -334,6 +347,7 @@ class PipelineStages:
         num_stages: Stages of the whole pipeline.
         tied: Name of each parameter that several ranks hold -> where it is.
         stubs: Outputs of modules of other stages.
+        outside_of_layers: All modules but the layers and what is in them.
     """
 
     def __init__(self, module: nn.Module, plan: PipelinePlan, rank: int, device: torch.device) -> None:
@@ -345,6 +359,8 @@ class PipelineStages:
         self.num_stages = plan.num_stages
         self.stubs = StubOutputs(device)
         stack = LayerStack.at(module, plan.container)
+        inside = {child for layer in stack.layers for child in layer.modules()}
+        self.outside_of_layers = [child for child in module.modules() if child not in inside]
         # Before parameters are freed, as ties are found by identity.
         self.tied = self._find_tied()
         # Also before: a module whose parameters are gone is recognized by its site.

@@ -21,7 +21,7 @@ from lightning_parallel.compat import patched
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
 from lightning_parallel.pipeline.interception import Call, has_listeners, parameter_lists, replaced, run_with_fake_data
 from lightning_parallel.pipeline.microbatch import random_state_kept
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers
 
 __all__ = ["StubOutputs", "autocast_dtype", "copy_args", "free_parameters", "named_placeholders", "stubbed"]
 
@@ -138,7 +138,7 @@ class StubOutputs:
         arguments = (call.args, call.kwargs)
         originals: dict[int, Any] = {}
         # Tensor-parallel layers communicate in their forward; the ranks of other stages do not take part here.
-        with comm.skip_communication(), random_state_kept():
+        with comm.skip_communication(), random_state_kept(), draws_numbers(False):
             try:
                 given = copy_args(arguments, originals)
                 with stubbed(call.module, self.device, available):

@@ -304,6 +304,27 @@ class MeshStrategy(MeshProcesses):
         step = super().training_step
         return step(*args, **kwargs) if audit is None else audit.wrap(step)(*args, **kwargs)
 
+    @override
+    def on_train_start(self) -> None:
+        self._share_seed()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._share_seed()
+
+    @override
+    def on_test_start(self) -> None:
+        self._share_seed()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._share_seed()
+
+    def _share_seed(self) -> None:
+        # After the user's hooks, which may seed the generators, or have drawn numbers on some ranks only.
+        if self.engine is not None:
+            self.engine.share_seed()
+
     def _begin_step(self, batch: Any) -> None:
         if self._checked_epoch != self.module.current_epoch:
             checks.check_same_batch(batch, self.groups.replica)

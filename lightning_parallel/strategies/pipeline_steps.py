@@ -38,9 +38,9 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.compat.torch import pytree, version_of
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.microbatch import merge_outputs, num_samples
+from lightning_parallel.pipeline.microbatch import StepResult, merge_outputs, num_samples
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
-from lightning_parallel.pipeline.runtime import StepResult, loss_of
+from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.stage import StageExit
 from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
 from lightning_parallel.strategies.setup import PipelineOptions

@@ -219,6 +219,7 @@ def cut_stages(
         split_batch=options.split_batch,
         microbatch_weight=options.microbatch_weight,
         message_groups=message_groups(groups, device),
+        seed_group=groups.replica,
     )
     # Only what is left of the module moves.
     module.to(device)
