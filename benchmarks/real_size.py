@@ -114,7 +114,8 @@ class _Memory(Callback):
                 if name.startswith(f"{layer}."):
                     sizes[layer] += parameter.num_bytes
         outer = [parameter.num_bytes for name, parameter in engine.plan.parameters.items() if "layers." not in name]
-        self.largest_bytes = max(*sizes.values(), *outer)
+        # The plan has shards; a layer is made whole, and divided then.
+        self.largest_bytes = max(*sizes.values(), *outer) * trainer.strategy.groups.tensor_parallel.size
         stages = engine.stages
         self.predicted_bytes = sum(sum(engine.plan.stage_bytes(stage, 2)) for stage in stages)
 
