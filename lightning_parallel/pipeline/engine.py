@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import BatchNormalization
-from lightning_parallel.pipeline.microbatch import SplitBatch, StepResult, num_samples, split_batch, split_by
+from lightning_parallel.pipeline.microbatch import (
+    OwnGenerators,
+    SplitBatch,
+    StepResult,
+    num_samples,
+    split_batch,
+    split_by,
+)
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
 from lightning_parallel.pipeline.runtime import ScheduleRun, split_linears
@@ -74,7 +81,6 @@ class PipelineEngine:
         self.group = group
         self.message_groups = message_groups
         self.seed_group = seed_group or group
-        self._seeds: random.Random | None = None
         self.split_batch = split_batch
         self.microbatch_weight = microbatch_weight
         self.device = device or device_of(module)
@@ -86,8 +92,10 @@ class PipelineEngine:
             split_linears(module)
         # Kept from step to step: layouts that have not changed are not sent again, and dry runs are not repeated.
         self._layouts = MessageLayouts()
+        self._seeds: random.Random | None = None
         self._stage_inputs: dict[int, list[StageInputs]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}
+        self.share_seed()
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -182,6 +190,7 @@ class PipelineEngine:
             self._stage_inputs,
             scale,
             seed=self._next_seed(),
+            generators=self._generators,
             message_groups=self.message_groups,
         )
         return run()
@@ -189,6 +198,8 @@ class PipelineEngine:
     def share_seed(self) -> None:
         """Let the first rank's global generator decide the random numbers of the steps that follow, on every rank."""
         self._seeds = None
+        # Here and not in each step: modules may keep long lists, which are searched too.
+        self._generators = OwnGenerators(self.model.outside_of_layers)
 
     def _next_seed(self) -> int:
         # Drawn in each step, so that the global generator goes on; but code that draws on some ranks only, such as

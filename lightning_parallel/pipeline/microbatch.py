@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import random
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -334,8 +335,8 @@ class OwnGenerators:
         modules: Where to look.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
-        found = {id(value): value for module in modules for value in _generators(list(vars(module).values()))}
+    def __init__(self, modules: Iterable[torch.nn.Module] = ()) -> None:
+        found = {id(value): value for module in modules for value in _generators(vars(module).values())}
         self._generators = list(found.values())
         self._seeds: list[int] = []
 
@@ -357,16 +358,20 @@ class OwnGenerators:
 
 
 def _generators(values: Iterable[Any]) -> Iterator[_Generator]:
+    """Find generators among attributes, and in lists, tuples and dicts among these."""
     for value in values:
-        if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
-            yield value
-        elif type(value) in (list, tuple, dict):
-            yield from _generators(value.values() if isinstance(value, dict) else value)
+        entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+        for entry in entries:
+            if isinstance(entry, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+                yield entry
 
 
 def _draw(generator: _Generator) -> int:
     if isinstance(generator, torch.Generator):
-        return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        # Its state is on the CPU; to read the number from a GPU would wait for all that was launched there before.
+        state = generator.get_state().numpy().tobytes()
+        torch.rand((), generator=generator, device=generator.device)
+        return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little") >> 2
     if isinstance(generator, np.random.Generator):
         return int(generator.integers(2**62))
     if isinstance(generator, np.random.RandomState):

@@ -98,6 +98,7 @@ class ScheduleRun:
         stage_inputs: The inputs that the next stages lack, kept from step to step.
         scale: The gradients are multiplied by this.
         seed: Of the random numbers that all stages draw, equal on all of them.
+        generators: Those that modules keep themselves.
         message_groups: Groups for messages between stages; see `MessageGroups`.
     """
 
@@ -111,6 +112,7 @@ class ScheduleRun:
     stage_inputs: dict[int, list[StageInputs]]
     scale: float | Tensor = 1.0
     seed: int = 0
+    generators: OwnGenerators = field(default_factory=OwnGenerators)
     message_groups: MessageGroups | None = None
 
     def __post_init__(self) -> None:
@@ -123,7 +125,6 @@ class ScheduleRun:
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.open = tracing.OpenSpan()
-        self.generators = OwnGenerators(self.model.outside_of_layers)
 
     def __call__(self) -> StepResult:
         """Run this rank's row of the schedule.

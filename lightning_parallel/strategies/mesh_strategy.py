@@ -306,24 +306,11 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def on_train_start(self) -> None:
-        self._share_seed()
-
-    @override
-    def on_validation_start(self) -> None:
-        self._share_seed()
-
-    @override
-    def on_test_start(self) -> None:
-        self._share_seed()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._share_seed()
-
-    def _share_seed(self) -> None:
         # After the user's hooks, which may seed the generators, or have drawn numbers on some ranks only.
         if self.engine is not None:
             self.engine.share_seed()
+
+    on_validation_start = on_test_start = on_predict_start = on_train_start
 
     def _begin_step(self, batch: Any) -> None:
         if self._checked_epoch != self.module.current_epoch:
