@@ -187,22 +187,34 @@ def check_parameters(module: nn.Module) -> None:
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
             raise ValueError(f"`{path}` is TorchScript, whose parameters cannot be divided; do without `torch.jit`")
-    ranges: list[tuple[int, int, str]] = []
+    ranges: list[tuple[int, int, str, nn.Parameter]] = []
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"`{name}` is lazy and has no shape yet; call the module once before it is divided")
         start = 0 if parameter.is_meta or not parameter.numel() else parameter.data_ptr()
         if start:
             last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride()))
-            ranges.append((start, start + (last + 1) * parameter.element_size(), name))
-    ranges.sort()
-    for (_, end, name), (start, _, other) in pairwise(ranges):
-        if start < end:
+            ranges.append((start, start + (last + 1) * parameter.element_size(), name, parameter))
+    ranges.sort(key=lambda entry: entry[:3])
+    for (first, end, name, one), (start, _, other, two) in pairwise(ranges):
+        if start < end and _share_elements(one, two, start - first):
             # One process trains the memory by both; divided or on other stages they would go apart.
             raise ValueError(
                 f"`{name}` and `{other}` are two parameters in the same memory, which ends when the model is divided;"
                 " tie them as one parameter (`b.weight = a.weight`), or make one a copy"
             )
+
+
+def _share_elements(one: Tensor, two: Tensor, distance: int) -> bool:
+    """Tell whether a tensor has elements of another one that begins `distance` bytes after it."""
+    if distance % one.element_size() or one.element_size() != two.element_size():
+        return True
+    # Columns of one matrix lie between each other without sharing anything.
+    offset = distance // one.element_size()
+    ends = [sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) for x in (one, two)]
+    marks = torch.zeros(max(ends[0], offset + ends[1]) + 1, dtype=torch.bool)
+    marks.as_strided(one.shape, one.stride()).fill_(True)
+    return bool(marks.as_strided(two.shape, two.stride(), offset).any())
 
 
 def check_pipeline_module(module: LightningModule) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridParallelStrategy
+from lightning_parallel.strategies.checks import check_parameters
 from tests.harness import distributed
 from tests.harness import run as run_on_ranks
 from tests.strategies.models import trainer_for
@@ -292,3 +293,19 @@ def _is_refused(group, layout, kind, message):
     strategy = HybridParallelStrategy(pipeline_parallel_size=layout[0], tensor_parallel_size=layout[1])
     with pytest.raises(ValueError, match=message):
         run(kind("plain"), strategy, 2)
+
+
+def test_columns_of_one_matrix_share_no_memory_but_rows_and_diagonals_do():
+    matrix = torch.randn(4, 6)
+
+    def holding(*values):
+        module = nn.Module()
+        for number, value in enumerate(values):
+            module.register_parameter(f"p{number}", nn.Parameter(value))
+        return module
+
+    check_parameters(holding(matrix[:, :2], matrix[:, 2:4], matrix[:, 4:]))
+    check_parameters(holding(matrix[:2], matrix[2:]))
+    for other in (matrix[1], matrix.diagonal(), matrix[:, 1:3]):
+        with pytest.raises(ValueError, match="`p0` and `p1` are two parameters in the same memory"):
+            check_parameters(holding(matrix[:, :2], other))
