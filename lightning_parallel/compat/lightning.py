@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, Optional, Union
@@ -25,15 +25,19 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as FunctionLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_parallel.compat import Patches
+
 __all__ = [
     "FunctionLauncher",
     "PathLike",
     "ScriptLauncher",
+    "agree_on_sigterm",
     "batch_value_of",
     "checkpoint_of_run",
     "ddp_hook_state",
@@ -89,6 +93,45 @@ def sync_tensor(tensor: Tensor, group: Any, reduce_op: Optional[Union[ReduceOp, 
 def set_device_mesh(module: LightningModule, device_mesh: DeviceMesh) -> None:
     """Set `LightningModule.device_mesh`, which has no setter: Lightning's own strategy writes the attribute as well."""
     module._device_mesh = device_mesh
+
+
+def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: Patches) -> Callable[[], None]:
+    """End a run on SIGTERM between two steps, on all ranks at the same one, until `patches` are undone.
+
+    Lightning's handler broadcasts from wherever the signal found the rank. Where every rank gets the signal, as from
+    `timeout` or SLURM, that message meets those of the step, and all wait for ever. Here it only takes note.
+
+    Args:
+        trainer: The trainer, before it has registered its handlers.
+        agree: Tells on every rank whether any of them got a signal; called on all ranks before each step.
+        patches: Undoes it.
+
+    Returns:
+        What to call before each step of validation, test and prediction; in training Lightning does.
+
+    Raises:
+        SIGTERMException: From what is returned, and from the training loop, if a rank got a signal.
+    """
+    connector = trainer._signal_connector
+    received = False
+
+    def note(signum: Any, frame: FrameType | None) -> None:
+        nonlocal received
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not received:
+            launcher.kill(signum)
+        received = True
+
+    def end_together() -> None:
+        if agree(received):
+            connector.received_sigterm = True
+            raise SIGTERMException
+
+    patches.replace(connector, "_sigterm_notifier_fn", note)
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):  # not in all supported versions
+        patches.replace(epoch_loop, "_broadcast_sigterm_tensor", end_together)
+    return end_together
 
 
 def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
@@ -153,8 +196,12 @@ def train_dataloader_of(trainer: Trainer) -> Any | None:
     return source.dataloader() if source.is_defined() else None
 
 
-def take_first_entry(loop: Any) -> Any:
+def take_first_entry(loop: Any, copied: Callable[[Any], Any | None]) -> Any:
     """Set up a loop's data, take its first entry (batch, index, loader), and leave the loop as if nothing had been.
+
+    Args:
+        loop: The loop.
+        copied: Gives a copy of a loader to read from; None if it can be read only once.
 
     Returns:
         The entry; None if there is none, or if the data can be read only once.
@@ -162,8 +209,11 @@ def take_first_entry(loop: Any) -> Any:
     loop.setup_data()
     # Without this the run would go on with loaders that were set up for the look.
     loader, loop._combined_loader = loop._combined_loader, None
-    # An iterator would have lost its first entry for the run.
-    if loader is None or any(hasattr(data, "__next__") for data in loader.flattened):
+    if loader is None:
+        return None
+    loader.flattened = [copied(data) for data in loader.flattened]
+    # What cannot be copied would have lost its first entry for the run.
+    if any(data is None for data in loader.flattened):
         return None
     return next(iter(loader), None)
 

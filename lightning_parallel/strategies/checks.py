@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy
 import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder
@@ -21,6 +24,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
+from torch.utils.data import IterableDataset
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, fingerprint
@@ -30,6 +34,7 @@ from lightning_parallel.pipeline.microbatch import SplitBatch, split_by
 from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.search import BALANCES
+from lightning_parallel.strategies.optimizer_trial import is_elementwise, is_tensorwise
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
@@ -55,7 +60,7 @@ AVERAGING = tuple(
     getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
 )
 
-# Optimizers of torch whose update of one element depends on the other elements of the tensor.
+# Optimizers whose update of one element depends on the other elements of the tensor, where they cannot be tried.
 WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", "Adafactor", "Muon"}
 
 
@@ -68,18 +73,32 @@ def check_same_batch(batch: Any, group: Group) -> None:
     if group.size == 1:
         return
     # Fingerprints, since the batches themselves may be large; shapes for the message.
-    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    seen = [(tuple(tensor.shape), str(tensor.dtype), fingerprint(tensor)) for tensor in tensors]
+    seen = [
+        (tuple(leaf.shape), str(leaf.dtype), fingerprint(leaf)) if isinstance(leaf, Tensor) else ((), "", leaf)
+        for leaf in _contents(batch, {})
+    ]
     everyone = comm.all_gather_object(seen, group)
     different = [rank for rank, other in zip(group.ranks, everyone) if other != everyone[0]]
     if different:
         shapes = {rank: [entry[0] for entry in other] for rank, other in zip(group.ranks, everyone)}
         raise ValueError(
-            f"the ranks {list(group.ranks)} hold one replica and must get the same batch, but the epoch's first batch"
+            f"the ranks {list(group.ranks)} hold one replica and must get the same batch, but the first batch"
             f" of rank {', '.join(map(str, different))} differs from that of rank {group.ranks[0]} (shapes: {shapes})."
             " Shard data by the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by"
             " the global rank, and use the same seed on every rank"
         )
+
+
+def _contents(batch: Any, known: dict[int, Any]) -> Iterator[Tensor | str | bytes | float]:
+    """Yield the data in a batch: tensors, numbers and text, also inside of objects that pytree does not know."""
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biufc":
+            yield torch.as_tensor(leaf.tolist())  # a copy: some arrays are not writable, or of a type torch lacks
+        elif isinstance(leaf, (Tensor, str, bytes, int, float)):
+            yield leaf
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type) and id(leaf) not in known:
+            known[id(leaf)] = leaf
+            yield from _contents(vars(leaf), known)
 
 
 def check_callbacks(trainer: Trainer) -> None:
@@ -125,17 +144,49 @@ def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], 
         ValueError: With the optimizer and one of its sharded parameters.
     """
     for optimizer in optimizers:
-        # By name, so that implementations outside of torch are found too, and subclasses.
-        if not any(kind.__name__ in WHOLE_TENSOR_OPTIMIZERS for kind in type(optimizer).__mro__):
-            continue
-        held = [names.get(id(parameter), "") for group in optimizer.param_groups for parameter in group["params"]]
-        sharded = [name for name in held if name in rules]
-        if sharded:
-            raise ValueError(
-                f"`{type(optimizer).__name__}` computes with whole tensors, but `{sharded[0]}` and"
-                f" {len(sharded) - 1} other parameters are divided over tensor-parallel ranks. Use an elementwise"
-                " optimizer (SGD, Adam, AdamW, ...) for them, or keep them whole with `plan={'...': 'replicate'}`"
-            )
+        for group in optimizer.param_groups:
+            sharded = [name for name in (names.get(id(value), "") for value in group["params"]) if name in rules]
+            if not sharded:
+                continue
+            verdict = is_elementwise(optimizer, group)
+            if verdict is None and not _is_known_to_need_whole_tensors(optimizer):
+                _warn_untried(optimizer, "single elements, and not with norms or products of whole tensors")
+            elif not verdict:
+                raise ValueError(
+                    f"`{type(optimizer).__name__}` computes with whole tensors, but `{sharded[0]}` and"
+                    f" {len(sharded) - 1} other parameters are divided over tensor-parallel ranks. Use an elementwise"
+                    " optimizer (SGD, Adam, AdamW, ...) for them, or keep them whole with `plan={'...': 'replicate'}`"
+                )
+
+
+def check_pipeline_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that need all parameters at once: a stage holds only some.
+
+    Raises:
+        ValueError: If one does, such as LBFGS, or those that estimate a learning rate for all parameters.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            verdict = is_tensorwise(optimizer, group)
+            if isinstance(optimizer, LBFGS) or verdict is False:
+                raise ValueError(
+                    f"`{type(optimizer).__name__}` computes with all parameters at once, which are on several pipeline"
+                    " stages; use one that treats each parameter by itself (SGD, Adam, AdamW, ...)"
+                )
+            if verdict is None:
+                _warn_untried(optimizer, "each parameter by itself")
+
+
+def _is_known_to_need_whole_tensors(optimizer: Optimizer) -> bool:
+    # By name, so that implementations outside of torch are found too, and subclasses.
+    return any(kind.__name__ in WHOLE_TENSOR_OPTIMIZERS for kind in type(optimizer).__mro__)
+
+
+def _warn_untried(optimizer: Optimizer, expected: str) -> None:
+    rank_zero_warn(
+        f"`{type(optimizer).__name__}` could not be tried on a small problem, since no other one can be made by its"
+        f" constructor. Make sure that it computes with {expected}; otherwise it trains something else than one process"
+    )
 
 
 def check_plan_argument(plan: Any) -> None:
@@ -243,17 +294,6 @@ def check_pipeline_module(module: LightningModule) -> None:
         method = getattr(module, name)
         if callable(method) and "dataloader_iter" in inspect.signature(method).parameters:
             raise ValueError(f"`{kind}.{name}` takes a `dataloader_iter`; a pipeline needs the batch, to split it")
-
-
-def check_pipeline_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that need all parameters at once: a stage holds only some.
-
-    Raises:
-        ValueError: If there is an LBFGS.
-    """
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
-            raise ValueError("`LBFGS` computes with all parameters at once, which are on several pipeline stages")
 
 
 def positional_arguments(method: Callable[..., Any]) -> int:
@@ -399,21 +439,52 @@ def first_batch(trainer: Trainer) -> Any | None:
     loop = loops[trainer.state.fn]
     # Reading draws numbers for the order and for augmentation, which the run has to draw again.
     with isolate_rng(), _rewound(pytree.tree_leaves(loaders_of(loop))):
-        entry = take_first_entry(loop)
+        entry = take_first_entry(loop, _copied)
     if entry is None or entry[0] is None:
         return None
     return prepared_batch(trainer, entry[0])
 
 
+def _copied(loader: Any) -> Any | None:
+    """Return a copy of a loader, so that what is read of it stays there for the run; None if it cannot be copied.
+
+    Many a stream, sampler or loader of one's own goes on where it was when it is iterated again.
+    """
+    if isinstance(loader, (list, tuple)):
+        return loader
+    if hasattr(loader, "__next__"):
+        return None
+    kept = [getattr(loader, name, None) for name in ("collate_fn", "worker_init_fn", "multiprocessing_context")]
+    dataset = getattr(loader, "dataset", None)
+    if dataset is not None and not isinstance(dataset, IterableDataset):
+        kept.append(dataset)  # read by index, and maybe large; of its state, see `_rewound`
+    try:
+        # The copy refers to what the memo has as it is: functions may belong to the module, with all that it has.
+        return copy.deepcopy(loader, {id(value): value for value in kept if value is not None})
+    except Exception:
+        return None  # generators, files, connections
+
+
 @contextmanager
 def _rewound(loaders: list[Any]) -> Iterator[None]:
-    """Restore the random generators that belong to loaders and samplers after the block."""
-    owners = [owner for loader in loaders for owner in (loader, getattr(loader, "sampler", None))]
-    found = [getattr(owner, "generator", None) for owner in owners]
-    generators = [generator for generator in found if isinstance(generator, torch.Generator)]
-    states = [generator.get_state() for generator in generators]
+    """Restore the numbers, and the random generators, that data sets have as attributes after the block."""
+    datasets = [getattr(loader, "dataset", None) for loader in loaders]
+    before = [(data, dict(vars(data))) for data in datasets if hasattr(data, "__dict__")]
+    undo: list[Callable[[], Any]] = []
+    for value in (value for _, attributes in before for value in attributes.values()):
+        if isinstance(value, torch.Generator):
+            undo.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, numpy.random.Generator):
+            undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+        elif isinstance(value, numpy.random.RandomState):
+            undo.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            undo.append(partial(value.setstate, value.getstate()))
     try:
         yield
     finally:
-        for generator, state in zip(generators, states):
-            generator.set_state(state)
+        for restore in undo:
+            restore()
+        for data, attributes in before:
+            counters = {name: value for name, value in attributes.items() if isinstance(value, (bool, int, float))}
+            vars(data).update(counters)

@@ -31,6 +31,7 @@ from lightning_parallel.comm import stop_heartbeat
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
     PathLike,
+    agree_on_sigterm,
     move_optimizers,
     reset_optimizers,
     synchronizes_layers,
@@ -126,6 +127,8 @@ class MeshStrategy(MeshProcesses):
         self._patches = Patches()
         self._whole_groups: dict[Optimizer, list[list[str]]] = {}
         self._checked_epoch = -1
+        self._checked_loaders: set[tuple[str, int]] = set()
+        self._loader_index = 0
         self._is_first_batch = True
         self._shows_stages = False
 
@@ -162,6 +165,7 @@ class MeshStrategy(MeshProcesses):
             self._reducer = self._gradient_reducer()
             self._checked_epoch = -1
             self._is_first_batch = True
+        self._end_on_sigterm = agree_on_sigterm(trainer, self._any_rank, self._patches)
         self.setup_precision_plugin()
         norm = ReplicaNorm(module, self._rules, self.groups, self._counted_by_others)
         norm.use_in_torch(self._patches)
@@ -233,11 +237,17 @@ class MeshStrategy(MeshProcesses):
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
-        checks.check_optimizers(self.optimizers, self.parameter_names, self._rules)
+        failure: Exception | None = None
+        try:
+            checks.check_optimizers(self.optimizers, self.parameter_names, self._rules)
+            if self.engine is not None:
+                checks.check_pipeline_optimizers(self.optimizers)
+        except ValueError as error:
+            failure = error
+        # A stage without sharded parameters has nothing to refuse, and would wait for those that have.
+        comm.raise_together(failure, self.groups.world)
         for group in (self.groups.tensor_parallel, self.groups.data_parallel):
             checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)
-        if self.engine is not None:
-            checks.check_pipeline_optimizers(self.optimizers)
 
     @property
     def sharding(self) -> Optional[Sharding]:
@@ -321,6 +331,35 @@ class MeshStrategy(MeshProcesses):
         if self._compression is not None:
             self._compression.follow_scale(self.precision_plugin)
 
+    def _any_rank(self, flag: bool) -> bool:
+        # In evaluation replicas may have different numbers of batches; each ends by itself.
+        group = self.groups.world if self.module.trainer.training else self.groups.replica
+        if group.size == 1:
+            return flag
+        verdict = torch.tensor(int(flag), device=self.root_device)
+        return bool(comm.all_reduce_(verdict, group, "max"))
+
+    @override
+    def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
+        # The one hook before a step that always names the loader; a step may not take its index.
+        self._loader_index = dataloader_idx
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._checked_loaders.clear()
+        super().on_validation_start()
+
+    @override
+    def on_test_start(self) -> None:
+        self._checked_loaders.clear()
+        super().on_test_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._checked_loaders.clear()
+        super().on_predict_start()
+
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         return self._evaluate("validation_step", args, kwargs)
@@ -340,6 +379,10 @@ class MeshStrategy(MeshProcesses):
         return self._reducer
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._end_on_sigterm()
+        if (name, self._loader_index) not in self._checked_loaders:
+            checks.check_same_batch((args, kwargs), self.groups.replica)
+            self._checked_loaders.add((name, self._loader_index))
         if self._steps is not None:
             return self._steps.evaluate(name, args, kwargs)
         return getattr(super(), name)(*args, **kwargs)

@@ -5,9 +5,10 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
 from torch import nn
 
-from lightning_parallel import HybridParallelStrategy, TensorParallelStrategy
+from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from tests.harness import distributed
 from tests.strategies.models import Net, fit_parallel, loader, trainer_for
+from tests.strategies.test_pipeline import Deep, fit
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
@@ -46,14 +47,53 @@ def test_ranks_with_different_models(group):
         fit_parallel(Net(hidden=18 + 2 * group.rank).double(), 2, 2)
 
 
-@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor"])
+class LayerScaled(torch.optim.Optimizer):
+    """Scales the step of each tensor by norms, as LAMB and LARS do."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    def norm(self, group, tensor):
+        return tensor.grad.norm() / tensor.norm()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure()
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                tensor.sub_(tensor.grad * group["lr"] / self.norm(group, tensor))
+        return loss
+
+
+class ModelScaled(LayerScaled):
+    """Scales all steps by one norm, as those do that estimate a learning rate."""
+
+    def norm(self, group, tensor):
+        return sum(other.grad.square().sum() for other in group["params"]).sqrt()
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", ModelScaled])
+@distributed(world_size=2)
+def test_optimizers_that_need_all_parameters(kind):
+    class Other(Deep):
+        def configure_optimizers(self):
+            kinds = {"LBFGS": torch.optim.LBFGS}
+            optimizer = kinds.get(kind, kind)(self.parameters(), lr=0.1)
+            warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # begins at zero
+            return [optimizer], [warmup]
+
+    with pytest.raises(ValueError, match="computes with all parameters at once"):
+        fit(Other(), PipelineParallelStrategy(pipeline_parallel_size=2), 2)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", LayerScaled, ModelScaled])
 @distributed(world_size=2)
 def test_optimizers_that_need_whole_tensors(kind):
     class Other(Net):
         def configure_optimizers(self):
-            return getattr(torch.optim, kind)(self.parameters())
+            return (getattr(torch.optim, kind) if isinstance(kind, str) else kind)(self.parameters(), lr=0.1)
 
-    with pytest.raises(ValueError, match=f"`{kind}` computes with whole tensors"):
+    with pytest.raises(ValueError, match=f"`{getattr(kind, '__name__', kind)}` computes with whole tensors"):
         fit_parallel(Other().double(), 2, 2)
 
 

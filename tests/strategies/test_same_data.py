@@ -1,0 +1,77 @@
+"""What the ranks of one replica read: the same batches from every loader, and no sample of a stream less."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy
+from tests.harness import distributed
+from tests.strategies.models import Net, Samples, loader, trainer_for
+from tests.strategies.test_pipeline import Deep
+
+
+class EveryStep(Net):
+    def validation_step(self, batch, index, dataloader_idx=0):
+        self.log("val", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def test_step(self, batch):
+        self.log("test", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def predict_step(self, batch, index, dataloader_idx=0):
+        return self.net(batch[0])
+
+
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+@distributed(world_size=2)
+def test_the_second_loader_differs_between_peers(group, method):
+    loaders = [loader(), loader(2, group.rank)]
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, max_epochs=1)
+    module = EveryStep().double()
+    if method == "test":
+        loaders = loaders[1]  # without an index of the loader
+    with pytest.raises(ValueError, match="must get the same batch.*rank 1 differs"):
+        trainer.fit(module, loader(), loaders) if method == "fit" else getattr(trainer, method)(module, loaders)
+
+
+class Boxed:
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+@distributed(world_size=2)
+def test_batches_in_objects_of_the_user_are_compared(group):
+    class Opens(Net):
+        def training_step(self, batch, index):
+            return super().training_step((torch.from_numpy(batch.x), torch.tensor(batch.y)), index)
+
+    batches = [Boxed(x.numpy(), y.tolist()) for x, y in loader(2, group.rank)]
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, max_epochs=1)
+    with pytest.raises(ValueError, match="must get the same batch"):
+        trainer.fit(Opens().double(), batches)
+
+
+class GoingOn(IterableDataset):
+    """Goes on where it was, as one that reads a connection does."""
+
+    def __init__(self, is_generator):
+        data = Samples()
+        self.samples = [data[number] for number in range(len(data))]
+        self.at = iter(self.samples) if not is_generator else (sample for sample in self.samples)
+
+    def __iter__(self):
+        yield from self.at
+
+
+@pytest.mark.parametrize("is_generator", [True, False])
+@distributed(world_size=2)
+def test_a_stream_loses_no_samples(is_generator):
+    seen = []
+
+    class Sees(Deep):
+        def on_train_batch_start(self, batch, index):
+            seen.append(batch[0].clone())
+
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2)
+    trainer_for(strategy, 2, max_epochs=1).fit(Sees(), DataLoader(GoingOn(is_generator), batch_size=8))
+    torch.testing.assert_close(torch.cat(seen), Samples().x)
