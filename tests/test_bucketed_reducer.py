@@ -1,5 +1,7 @@
 """The gradient reducer: the mean over replicas, whatever was used, frozen, shared or accumulated."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compression import Compressor, PowerSGD, RandomK, TopK
 from lightning_parallel.compression.compressor import Dense
 from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.tensor.sharding import reduce_partial_
 from tests.harness import distributed, recorded_communication
 
 
@@ -152,7 +155,7 @@ def test_partial_gradients_are_prepared_once_before_they_are_averaged(group):
     seen = []
 
     def double(gradients):
-        seen.append(sorted(gradients))
+        seen.append(sorted(name for name in gradients if name))
         for gradient in gradients.values():
             gradient.mul_(2)
 
@@ -169,6 +172,25 @@ def test_partial_gradients_are_prepared_once_before_they_are_averaged(group):
                 parameter.grad, factor * comm.all_reduce(local[name], reduced) / reduced.size, rtol=1e-10, atol=1e-12
             )
     assert seen == [["first.bias", "scale"]] * 2
+
+
+@distributed(world_size=2)
+def test_partial_gradients_that_no_rank_has_stay_none(group):
+    module = Branches().double()
+    names = frozenset({"scale", "first.bias"})
+    reducer = GradientReducer(
+        dict(module.named_parameters()),
+        Group.alone("data_parallel"),
+        prepare=functools.partial(reduce_partial_, rules={}, group=group),
+        prepare_names=names,
+    )
+    with reducer.backward():
+        if group.rank == 0:
+            (module.scale.sum() * 3).backward()
+        else:
+            module.first.weight.sum().backward()
+    assert module.first.bias.grad is None
+    assert torch.equal(module.scale.grad, torch.full_like(module.scale, 3))
 
 
 @distributed(world_size=2)

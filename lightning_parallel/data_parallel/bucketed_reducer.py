@@ -276,8 +276,7 @@ class GradientReducer:
             return
         self.applied = True
         if self._prepare is not None:
-            self._completed = {name for name in self._active if name in self._prepare_names}
-            self._prepare({name: self._gradient_of(name) for name in self._active if name in self._prepare_names})
+            self._complete(self._prepare)
         try:
             if self._compression is not None:
                 self.applied = self._compress(self._compression, self._exchange_use())
@@ -300,6 +299,23 @@ class GradientReducer:
         gradient = self._gradient(name)
         self._active[name].grad = gradient
         return gradient
+
+    def _complete(self, prepare: Callable[[dict[str, Tensor]], None]) -> None:
+        """Complete partial gradients; a parameter that no rank used in this step keeps none."""
+        self._completed = {name for name in self._active if name in self._prepare_names}
+        names = [name for name in self._active if name in self._prepare_names]
+        unused = [name for name in names if self._active[name].grad is None]
+        gradients = {name: self._gradient_of(name) for name in names}
+        if not names:
+            prepare(gradients)
+            return
+        # With the gradients, so that it costs no message of its own; an unknown name is summed as a whole.
+        used = gradients[names[0]].new_tensor([float(name not in unused) for name in names])
+        prepare({**gradients, "": used})
+        # Asked only where it is not known already, since the host waits for the answer.
+        for name, count in zip(names, used.tolist()) if unused else ():
+            if not count:
+                self._active[name].grad = None
 
     def _exchange_use(self) -> set[str]:
         """Return the names with a gradient on any replica, and adopt which buckets any replica found stale or sent.

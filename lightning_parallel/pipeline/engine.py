@@ -155,17 +155,23 @@ class PipelineEngine:
                 self._reduce_tied(parameters[name], tied, _TIED_TAG + tag)
 
     def _reduce_tied(self, parameter: nn.Parameter, tied: TiedParameter, tag: int) -> None:
-        # A stage that did not use the parameter in this step takes part all the same: the others wait for it.
-        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        # A stage that did not use the parameter in this step takes part all the same: the others wait for it. The last
+        # element says whether it has a gradient: zeros would be one, which weight decay and momentum do not ignore.
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        is_used = gradient.new_full((1,), float(parameter.grad is not None))
+        mine = torch.cat([gradient.reshape(-1), is_used])
         others = [rank for rank in tied.ranks if rank != self.group.rank]
         gradients = {rank: torch.empty_like(mine) for rank in others}
         pending = [comm.irecv(gradient, self.group, rank, tag) for rank, gradient in gradients.items()]
         pending += [comm.isend(mine, self.group, rank, tag) for rank in others]
         for work in pending:
             work.wait()
+        # Asked only where this stage does not know it already, since the host waits for the answer.
+        if parameter.grad is None and not any(bool(gradients[rank][-1] > 0) for rank in others):
+            return
         gradients[self.group.rank] = mine
         # In the order of the ranks, so that all get the same bits.
-        parameter.grad = torch.stack([gradients[rank] for rank in tied.ranks]).sum(0)
+        parameter.grad = torch.stack([gradients[rank][:-1] for rank in tied.ranks]).sum(0).view_as(parameter)
 
     def _run(self, step: Callable[[Any], Any], batch: Any, training: bool, scale: float | Tensor = 1.0) -> StepResult:
         microbatches = split_by(self.split_batch, batch, self.schedule.num_microbatches)
