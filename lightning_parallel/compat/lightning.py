@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_parallel.compat import Patches
+from lightning_parallel.compat import Patches, patched
 
 __all__ = [
     "FunctionLauncher",
@@ -44,7 +44,6 @@ __all__ = [
     "init_deepspeed_distributed",
     "init_process_group",
     "is_compiled",
-    "loaders_of",
     "logged_step",
     "metric_state_of",
     "move_optimizers",
@@ -185,15 +184,14 @@ def init_deepspeed_distributed(strategy: DeepSpeedStrategy) -> None:
 # -- loops and connectors ----------------------------------------------------------------------------------------------
 
 
-def loaders_of(loop: Any) -> Any:
-    """Return the data loaders that a loop will read, as the user gave them: public only once the loop has begun."""
-    return loop._data_source.instance
-
-
 def train_dataloader_of(trainer: Trainer) -> Any | None:
     """Return the training loader that the user gave; None if there is none. `train_dataloader` is set later."""
     source = trainer.fit_loop._data_source
     return source.dataloader() if source.is_defined() else None
+
+
+class _ReadOnceError(Exception):
+    """The loaders cannot be copied."""
 
 
 def take_first_entry(loop: Any, copied: Callable[[Any], Any | None]) -> Any:
@@ -201,21 +199,29 @@ def take_first_entry(loop: Any, copied: Callable[[Any], Any | None]) -> Any:
 
     Args:
         loop: The loop.
-        copied: Gives a copy of a loader to read from; None if it can be read only once.
+        copied: Gives a copy of the loaders to read from; None if they can be read only once.
 
     Returns:
         The entry; None if there is none, or if the data can be read only once.
     """
-    loop.setup_data()
+    source = loop._data_source
+    given = source.dataloader
+
+    def dataloader() -> Any:
+        loaders = copied(given())
+        if loaders is None:
+            raise _ReadOnceError
+        return loaders
+
+    try:
+        # Not after it: the set-up itself reads ahead where the length is not known.
+        with patched(source, "dataloader", dataloader):
+            loop.setup_data()
+    except _ReadOnceError:
+        return None
     # Without this the run would go on with loaders that were set up for the look.
     loader, loop._combined_loader = loop._combined_loader, None
-    if loader is None:
-        return None
-    loader.flattened = [copied(data) for data in loader.flattened]
-    # What cannot be copied would have lost its first entry for the run.
-    if any(data is None for data in loader.flattened):
-        return None
-    return next(iter(loader), None)
+    return None if loader is None else next(iter(loader), None)
 
 
 def prepared_batch(trainer: Trainer, batch: Any) -> Any:

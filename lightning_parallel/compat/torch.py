@@ -100,6 +100,7 @@ __all__ = [
     "swap_tensor_impl",
     "unsafe_view",
     "version_of",
+    "workers_of",
 ]
 
 # -- torch.nn: modules, parameters, hooks ------------------------------------------------------------------------------
@@ -456,3 +457,8 @@ def mark_as_parameter(tensor: Tensor, is_parameter: bool) -> None:
     vars(tensor).pop("_is_param", None)
     if is_parameter:
         tensor._is_param = True
+
+
+def workers_of(loader: Any) -> Any | None:
+    """Return the iterator with the workers that a loader keeps from an earlier epoch (`persistent_workers`)."""
+    return getattr(loader, "_iterator", None)

@@ -25,6 +25,7 @@ from lightning_parallel.pipeline.microbatch import (
     SplitBatch,
     StepResult,
     num_samples,
+    random_state_kept,
     split_batch,
     split_by,
 )
@@ -93,6 +94,7 @@ class PipelineEngine:
         # Kept from step to step: layouts that have not changed are not sent again, and dry runs are not repeated.
         self._layouts = MessageLayouts()
         self._seeds: random.Random | None = None
+        self._shared_seeds = 0
         self._stage_inputs: dict[int, list[StageInputs]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}
         self.share_seed()
@@ -208,11 +210,13 @@ class PipelineEngine:
         self._generators = OwnGenerators(self.model.outside_of_layers)
 
     def _next_seed(self) -> int:
-        # Drawn in each step, so that the global generator goes on; but code that draws on some ranks only, such as
-        # under `is_global_zero`, leaves those of the ranks in different states.
-        mine = int(torch.randint(2**62, ()).item())
         if self._seeds is None:
-            self._seeds = random.Random(comm.broadcast_object(mine, self.seed_group))
+            # The global generator stays where it is: the layers draw nothing from it, and the order of shuffled data in
+            # the next epoch would be another than in one process. So where it has not gone on, a number does.
+            with random_state_kept():
+                mine = int(torch.randint(2**62, ()).item())
+            self._shared_seeds += 1
+            self._seeds = random.Random(comm.broadcast_object(mine, self.seed_group) ^ self._shared_seeds)
         return self._seeds.getrandbits(62)
 
     def _schedule_for(self, num_microbatches: int) -> Schedule:

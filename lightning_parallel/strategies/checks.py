@@ -8,7 +8,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,28 +23,24 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, fingerprint
-from lightning_parallel.compat.lightning import is_compiled, loaders_of, prepared_batch, take_first_entry
-from lightning_parallel.compat.torch import pytree
+from lightning_parallel.compat.lightning import is_compiled, prepared_batch, take_first_entry
+from lightning_parallel.compat.torch import pytree, workers_of
 from lightning_parallel.pipeline.microbatch import SplitBatch, split_by
 from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.search import BALANCES
-from lightning_parallel.strategies.optimizer_trial import is_elementwise, is_tensorwise
-from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
     "STEPS",
     "check_agreement",
     "check_callbacks",
-    "check_optimizers",
     "check_pipeline_arguments",
     "check_pipeline_module",
-    "check_pipeline_optimizers",
     "check_parameters",
     "check_plan_argument",
     "check_same_batch",
@@ -59,9 +55,6 @@ __all__ = [
 AVERAGING = tuple(
     getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
 )
-
-# Optimizers whose update of one element depends on the other elements of the tensor, where they cannot be tried.
-WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", "Adafactor", "Muon"}
 
 
 def check_same_batch(batch: Any, group: Group) -> None:
@@ -135,58 +128,6 @@ def check_agreement(module: nn.Module, optimizers: Sequence[Optimizer], names: M
             parameters = [names.get(id(parameter)) for parameter in options["params"]]
             settings[f"{type(optimizer).__name__} {index}.{number}"] = (plain, parameters)
     comm.agree("the optimizers", settings, group)
-
-
-def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:
-    """Refuse optimizers that need whole tensors for sharded parameters.
-
-    Raises:
-        ValueError: With the optimizer and one of its sharded parameters.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            sharded = [name for name in (names.get(id(value), "") for value in group["params"]) if name in rules]
-            if not sharded:
-                continue
-            verdict = is_elementwise(optimizer, group)
-            if verdict is None and not _is_known_to_need_whole_tensors(optimizer):
-                _warn_untried(optimizer, "single elements, and not with norms or products of whole tensors")
-            elif not verdict:
-                raise ValueError(
-                    f"`{type(optimizer).__name__}` computes with whole tensors, but `{sharded[0]}` and"
-                    f" {len(sharded) - 1} other parameters are divided over tensor-parallel ranks. Use an elementwise"
-                    " optimizer (SGD, Adam, AdamW, ...) for them, or keep them whole with `plan={'...': 'replicate'}`"
-                )
-
-
-def check_pipeline_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that need all parameters at once: a stage holds only some.
-
-    Raises:
-        ValueError: If one does, such as LBFGS, or those that estimate a learning rate for all parameters.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            verdict = is_tensorwise(optimizer, group)
-            if isinstance(optimizer, LBFGS) or verdict is False:
-                raise ValueError(
-                    f"`{type(optimizer).__name__}` computes with all parameters at once, which are on several pipeline"
-                    " stages; use one that treats each parameter by itself (SGD, Adam, AdamW, ...)"
-                )
-            if verdict is None:
-                _warn_untried(optimizer, "each parameter by itself")
-
-
-def _is_known_to_need_whole_tensors(optimizer: Optimizer) -> bool:
-    # By name, so that implementations outside of torch are found too, and subclasses.
-    return any(kind.__name__ in WHOLE_TENSOR_OPTIMIZERS for kind in type(optimizer).__mro__)
-
-
-def _warn_untried(optimizer: Optimizer, expected: str) -> None:
-    rank_zero_warn(
-        f"`{type(optimizer).__name__}` could not be tried on a small problem, since no other one can be made by its"
-        f" constructor. Make sure that it computes with {expected}; otherwise it trains something else than one process"
-    )
 
 
 def check_plan_argument(plan: Any) -> None:
@@ -437,30 +378,44 @@ def first_batch(trainer: Trainer) -> Any | None:
     }
     assert trainer.state.fn is not None
     loop = loops[trainer.state.fn]
+    kept = [trainer, trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
     # Reading draws numbers for the order and for augmentation, which the run has to draw again.
-    with isolate_rng(), _rewound(pytree.tree_leaves(loaders_of(loop))):
-        entry = take_first_entry(loop, _copied)
+    with isolate_rng(), ExitStack() as undo:
+
+        def copied(loaders: Any) -> Any | None:
+            each = pytree.tree_leaves(getattr(loaders, "iterables", loaders))
+            undo.enter_context(_rewound(each))
+            return _copied(loaders, each, kept)
+
+        entry = take_first_entry(loop, copied)
     if entry is None or entry[0] is None:
         return None
     return prepared_batch(trainer, entry[0])
 
 
-def _copied(loader: Any) -> Any | None:
-    """Return a copy of a loader, so that what is read of it stays there for the run; None if it cannot be copied.
+def _copied(loaders: Any, each: Sequence[Any], kept: Sequence[Any]) -> Any | None:
+    """Return a copy of loaders, so that what is read of it stays there for the run; None if they cannot be copied.
 
     Many a stream, sampler or loader of one's own goes on where it was when it is iterated again.
+
+    Args:
+        loaders: A loader, or a collection of them.
+        each: The loaders in it.
+        kept: Objects that the copy refers to as they are.
     """
-    if isinstance(loader, (list, tuple)):
-        return loader
-    if hasattr(loader, "__next__"):
-        return None
-    kept = [getattr(loader, name, None) for name in ("collate_fn", "worker_init_fn", "multiprocessing_context")]
-    dataset = getattr(loader, "dataset", None)
-    if dataset is not None and not isinstance(dataset, IterableDataset):
-        kept.append(dataset)  # read by index, and maybe large; of its state, see `_rewound`
+    memo = {id(value): value for value in kept}
+    for loader in each:
+        if hasattr(loader, "__next__"):
+            return None
+        # Functions may be methods of what is not to be copied.
+        values = [getattr(loader, name, None) for name in ("collate_fn", "worker_init_fn", "multiprocessing_context")]
+        dataset = getattr(loader, "dataset", None)
+        if not isinstance(dataset, IterableDataset):
+            values.append(dataset)  # read by index, and maybe large; of its state, see `_rewound`
+        memo.update({id(value): value for value in values})
+        memo[id(workers_of(loader))] = None
     try:
-        # The copy refers to what the memo has as it is: functions may belong to the module, with all that it has.
-        return copy.deepcopy(loader, {id(value): value for value in kept if value is not None})
+        return copy.deepcopy(loaders, memo)
     except Exception:
         return None  # generators, files, connections
 

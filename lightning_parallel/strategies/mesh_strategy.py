@@ -26,7 +26,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import Checkpoints, ModelNames, rules_by_name
+from lightning_parallel.checkpoint import (
+    Checkpoints,
+    ModelNames,
+    remove_dummy_parameters,
+    rules_by_name,
+    whole_parameters,
+)
 from lightning_parallel.comm import stop_heartbeat
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
@@ -47,9 +53,9 @@ from lightning_parallel.strategies.deferred_init import deferred_init, materiali
 from lightning_parallel.strategies.deferred_tensor import is_deferred
 from lightning_parallel.strategies.optimization import (
     ReplicaNorm,
-    remove_dummy_parameters,
+    check_optimizers,
+    check_pipeline_optimizers,
     span_replica,
-    whole_parameters,
 )
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
@@ -239,9 +245,9 @@ class MeshStrategy(MeshProcesses):
         """Refuse optimizers that would compute something else than on one process."""
         failure: Exception | None = None
         try:
-            checks.check_optimizers(self.optimizers, self.parameter_names, self._rules)
+            check_optimizers(self.optimizers, self.parameter_names, self._rules)
             if self.engine is not None:
-                checks.check_pipeline_optimizers(self.optimizers)
+                check_pipeline_optimizers(self.optimizers)
         except ValueError as error:
             failure = error
         # A stage without sharded parameters has nothing to refuse, and would wait for those that have.
@@ -320,7 +326,12 @@ class MeshStrategy(MeshProcesses):
         if self.engine is not None:
             self.engine.share_seed()
 
-    on_validation_start = on_test_start = on_predict_start = on_train_start
+    @override
+    def on_validation_start(self) -> None:
+        self._checked_loaders.clear()
+        self.on_train_start()
+
+    on_test_start = on_predict_start = on_validation_start
 
     def _begin_step(self, batch: Any) -> None:
         if self._checked_epoch != self.module.current_epoch:
@@ -344,21 +355,6 @@ class MeshStrategy(MeshProcesses):
         # The one hook before a step that always names the loader; a step may not take its index.
         self._loader_index = dataloader_idx
         return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
-    def on_validation_start(self) -> None:
-        self._checked_loaders.clear()
-        super().on_validation_start()
-
-    @override
-    def on_test_start(self) -> None:
-        self._checked_loaders.clear()
-        super().on_test_start()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._checked_loaders.clear()
-        super().on_predict_start()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -1,40 +1,42 @@
-"""Optimizers over a mesh: gradient norms and overflow checks of a whole replica; parameter groups of the whole model.
+"""Optimizers over a mesh: gradient norms and overflow checks of a whole replica; which optimizers can be divided.
 
 There is no strategy hook for clipping: `LightningModule.clip_gradients` calls the precision plugin, and torch's own
 `clip_grad_norm_`, which many modules call directly, knows this rank's shards only. Both are corrected here.
 
-A checkpoint numbers the parameters of an optimizer in the order of its groups. Each stage holds some of them, so while
-`configure_optimizers` runs, dummy parameters fill the gaps; they are then removed from the optimizers, and the order
-stays.
+A rank has shards of tensors, or the tensors of some stages. An optimizer that treats each element by itself steps as in
+one process there; one that takes norms, factors or projections over more than it is given does not. Names do not tell:
+everybody writes a LAMB. So fresh optimizers of the same class and options train a small problem whose gradient has no
+coupling between elements, once as a whole and once in pieces.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import ModelNames
-from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import TOTAL_NORM, clip_grad, norms_of, parameters_of, patch_unscale
+from lightning_parallel.compat.torch import TOTAL_NORM, clip_grad, norms_of, patch_unscale
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
     "ReplicaNorm",
+    "check_optimizers",
+    "check_pipeline_optimizers",
     "clip_coefficient",
-    "remove_dummy_parameters",
     "span_replica",
     "total_norm",
-    "whole_parameters",
 ]
 
 
@@ -163,93 +165,206 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-@contextmanager
-def whole_parameters(
-    module: nn.Module, names: ModelNames, group: Group, device: torch.device
-) -> Iterator[dict[nn.Parameter, str]]:
-    """Register dummies for the parameters of other stages in `module` inside the block, in the usual order.
+# ---------------------------------------------------------------------------------------------- what optimizers look at
 
-    An optimizer that is built there has the parameter groups that it has in one process. Without the dummies each
-    stage would know the order of its own parameters only, and a checkpoint needs that of all. They have the shape,
-    dtype and device of parameters, but one element of memory. Every rank of `group` must call it.
+# Optimizers whose update of one element depends on the other elements of the tensor, where they cannot be tried.
+WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", "Adafactor", "Muon"}
+
+# Some factor or project only matrices with 128 rows or more.
+_SIZE = 160
+# Enough that what looks at norms or distances has left its first step behind.
+_STEPS = 8
+# Evaluation of the loss at which a run is looked at for the first time; the first two are of the start.
+_EARLY = 3
+# Of the largest update. States may be kept in single precision.
+_TOLERANCE = 1e-4
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
+
+Split = Callable[[list[Tensor]], list[list[Tensor]]]
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:
+    """Refuse optimizers that need whole tensors for sharded parameters.
+
+    Raises:
+        ValueError: With the optimizer and one of its sharded parameters.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            sharded = [name for name in (names.get(id(value), "") for value in group["params"]) if name in rules]
+            if not sharded:
+                continue
+            verdict = _is_elementwise(optimizer, group)
+            if verdict is None and not _is_known_to_need_whole_tensors(optimizer):
+                _warn_untried(optimizer, "single elements, and not with norms or products of whole tensors")
+            elif not verdict:
+                raise ValueError(
+                    f"`{type(optimizer).__name__}` computes with whole tensors, but `{sharded[0]}` and"
+                    f" {len(sharded) - 1} other parameters are divided over tensor-parallel ranks. Use an elementwise"
+                    " optimizer (SGD, Adam, AdamW, ...) for them, or keep them whole with `plan={'...': 'replicate'}`"
+                )
+
+
+def check_pipeline_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that need all parameters at once: a stage holds only some.
+
+    Raises:
+        ValueError: If one does, such as LBFGS, or those that estimate a learning rate for all parameters.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            verdict = _is_tensorwise(optimizer, group)
+            if isinstance(optimizer, LBFGS) or verdict is False:
+                raise ValueError(
+                    f"`{type(optimizer).__name__}` computes with all parameters at once, which are on several pipeline"
+                    " stages; use one that treats each parameter by itself (SGD, Adam, AdamW, ...)"
+                )
+            if verdict is None:
+                _warn_untried(optimizer, "each parameter by itself")
+
+
+def _is_known_to_need_whole_tensors(optimizer: Optimizer) -> bool:
+    # By name, so that implementations outside of torch are found too, and subclasses.
+    return any(kind.__name__ in WHOLE_TENSOR_OPTIMIZERS for kind in type(optimizer).__mro__)
+
+
+def _warn_untried(optimizer: Optimizer, expected: str) -> None:
+    rank_zero_warn(
+        f"`{type(optimizer).__name__}` could not be tried on a small problem, since no other one can be made by its"
+        f" constructor. Make sure that it computes with {expected}; otherwise it trains something else than one process"
+    )
+
+
+def _is_elementwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """Tell whether a parameter group updates each element by itself, so that shards of its tensors train alike.
 
     Args:
-        module: The model, of which this rank holds some stages.
-        names: Names in the whole model.
-        group: The pipeline group.
-        device: The device of the dummies.
-
-    Yields:
-        The dummy parameters, and the first name of each.
-    """
-    held = {
-        name: (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-        for name, parameter in module.named_parameters()
-    }
-    described = {name: facts for stage in comm.all_gather_object(held, group) for name, facts in stage.items()}
-    # Not on `meta`: fused optimizers refuse devices that they have no kernels for.
-    dummies = {
-        # Expanded from one element, so a stage does not need memory for the others.
-        name: nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(shape), requires_grad)
-        for name, (shape, dtype, requires_grad) in described.items()
-        if name not in held
-    }
-    attributes: dict[str, dict[str, str]] = {}
-    for name, first in names.parameters.items():
-        path, _, attribute = name.rpartition(".")
-        attributes.setdefault(path, {})[attribute] = first
-    undo: list[Callable[[], None]] = []
-    try:
-        for path, firsts in attributes.items():
-            wanted = {attribute: dummies.get(first) for attribute, first in firsts.items()}
-            undo.append(_fill_in(module.get_submodule(path), wanted))
-        yield {parameter: name for name, parameter in dummies.items()}
-    finally:
-        for restore in undo:
-            restore()
-
-
-def _fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Callable[[], None]:
-    """Register the `wanted` dummies in `owner` where it lacks the parameter; return a function that undoes it."""
-    parameters = parameters_of(owner)
-    before = dict(parameters)
-    # What a stage has of a missing parameter is an ordinary attribute, which would hide the registered dummy.
-    hidden = {name: vars(owner).pop(name) for name in wanted if before.get(name) is None and name in vars(owner)}
-    # Filled anew rather than added to: the order of the dict is that of `named_parameters`.
-    parameters.clear()
-    for name, dummy in wanted.items():
-        parameters[name] = dummy if before.get(name) is None else before[name]
-    for name, parameter in before.items():
-        parameters.setdefault(name, parameter)
-
-    def restore() -> None:
-        # `configure_optimizers` may have registered a parameter, which stays.
-        added = {name: value for name, value in parameters.items() if name not in before and name not in wanted}
-        parameters.clear()
-        parameters.update(before)
-        parameters.update(added)
-        vars(owner).update(hidden)
-
-    return restore
-
-
-def remove_dummy_parameters(
-    optimizer: Optimizer, dummies: Mapping[nn.Parameter, str], module: nn.Module
-) -> list[list[str]]:
-    """Remove the parameters of other stages from `optimizer`.
+        optimizer: The user's, which is only read.
+        group: One of its parameter groups.
 
     Returns:
-        The names in its parameter groups before that, as one process would have them.
+        None if no fresh optimizer of the class can be made or stepped.
     """
-    names = {**{parameter: name for name, parameter in module.named_parameters()}, **dummies}
-    groups = []
-    for group in optimizer.param_groups:
-        parameters = group["params"]
-        groups.append([names.get(parameter, "") for parameter in parameters])
-        is_held = [parameter not in dummies for parameter in parameters]
-        for key in ("params", "param_names"):  # the latter if an optimizer was given named parameters
-            if key in group:
-                group[key] = [entry for entry, keep in zip(group[key], is_held) if keep]
-    for parameter in dummies:
-        optimizer.state.pop(parameter, None)  # some optimizers, such as Adagrad, have state from the start
-    return groups
+
+    def rows(tensors: list[Tensor]) -> list[list[Tensor]]:
+        matrix, *others = tensors
+        return [[matrix[: _SIZE // 2], *others], [matrix[_SIZE // 2 :], *others]]
+
+    def columns(tensors: list[Tensor]) -> list[list[Tensor]]:
+        matrix, *others = tensors
+        return [[matrix[:, : _SIZE // 2], *others], [matrix[:, _SIZE // 2 :], *others]]
+
+    return _is_same(optimizer, group, (rows, columns))
+
+
+def _is_tensorwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | None:
+    """Tell whether a parameter group updates each tensor by itself, so that stages with some of them train alike.
+
+    Args, Returns: As for `_is_elementwise`.
+    """
+    return _is_same(optimizer, group, (lambda tensors: [[tensor] for tensor in tensors],))
+
+
+def _is_same(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Split]) -> bool | None:
+    device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+    shapes: list[list[tuple[int, ...]]] = [[(_SIZE, _SIZE), (_SIZE,)], [(_SIZE, _SIZE), (_SIZE, _SIZE)]]
+    for tried in shapes:  # the second for those that take matrices only
+        try:
+            with isolate_rng():
+                return all(_agrees(optimizer, group, tried, split, device) for split in splits)
+        except Exception:
+            continue
+    return None
+
+
+def _agrees(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    split: Split,
+    device: torch.device,
+) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> list[Tensor]:
+        tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        # Parts of different size, so that a norm over one differs from that over all.
+        for tensor in tensors:
+            tensor[: _SIZE // 2].mul_(4.0)
+            if tensor.dim() > 1:
+                tensor[:, : _SIZE // 4].mul_(3.0)
+        tensors[-1].mul_(5.0)
+        return [tensor.to(device) for tensor in tensors]
+
+    values, targets = drawn(), drawn()
+    whole = _train(optimizer, group, values, targets)
+    starts = [start for part in split(values) for start in part]
+    pieces = [_train(optimizer, group, part, aims) for part, aims in zip(split(values), split(targets))]
+    compared = [
+        (start, expected, found)
+        for stop, tensors in enumerate(whole)
+        for start, expected, found in zip(
+            starts,
+            [tensor for part in split(tensors) for tensor in part],
+            [tensor for piece in pieces for tensor in piece[stop]],
+        )
+    ]
+    for start, expected, found in compared:
+        largest = (expected - start).abs().max()
+        # No bound on what is not a number: the problem is at fault then, and not the split.
+        if bool((expected - found).abs().max() > _TOLERANCE * largest):
+            return False
+    return True
+
+
+def _train(
+    optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], targets: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what `values` are early on, and after some steps towards `targets` by a fresh optimizer."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    # Curvatures that differ, or one step would end at the target whatever an optimizer estimates.
+    curvatures = [1.0 + torch.sigmoid(target) for target in targets]
+    fresh = _fresh(optimizer, group, parameters)
+    seen: list[list[Tensor]] = []
+
+    def closure() -> Tensor:
+        # Separable: the gradient of an element depends on that element alone, whatever is cut where.
+        # Those that evaluate often in one step, as LBFGS does, are at the target after it, however they came there.
+        seen.append([parameter.detach().clone() for parameter in parameters] if len(seen) == _EARLY else [])
+        loss = torch.zeros((), dtype=torch.float64, device=values[0].device)
+        for parameter, target, curvature in zip(parameters, targets, curvatures):
+            distance = parameter.detach() - target
+            parameter.grad = curvature * distance
+            loss = loss + (curvature * distance.square()).sum() / 2
+        return loss
+
+    takes_closure = bool(inspect.signature(fresh.step).parameters)
+    for _ in range(_STEPS):
+        closure()  # some ignore the one that they are given
+        fresh.step(closure) if takes_closure else fresh.step()  # type: ignore[arg-type]
+    return seen[_EARLY], [parameter.detach() for parameter in parameters]
+
+
+def _fresh(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """Make an optimizer of the same class and options for other parameters.
+
+    Raises:
+        Exception: Whatever its constructor raises.
+    """
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
+    # A scheduler with warmup has set it to zero by now, where every optimizer leaves everything as it is.
+    rate = float(options["lr"]) if "lr" in options else None
+    if rate is not None:
+        options["lr"] = rate if rate > 0 and math.isfinite(rate) else float(optimizer.defaults.get("lr") or 1e-2)
+    taken = inspect.signature(type(optimizer).__init__).parameters
+    known = {**vars(optimizer), **optimizer.defaults, **options}
+    arguments = {name: known[name] for name in list(taken)[2:] if name in known and isinstance(known[name], _PLAIN)}
+    kind = type(optimizer)
+    try:
+        fresh = kind([{**options, "params": parameters}], **arguments)
+    except Exception:
+        fresh = kind(parameters, **arguments)
+    for made in fresh.param_groups:
+        made.update(options)
+    return fresh

@@ -1,11 +1,15 @@
 """What the ranks of one replica read: the same batches from every loader, and no sample of a stream less."""
 
+import multiprocessing
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from lightning.pytorch import seed_everything
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy
+from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from tests.harness import distributed
 from tests.strategies.models import Net, Samples, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
@@ -45,7 +49,8 @@ def test_batches_in_objects_of_the_user_are_compared(group):
         def training_step(self, batch, index):
             return super().training_step((torch.from_numpy(batch.x), torch.tensor(batch.y)), index)
 
-    batches = [Boxed(x.numpy(), y.tolist()) for x, y in loader(2, group.rank)]
+    boxes = [Boxed(x.numpy(), y.tolist()) for x, y in loader(2, group.rank)]
+    batches = DataLoader(boxes, batch_size=None, collate_fn=lambda box: box)
     trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, max_epochs=1)
     with pytest.raises(ValueError, match="must get the same batch"):
         trainer.fit(Opens().double(), batches)
@@ -75,3 +80,53 @@ def test_a_stream_loses_no_samples(is_generator):
     strategy = PipelineParallelStrategy(pipeline_parallel_size=2)
     trainer_for(strategy, 2, max_epochs=1).fit(Sees(), DataLoader(GoingOn(is_generator), batch_size=8))
     torch.testing.assert_close(torch.cat(seen), Samples().x)
+
+
+class Shuffled(IterableDataset):
+    """Draws its order from the global generator, anew in each epoch."""
+
+    def __iter__(self):
+        data = Samples()
+        yield from (data[int(number)] for number in torch.randperm(len(data)))
+
+
+def _epochs(strategy, devices, kind):
+    order, losses = [], []
+
+    class Watches(Deep):
+        def on_train_batch_start(self, batch, index):
+            order.append(batch[0][:, 0].clone())
+
+        def on_train_epoch_end(self):
+            losses.append(torch.rand(()))  # drawn by the user, between epochs
+
+    seed_everything(11, verbose=False)
+    options = {
+        "global generator": {"shuffle": True},
+        "own generator": {"shuffle": True, "generator": torch.Generator().manual_seed(7)},
+        "sampler": {"sampler": RandomSampler(Samples(), generator=torch.Generator().manual_seed(8))},
+        "workers": {"shuffle": True, "num_workers": 1, "persistent_workers": True},
+        "stream": {},
+    }[kind]
+    data = Shuffled() if kind == "stream" else Samples()
+    if kind == "workers":
+        options["multiprocessing_context"] = "fork"
+        multiprocessing.current_process()._config["daemon"] = False  # ranks of the harness may have no children
+    trainer = trainer_for(strategy, devices, max_epochs=3, num_sanity_val_steps=2, use_distributed_sampler=False)
+    trainer.fit(Watches(), DataLoader(data, batch_size=8, **options), DataLoader(Samples(), batch_size=5, shuffle=True))
+    return torch.cat(order), torch.stack(losses)
+
+
+@pytest.mark.parametrize("kind", ["global generator", "own generator", "sampler", "workers", "stream"])
+@pytest.mark.parametrize("axis", ["pipeline", "tensor"])
+@distributed(world_size=2)
+def test_every_epoch_reads_what_one_process_reads(axis, kind, group):
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="1")
+    expected = _epochs("auto", 1, kind)
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    pipeline = axis == "pipeline"
+    strategy = HybridParallelStrategy(**{f"{axis}_parallel_size": 2}, **({"num_microbatches": 2} if pipeline else {}))
+    found = _epochs(strategy, 2, kind)
+    assert len(expected[0]) == 96
+    for mine, one in zip(found, expected):
+        assert torch.equal(mine, one), (mine == one).flatten().long()
