@@ -91,8 +91,9 @@ def whole_parameters(
     # Not on `meta`: fused optimizers refuse devices that they have no kernels for.
     dummies = {
         # Expanded from one element, so a stage does not need memory for the others.
-        name: nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(shape), requires_grad)
-        for name, (shape, dtype, requires_grad) in described.items()
+        # Of different values, as Lightning's `BaseFinetuning` tells parameters apart by these.
+        name: nn.Parameter(torch.full((), float(number), dtype=dtype, device=device).expand(shape), requires_grad)
+        for number, (name, (shape, dtype, requires_grad)) in enumerate(described.items(), 1)
         if name not in held
     }
     attributes: dict[str, dict[str, str]] = {}

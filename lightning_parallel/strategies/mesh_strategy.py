@@ -26,13 +26,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import (
-    Checkpoints,
-    ModelNames,
-    remove_dummy_parameters,
-    rules_by_name,
-    whole_parameters,
-)
+from lightning_parallel.checkpoint import Checkpoints, ModelNames, rules_by_name
 from lightning_parallel.comm import stop_heartbeat
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
@@ -53,6 +47,7 @@ from lightning_parallel.strategies.deferred_init import deferred_init, materiali
 from lightning_parallel.strategies.deferred_tensor import is_deferred
 from lightning_parallel.strategies.optimization import (
     ReplicaNorm,
+    WholeGroups,
     check_optimizers,
     check_pipeline_optimizers,
     span_replica,
@@ -131,7 +126,7 @@ class MeshStrategy(MeshProcesses):
         self._compression: MeshCompression | None = None
         self._steps: PipelineSteps | None = None
         self._patches = Patches()
-        self._whole_groups: dict[Optimizer, list[list[str]]] = {}
+        self._whole: WholeGroups | None = None
         self._checked_epoch = -1
         self._checked_loaders: set[tuple[str, int]] = set()
         self._loader_index = 0
@@ -231,15 +226,10 @@ class MeshStrategy(MeshProcesses):
         comm.raise_together(failure, self.groups.world)
 
     def _build_optimizers(self, trainer: Trainer) -> None:
-        if self.engine is None:
+        self._whole = WholeGroups(self.module, self._rules, self.groups.pipeline_parallel, self.root_device)
+        with self._whole.shown(lambda: self.optimizers):
             super().setup_optimizers(trainer)
-            return
-        names = ParallelState.of(self.module).names
-        with whole_parameters(self.module, names, self.engine.group, self.root_device) as dummies:
-            super().setup_optimizers(trainer)
-        self._whole_groups = {
-            optimizer: remove_dummy_parameters(optimizer, dummies, self.module) for optimizer in self.optimizers
-        }
+        self._whole.follow(trainer, self._patches)
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
@@ -467,12 +457,17 @@ class MeshStrategy(MeshProcesses):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` with full tensors, values on rank 0 only; called on every rank."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.checkpoints.gather_optimizer(inner, self._whole_groups.get(inner, ()))
+        return self.checkpoints.gather_optimizer(inner, self._recorded_groups(inner))
+
+    def _recorded_groups(self, optimizer: Optimizer) -> list[list[str]]:
+        return [] if self._whole is None else self._whole.recorded.get(optimizer, [])
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._whole is not None:
+            self._whole.restore(self.module.trainer)
         parts = [
-            self.checkpoints.scatter_optimizer(state, optimizer, self._whole_groups.get(optimizer, ()))
+            self.checkpoints.scatter_optimizer(state, optimizer, self._recorded_groups(optimizer))
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"])
         ]
         super().load_optimizer_state_dict({"optimizer_states": parts})

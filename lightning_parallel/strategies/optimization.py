@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -25,13 +27,15 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel import comm
-from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compat import Patches
+from lightning_parallel.checkpoint import remove_dummy_parameters, whole_parameters
+from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.torch import TOTAL_NORM, clip_grad, norms_of, patch_unscale
-from lightning_parallel.tensor.sharding import Shard
+from lightning_parallel.tensor.sharding import Shard, full_shapes_shown
 
 __all__ = [
     "ReplicaNorm",
+    "WholeGroups",
     "check_optimizers",
     "check_pipeline_optimizers",
     "clip_coefficient",
@@ -165,6 +169,78 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+class WholeGroups:
+    """Shows code that groups parameters the whole model, and keeps the groups as one process would have them.
+
+    Args:
+        module: The user's module, of which this rank holds a part.
+        rules: How its parameters are sharded over the tensor axis, by name.
+        group: The pipeline group.
+        device: Where this rank computes.
+
+    Attributes:
+        recorded: Names in the parameter groups over all stages, by optimizer.
+    """
+
+    def __init__(self, module: nn.Module, rules: Mapping[str, Shard], group: Group, device: torch.device) -> None:
+        self._module, self._rules, self._group, self._device = module, rules, group, device
+        self.recorded: dict[Optimizer, list[list[str]]] = {}
+
+    @contextmanager
+    def shown(self, optimizers: Callable[[], Sequence[Optimizer]]) -> Iterator[None]:
+        """Let the module have all parameters in full shape inside the block, and so the groups of `optimizers()`.
+
+        Every rank of the group must enter it.
+        """
+        with full_shapes_shown(self._module, self._rules):
+            if self._group.size == 1:
+                yield
+                return
+            names = ParallelState.of(self._module).names
+            with whole_parameters(self._module, names, self._group, self._device) as dummies:
+                self._fill_in(optimizers())
+                try:
+                    yield
+                finally:
+                    found = optimizers()
+                    self.recorded = {each: remove_dummy_parameters(each, dummies, self._module) for each in found}
+
+    def _fill_in(self, optimizers: Sequence[Optimizer]) -> None:
+        parameters = dict(self._module.named_parameters())
+        for optimizer in optimizers:
+            for group, names in zip(optimizer.param_groups, self.recorded.get(optimizer, ())):
+                if set(names) <= parameters.keys():
+                    group["params"] = [parameters[name] for name in names]
+                    if "param_names" in group:
+                        group["param_names"] = list(names)
+
+    def follow(self, trainer: Trainer, patches: Patches) -> None:
+        """Let Lightning's finetuning callbacks add groups on all stages alike, until `patches` are undone."""
+        for callback in finetuning_callbacks(trainer):
+            own = callback.on_train_epoch_start
+
+            def hook(trainer: Trainer, module: LightningModule, own: Callable[..., None] = own) -> None:
+                with self.shown(lambda: trainer.optimizers):
+                    own(trainer, module)
+
+            patches.replace(callback, "on_train_epoch_start", hook)
+
+    def restore(self, trainer: Trainer) -> None:
+        """Add the groups that finetuning callbacks had added before the checkpoint that is being restored."""
+        found = finetuning_callbacks(trainer)
+        if not found:
+            return
+        with self.shown(lambda: trainer.optimizers):
+            for callback in found:
+                # Lightning calls it before it restores callbacks where that is after the strategy's `setup`.
+                callback.on_fit_start(trainer, trainer.lightning_module)
+
+
+def finetuning_callbacks(trainer: Trainer) -> list[BaseFinetuning]:
+    """Return the callbacks that add parameter groups while a model trains."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
+
+
 # ---------------------------------------------------------------------------------------------- what optimizers look at
 
 # Optimizers whose update of one element depends on the other elements of the tensor, where they cannot be tried.
@@ -172,6 +248,8 @@ WHOLE_TENSOR_OPTIMIZERS = {"LBFGS", "Adafactor", "Muon"}
 
 # Some factor or project only matrices with 128 rows or more.
 _SIZE = 160
+# The second for those that take matrices only.
+_SHAPES: list[list[tuple[int, ...]]] = [[(_SIZE, _SIZE), (_SIZE,)], [(_SIZE, _SIZE), (_SIZE, _SIZE)]]
 # Enough that what looks at norms or distances has left its first step behind.
 _STEPS = 8
 # Evaluation of the loss at which a run is looked at for the first time; the first two are of the start.
@@ -202,6 +280,14 @@ def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], 
                     f"`{type(optimizer).__name__}` computes with whole tensors, but `{sharded[0]}` and"
                     f" {len(sharded) - 1} other parameters are divided over tensor-parallel ranks. Use an elementwise"
                     " optimizer (SGD, Adam, AdamW, ...) for them, or keep them whole with `plan={'...': 'replicate'}`"
+                )
+            key = _unlike_parameter(optimizer, group)
+            if key is not None:
+                raise ValueError(
+                    f"`{type(optimizer).__name__}` keeps `{key}`, which has neither the parameter's shape nor one"
+                    f" element, so that the parts of `{sharded[0]}` and others on other ranks cannot be merged"
+                    " into a checkpoint. Use another optimizer for them, or keep them whole with"
+                    " `plan={'...': 'replicate'}`"
                 )
 
 
@@ -267,13 +353,30 @@ def _is_tensorwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | Non
 
 def _is_same(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Split]) -> bool | None:
     device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
-    shapes: list[list[tuple[int, ...]]] = [[(_SIZE, _SIZE), (_SIZE,)], [(_SIZE, _SIZE), (_SIZE, _SIZE)]]
-    for tried in shapes:  # the second for those that take matrices only
+    for shapes in _SHAPES:
         try:
             with isolate_rng():
-                return all(_agrees(optimizer, group, tried, split, device) for split in splits)
+                return all(_agrees(optimizer, group, shapes, split, device) for split in splits)
         except Exception:
             continue
+    return None
+
+
+def _unlike_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
+    """Return the name of a tensor in the optimizer's state that has neither its parameter's shape nor no dimension."""
+    device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+    for shapes in _SHAPES:
+        try:
+            with isolate_rng():
+                ones = [torch.ones(shape, dtype=torch.float64, device=device) for shape in shapes]
+                *_, fresh = _train(optimizer, group, ones, [2 * value for value in ones])
+        except Exception:
+            continue
+        for parameter, state in fresh.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                    return key
+        return None
     return None
 
 
@@ -297,12 +400,12 @@ def _agrees(
         return [tensor.to(device) for tensor in tensors]
 
     values, targets = drawn(), drawn()
-    whole = _train(optimizer, group, values, targets)
+    early, late, _ = _train(optimizer, group, values, targets)
     starts = [start for part in split(values) for start in part]
-    pieces = [_train(optimizer, group, part, aims) for part, aims in zip(split(values), split(targets))]
+    pieces = [_train(optimizer, group, part, aims)[:2] for part, aims in zip(split(values), split(targets))]
     compared = [
         (start, expected, found)
-        for stop, tensors in enumerate(whole)
+        for stop, tensors in enumerate((early, late))
         for start, expected, found in zip(
             starts,
             [tensor for part in split(tensors) for tensor in part],
@@ -319,8 +422,8 @@ def _agrees(
 
 def _train(
     optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], targets: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what `values` are early on, and after some steps towards `targets` by a fresh optimizer."""
+) -> tuple[list[Tensor], list[Tensor], Optimizer]:
+    """Return `values` early on, and after some steps towards `targets`, and the fresh optimizer that took these."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(value.clone()) for value in values]
     # Curvatures that differ, or one step would end at the target whatever an optimizer estimates.
@@ -343,7 +446,7 @@ def _train(
     for _ in range(_STEPS):
         closure()  # some ignore the one that they are given
         fresh.step(closure) if takes_closure else fresh.step()  # type: ignore[arg-type]
-    return seen[_EARLY], [parameter.detach() for parameter in parameters]
+    return seen[_EARLY], [parameter.detach() for parameter in parameters], fresh
 
 
 def _fresh(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
