@@ -43,6 +43,7 @@ __all__ = [
     "DurationError",
     "Ended",
     "RankError",
+    "Started",
     "alone",
     "distributed",
     "free_port",
@@ -205,32 +206,41 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def start_script(
-    *command: object, cwd: Path | None = None, deadline_s: float = DEADLINE_S, **environment: str
-) -> Callable[[], Ended]:
-    """Start `command`, a path and its arguments, like `python PATH ...`; what is returned waits for its end.
+class Started:
+    """A script that runs; to call it waits for its end.
 
     A script that misses its deadline is killed; its return code is then that of SIGKILL.
     """
+
+    def __init__(self, process: Any, folder: Path, deadline_s: float) -> None:
+        self.process, self.folder, self.deadline_s = process, folder, deadline_s
+
+    def send(self, signum: int, to_group: bool = True) -> None:
+        """Send a signal to the script, and to the processes that it started unless those left its group."""
+        (os.killpg if to_group else os.kill)(self.process.pid, signum)
+
+    def __call__(self, deadline_s: float | None = None) -> Ended:
+        self.process.join(deadline_s or self.deadline_s)
+        with contextlib.suppress(ProcessLookupError):
+            self.send(signal.SIGKILL)
+        self.process.join()
+        out, err = ((self.folder / name).read_text() for name in ("out", "err"))
+        shutil.rmtree(self.folder)
+        assert self.process.exitcode is not None
+        return Ended(self.process.exitcode, out, err)
+
+
+def start_script(
+    *command: object, cwd: Path | None = None, deadline_s: float = DEADLINE_S, **environment: str
+) -> Started:
+    """Start `command`, a path and its arguments, like `python PATH ...`."""
     folder = Path(tempfile.mkdtemp(prefix="lightning_parallel_script_"))
     words = [str(word) for word in command]
     whole = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     process = _context.Process(target=_interpret, args=(words, str(cwd or Path.cwd()), whole, str(folder)))
     process.start()
     _scripts.append(process)
-
-    def wait() -> Ended:
-        process.join(deadline_s)
-        assert process.pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the processes that it started too
-        process.join()
-        out, err = ((folder / name).read_text() for name in ("out", "err"))
-        shutil.rmtree(folder)
-        assert process.exitcode is not None
-        return Ended(process.exitcode, out, err)
-
-    return wait
+    return Started(process, folder, deadline_s)
 
 
 def run_script(*command: object, cwd: Path | None = None, deadline_s: float = DEADLINE_S, **environment: str) -> Ended:

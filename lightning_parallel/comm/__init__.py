@@ -36,7 +36,14 @@ from lightning_parallel.comm.gradient_session import (
     overlapping_executor,
 )
 from lightning_parallel.comm.groups import Group, MeshGroups
-from lightning_parallel.comm.work import PROFILING, Pending, skip_communication, start_heartbeat, stop_heartbeat
+from lightning_parallel.comm.work import (
+    PROFILING,
+    Pending,
+    report_failure,
+    skip_communication,
+    start_heartbeat,
+    stop_heartbeat,
+)
 
 __all__ = [
     "GradientSession",
@@ -71,6 +78,7 @@ __all__ = [
     "raise_together",
     "reduce_scatter",
     "row_fingerprints",
+    "report_failure",
     "start_heartbeat",
     "stop_heartbeat",
 ]

@@ -291,6 +291,14 @@ def stop_heartbeat() -> None:
         _heartbeat = None
 
 
+def report_failure(error: BaseException) -> None:
+    """Publish the error that ends this rank, unless it has: the ranks that wait for this one will name it."""
+    if _heartbeat is not None and dist.is_initialized():
+        with suppress(RuntimeError):  # the store may be gone
+            if not _heartbeat.errors([_heartbeat.rank]):
+                _heartbeat.report(f"{type(error).__name__}: {error}")
+
+
 def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> str:
     """Describe the failed collective `what` between `ranks`, and name the ranks that are gone where that is known."""
     message = f"{what} between ranks {list(ranks)} failed: {error}"

@@ -428,6 +428,8 @@ class MeshProcesses(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         discard_groups(self._groups)
+        # Before the teardown, which ends the heartbeat: the peers that miss this rank look for the reason.
+        comm.report_failure(exception)
         super().on_exception(exception)
 
     # ------------------------------------------------------------------------------------------------ collectives
