@@ -191,6 +191,7 @@ class Checkpoints:
         names: Names in the whole model; needed where the pipeline group has several ranks.
         device: Where tensors must be to be sent between stages.
         is_saved: Whether this replica's values are gathered. On the others, names and shapes are enough.
+        last_rank: Position in the pipeline group of the rank that holds the last stage, where steps run to their end.
     """
 
     module: nn.Module
@@ -200,6 +201,7 @@ class Checkpoints:
     names: ModelNames
     device: torch.device
     is_saved: bool
+    last_rank: int = 0
 
     # -------------------------------------------------------------------------------------------------- the model
 
@@ -385,8 +387,12 @@ class Checkpoints:
             return held
         # Several stages hold a tied parameter; its place is the first of them, and the others send nothing.
         found: dict[K, _Place] = {}
-        for places in comm.all_gather_object(held, self.pipeline_group):
-            found = {**found, **{key: place for key, place in places.items() if key not in found}}
+        for rank, places in enumerate(comm.all_gather_object(held, self.pipeline_group)):
+            for key, place in places.items():
+                # All stages hold the buffers of the module itself, and a step that updates them ends on the last one.
+                is_buffer = isinstance(key, str) and key not in self.names.parameters
+                if key not in found or (is_buffer and rank == self.last_rank):
+                    found[key] = place
         in_order = [key for key in order if key in found]
         return {key: found[key] for key in dict.fromkeys([*in_order, *found])}
 

@@ -435,6 +435,7 @@ class MeshStrategy(MeshProcesses):
             ParallelState.of(self.module).names or ModelNames.of(self.module),
             self.root_device,
             is_saved=self.groups.data_parallel.rank == 0,
+            last_rank=0 if self.engine is None else self.engine.last_rank,
         )
 
     @override

@@ -139,6 +139,38 @@ def test_buffers_that_layers_set_can_be_saved(group):
         torch.testing.assert_close(state[f"blocks.{index}.largest"], expected.blocks[index].largest)
 
 
+class Centred(Deep):
+    """Keeps statistics of its outputs in buffers of its own, as DINO does."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(5, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch, index):
+        logits = self(batch[0])
+        self.centre += logits.detach().sum(0)
+        self.count = self.count + len(logits)
+        return F.cross_entropy(logits - self.centre / 1000, batch[1])
+
+    def on_train_batch_end(self, outputs, batch, index):
+        pass
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])  # with the last stage on the last rank, and on the first
+@distributed(world_size=2)
+def test_buffers_that_the_last_stage_updates_are_saved_from_there(schedule, group):
+    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "centre.ckpt"
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    expected, module = Centred(), Centred()
+    fit(expected, "auto", 1, **options)
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=1, schedule=schedule)
+    fit(module, strategy, 2, **options).save_checkpoint(path)
+    state = torch.load(path, weights_only=False)["state_dict"]
+    assert state["count"] == expected.count == 32
+    torch.testing.assert_close(state["centre"], expected.centre, rtol=1e-10, atol=1e-10)
+
+
 class Sum(Deep):
     def training_step(self, batch, index):
         return {"loss": F.cross_entropy(self(batch[0]), batch[1], reduction="sum"), "logits": torch.zeros(1)}
