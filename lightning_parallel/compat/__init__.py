@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import getattr_static
 from typing import Any
 
@@ -78,6 +78,8 @@ class ParallelState:
         pending: Parameters that wait for their data (`strategies.deferred_init.PendingInitialization`); a run that was
             refused leaves them to the next one.
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
+        logged: By name of what a step logs in microbatches: whether it is a mean over samples although microbatches are
+            weighted by something else, and whether its `batch_size` is that of the whole batch.
     """
 
     tensor_ranks: tuple[int, ...] = ()
@@ -86,6 +88,7 @@ class ParallelState:
     names: Any = None
     pending: Any = None
     skipped_steps: int = 0
+    logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: Any) -> ParallelState:

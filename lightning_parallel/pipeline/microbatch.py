@@ -36,6 +36,7 @@ __all__ = [
     "call_seed",
     "merge_outputs",
     "stage_seed",
+    "merge_entries",
     "num_samples",
     "random_state_kept",
     "seed_all",
@@ -184,6 +185,22 @@ def _part(value: Any, start: int, stop: int, samples: int) -> Any:
         items_of = [_part(item, start, stop, samples) for item in value]
         return type(value)(*items_of) if is_named else type(value)(items_of)
     return value
+
+
+def merge_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
+    """Return the entries that one step adds: one per sample, or as many as each microbatch added."""
+    is_per_sample = len(added) == sum(samples) and not _is_per_step(added, samples)
+    count, rest = divmod(len(added), len(samples))
+    if is_per_sample or rest:
+        return added
+    return [merge_outputs(added[entry::count], samples, weights) for entry in range(count)]
+
+
+def _is_per_step(added: list[Any], samples: Sequence[int]) -> bool:
+    """Return whether entries, as many as the samples, are still those of steps: figures, or tensors of samples."""
+    if any(isinstance(entry, Tensor) and entry.dim() > 0 and entry.shape[0] in samples for entry in added):
+        return True
+    return max(samples) == 1 and all(isinstance(entry, (float, Tensor)) for entry in added)
 
 
 def merge_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:

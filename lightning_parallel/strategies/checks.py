@@ -28,9 +28,10 @@ from torch.utils.data import IterableDataset
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, fingerprint
+from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.lightning import is_compiled, prepared_batch, take_first_entry
 from lightning_parallel.compat.torch import pytree, workers_of
-from lightning_parallel.pipeline.microbatch import SplitBatch, split_by
+from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_by
 from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.search import BALANCES
@@ -333,10 +334,12 @@ def _is_other_than_mean(
     module.eval()
     try:
         with torch.no_grad():
-            whole = _loss(run, batch, seed=0)
+            whole, logged = _with_logs(module, run, batch)
             again = _loss(run, batch, seed=1)
-            losses = torch.stack([_loss(run, part, seed=0).to(whole) for part in microbatches])
+            parts = [_with_logs(module, run, part) for part in microbatches]
+            losses = torch.stack([loss.to(whole) for loss, _ in parts])
             mean = torch.tensor(shares).to(whole) @ losses / sum(shares)
+            _learn_logged(module, logged, [logs for _, logs in parts], shares, microbatches)
     except Exception:
         return False  # the analysis will report what is wrong with the step
     finally:
@@ -362,6 +365,42 @@ def _loss(run: Callable[[Any], Any], batch: Any, seed: int) -> Tensor:
     with isolate_rng():
         torch.manual_seed(seed)
         return loss_of(run(batch)).detach()
+
+
+_Logged = dict[str, tuple[Tensor, int | None]]
+"""Value and `batch_size` by name."""
+
+
+def _with_logs(module: nn.Module, run: Callable[[Any], Any], batch: Any) -> tuple[Tensor, _Logged]:
+    logged: _Logged = {}
+
+    def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+        if isinstance(value, (int, float, Tensor)) and kwargs.get("reduce_fx", "mean") == "mean":
+            logged[name] = (torch.as_tensor(value).detach().double().cpu(), batch_size)
+
+    with patched(module, "log", log):
+        return _loss(run, batch, seed=0), logged
+
+
+def _learn_logged(
+    module: nn.Module, whole: _Logged, parts: Sequence[_Logged], shares: Sequence[float], microbatches: Sequence[Any]
+) -> None:
+    """Find out how what a step logs in microbatches gives what it logs for the batch: see `ParallelState.logged`."""
+    samples = [float(num_samples(part)) for part in microbatches]
+    for name, (value, size) in whole.items():
+        found = [part[name] for part in parts if name in part]
+        is_constant = size is not None and {size} == {other for _, other in found}
+        if len(found) < len(parts) or (size is not None and not is_constant):
+            continue  # with sizes of its own it is weighted by these
+        values = torch.stack([part for part, _ in found])
+
+        def error(weights: Sequence[float], value: Tensor = value, values: Tensor = values) -> Tensor:
+            return (torch.tensor(weights).to(values) @ values / sum(weights) - value).abs()
+
+        # Both are right where the parts are alike; where neither is, it is no mean.
+        is_by_samples = bool(100 * error(samples) < error(shares))
+        if is_constant or is_by_samples:
+            ParallelState.of(module).logged[name] = (is_by_samples, is_constant)
 
 
 def first_batch(trainer: Trainer) -> Any | None:

@@ -25,7 +25,7 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import Patches, patched
+from lightning_parallel.compat import ParallelState, Patches, patched
 from lightning_parallel.compat.lightning import (
     batch_value_of,
     metric_state_of,
@@ -38,7 +38,7 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.compat.torch import pytree, version_of
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.microbatch import StepResult, merge_outputs, num_samples
+from lightning_parallel.pipeline.microbatch import StepResult, merge_entries, merge_outputs, num_samples
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.stage import StageExit
@@ -280,7 +280,10 @@ class StepEffects:
 
     def merged(self, samples: Sequence[int], weights: Sequence[float]) -> tuple[list[LogCall], dict[str, Any]]:
         """Return calls of `self.log`, and attributes, as one step on the whole batch would have left them."""
-        return _merge_calls(self.logged, weights), _changed_attributes(self.module, self._before, samples, weights)
+        known = ParallelState.of(self.module).logged
+        return _merge_calls(self.logged, samples, weights, known), _changed_attributes(
+            self.module, self._before, samples, weights
+        )
 
     def repeat(self, calls: Sequence[LogCall], attributes: Mapping[str, Any], device: torch.device) -> None:
         """Log and remember on this rank what the last stage logged and remembered."""
@@ -333,23 +336,29 @@ def _recording(module: LightningModule, calls: list[LogCall]) -> Iterator[None]:
         yield
 
 
-def _merge_calls(logged: Sequence[Sequence[LogCall]], weights: Sequence[float]) -> list[LogCall]:
-    by_name: dict[str, list[tuple[float, Any, dict[str, Any]]]] = {}
-    for calls, weight in zip(logged, weights):
+def _merge_calls(
+    logged: Sequence[Sequence[LogCall]],
+    samples: Sequence[int],
+    weights: Sequence[float],
+    known: Mapping[str, tuple[bool, bool]],
+) -> list[LogCall]:
+    by_name: dict[str, list[tuple[int, float, Any, dict[str, Any]]]] = {}
+    for calls, count, weight in zip(logged, samples, weights):
         for name, value, arguments in calls:
-            by_name.setdefault(name, []).append((weight, value, arguments))
-    return [_merge_call(name, entries) for name, entries in by_name.items()]
+            by_name.setdefault(name, []).append((count, weight, value, arguments))
+    return [_merge_call(name, entries, known.get(name, (False, False))) for name, entries in by_name.items()]
 
 
-def _merge_call(name: str, entries: list[tuple[float, Any, dict[str, Any]]]) -> LogCall:
-    values = [value for _, value, _ in entries]
-    arguments = dict(entries[-1][2])
-    if arguments.get("batch_size") is not None:
+def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]], known: tuple[bool, bool]) -> LogCall:
+    is_by_samples, is_constant = known
+    values = [value for _, _, value, _ in entries]
+    arguments = dict(entries[-1][3])
+    if arguments.get("batch_size") is not None and not is_constant:
         # Lightning weights the batches of an epoch by these sizes, so they are the weights inside a batch, too.
-        sizes = [float(entry["batch_size"]) for _, _, entry in entries]
-        arguments["batch_size"] = sum(entry["batch_size"] for _, _, entry in entries)
+        sizes = [float(entry["batch_size"]) for *_, entry in entries]
+        arguments["batch_size"] = sum(entry["batch_size"] for *_, entry in entries)
     else:
-        sizes = [weight for weight, _, _ in entries]
+        sizes = [float(count) if is_by_samples else weight for count, weight, _, _ in entries]
     if isinstance(values[0], _MetricAt):
         caches = [value.cache for value in values if value.cache is not None]
         shares = [size / sum(sizes) for size in sizes]
@@ -415,24 +424,8 @@ def _changed_attributes(
         kept = old[:version] if isinstance(old, list) else []
         # A list whose old entries were exchanged is no record of steps: it stays as it is.
         if isinstance(value, list) and all(new is known for new, known in zip(value, kept)):
-            changed[name] = value[: len(kept)] + _merged_entries(value[len(kept) :], samples, weights)
+            changed[name] = value[: len(kept)] + merge_entries(value[len(kept) :], samples, weights)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), changed)
-
-
-def _merged_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
-    """Return the entries that one step adds: one per sample, or as many as each microbatch added."""
-    is_per_sample = len(added) == sum(samples) and not _is_per_step(added, samples)
-    count, rest = divmod(len(added), len(samples))
-    if is_per_sample or rest:
-        return added
-    return [merge_outputs(added[entry::count], samples, weights) for entry in range(count)]
-
-
-def _is_per_step(added: list[Any], samples: Sequence[int]) -> bool:
-    """Return whether entries, as many as the samples, are still those of steps: figures, or tensors of samples."""
-    if any(isinstance(entry, Tensor) and entry.dim() > 0 and entry.shape[0] in samples for entry in added):
-        return True
-    return max(samples) == 1 and all(isinstance(entry, (float, Tensor)) for entry in added)
 
 
 @contextmanager

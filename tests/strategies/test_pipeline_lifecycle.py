@@ -149,6 +149,43 @@ def test_microbatches_weighted_by_tokens():
     assert_same(fit(module, strategy, 2), module, expected_trainer, expected)
 
 
+class Logging(Tokens):
+    """Logs means over tokens and over samples, with the number of tokens, with a constant, and without a number."""
+
+    def training_step(self, batch, index):
+        x, y = batch
+        logits = self(x)
+        counts = (y > 1).to(logits)
+        losses = F.cross_entropy(logits, y, reduction="none")
+        loss = (losses * counts).sum() / counts.sum().clamp(min=1)  # a microbatch may have none
+        both = {"on_step": True, "on_epoch": True}
+        self.log("over tokens", loss, **both)
+        self.log("over tokens with number", loss, batch_size=int(counts.sum()), **both)
+        self.log("over samples", losses.mean(), **both)
+        self.log("over samples with number", losses.mean(), batch_size=len(x), **both)
+        self.log("over samples with constant", losses.mean(), batch_size=7, **both)
+        return loss
+
+
+@distributed(world_size=2)
+def test_logs_are_weighted_by_what_they_are_means_over(group):
+    metrics = []
+    weight = {"microbatch_weight": lambda batch: int((batch[1] > 1).sum())}
+    names = ["over samples", "over samples with number", "over samples with constant"]
+    names += ["over tokens", "over tokens with number"]
+    for devices in (1, 2):
+        os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE=str(devices))
+        strategy = "auto"
+        if devices > 1:
+            strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, **weight)
+        trainer = trainer_for(strategy, devices, max_epochs=1)
+        trainer.fit(Logging(), DataLoader(Samples(), batch_size=7))  # the last batch has four
+        metrics.append(trainer.callback_metrics)
+    for name in names:
+        for key in (f"{name}_step", f"{name}_epoch"):
+            torch.testing.assert_close(metrics[1][key], metrics[0][key], rtol=1e-6, atol=1e-7, msg=key)
+
+
 @distributed(world_size=2)
 def test_shuffled_data_and_dropout_are_seeded_alike_on_all_stages(group):
     class Dropping(Deep):
