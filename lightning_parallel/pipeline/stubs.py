@@ -19,9 +19,16 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
-from lightning_parallel.pipeline.interception import Call, has_listeners, parameter_lists, replaced, run_with_fake_data
+from lightning_parallel.pipeline.interception import (
+    Call,
+    SavedAttributes,
+    has_listeners,
+    parameter_lists,
+    replaced,
+)
 from lightning_parallel.pipeline.microbatch import random_state_kept
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, UnknownValue, draws_numbers
+from lightning_parallel.pipeline.random_data import run_with_fake_data
 
 __all__ = ["StubOutputs", "autocast_dtype", "copy_args", "free_parameters", "named_placeholders", "stubbed"]
 
@@ -138,18 +145,23 @@ class StubOutputs:
         arguments = (call.args, call.kwargs)
         originals: dict[int, Any] = {}
         # Tensor-parallel layers communicate in their forward; the ranks of other stages do not take part here.
+        saved = SavedAttributes(call.module)
         with comm.skip_communication(), random_state_kept(), draws_numbers(False):
             try:
                 given = copy_args(arguments, originals)
                 with stubbed(call.module, self.device, available):
                     result = call.function(*given[0], **given[1])
             except Exception as error:
+                saved.restore()
+
                 # Data were read, as in routing by content: run again on random data, with fresh copies, since the first
                 # run may have changed some of them.
-                originals.clear()
-                given = copy_args(arguments, originals)
+                def copied() -> Any:
+                    originals.clear()
+                    return copy_args(arguments, originals)
+
                 try:
-                    result, given = run_with_fake_data(call.with_arguments(given), self.device, available)
+                    result, given = run_with_fake_data(call, copied, self.device, available)
                 except Exception:
                     raise PlaceholderError(
                         f"cannot infer the shape of {call.site.provenance} without computing it on true data ({error})"
@@ -248,7 +260,7 @@ def copy_args(arguments: Any, originals: dict[int, Any]) -> Any:
     """
 
     def copied(leaf: Any) -> Any:
-        if isinstance(leaf, (Tensor, *_PLAIN)):
+        if isinstance(leaf, (Tensor, UnknownValue, *_PLAIN)):
             return leaf
         memo: dict[int, Any] = {}
         _note_copies(leaf, memo, set())
