@@ -37,6 +37,7 @@ __all__ = [
     "merge_outputs",
     "stage_seed",
     "num_samples",
+    "own_copy",
     "random_state_kept",
     "seed_all",
     "seed_torch",
@@ -158,13 +159,37 @@ def _quote(key: str) -> str:
 def _part(value: Any, start: int, stop: int, samples: int) -> Any:
     if isinstance(value, (Tensor, np.ndarray)):
         return value[start:stop] if len(value.shape) else value
+    # A list such as one string per sample; with tensors of samples inside, its length equals theirs by chance.
+    is_plain = isinstance(value, (tuple, list)) and not hasattr(value, "_fields")
+    if is_plain and len(value) == samples and not any(len(entry.shape) for _, entry in _entries(value, "")):
+        return value[start:stop]
+    return _rebuilt(value, lambda item: _part(item, start, stop, samples))
+
+
+def own_copy(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
+    """Return `value` with new containers and copies of its tensors and arrays.
+
+    Args:
+        value: A microbatch of any structure.
+        copies: Is filled with (original, copy) by the `id` of the original, so that what occurs twice is one copy.
+    """
+    # A leaf that requires a gradient is one whose `.grad` somebody reads.
+    if isinstance(value, np.ndarray) or (isinstance(value, Tensor) and not value.requires_grad):
+        if id(value) not in copies:
+            copies[id(value)] = (value, value.clone() if isinstance(value, Tensor) else value.copy())
+        return copies[id(value)][1]
+    return _rebuilt(value, lambda item: own_copy(item, copies))
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container of the same class with changed entries; other values as they are."""
     # Copies keep the class and the attributes of what the user made, whose constructor is not known.
     if isinstance(value, UserDict):
         part: Any = copy.copy(value)
-        part.data = {name: _part(item, start, stop, samples) for name, item in value.data.items()}
+        part.data = {name: change(item) for name, item in value.data.items()}
         return part
     if isinstance(value, Mapping):
-        items = {name: _part(item, start, stop, samples) for name, item in value.items()}
+        items = {name: change(item) for name, item in value.items()}
         if type(value) is dict:
             return items
         part = copy.copy(value)
@@ -174,15 +199,11 @@ def _part(value: Any, start: int, stop: int, samples: int) -> Any:
         part = copy.copy(value)
         for field in dataclasses.fields(value):
             # Also on frozen dataclasses.
-            object.__setattr__(part, field.name, _part(getattr(value, field.name), start, stop, samples))
+            object.__setattr__(part, field.name, change(getattr(value, field.name)))
         return part
     if isinstance(value, (tuple, list)):
-        is_named = hasattr(value, "_fields")
-        # A list such as one string per sample; with tensors of samples inside, its length equals theirs by chance.
-        if len(value) == samples and not is_named and not any(len(entry.shape) for _, entry in _entries(value, "")):
-            return value[start:stop]
-        items_of = [_part(item, start, stop, samples) for item in value]
-        return type(value)(*items_of) if is_named else type(value)(items_of)
+        items_of = [change(item) for item in value]
+        return type(value)(*items_of) if hasattr(value, "_fields") else type(value)(items_of)
     return value
 
 

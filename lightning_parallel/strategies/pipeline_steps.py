@@ -37,7 +37,7 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.torch import pytree, version_of
 from lightning_parallel.data_parallel import GradientReducer
-from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
 from lightning_parallel.pipeline.microbatch import StepResult, merge_outputs, num_samples
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.runtime import loss_of
@@ -98,7 +98,7 @@ class PipelineSteps:
         batch = first_batch(trainer)
         if batch is None or trainer.state.fn is None:
             return None
-        step = self._step(STEPS[trainer.state.fn], (0,), {})
+        step = StepOnCopies(self._step(STEPS[trainer.state.fn], (0,), {}))
         if not trainer.training:
             return step, batch
 

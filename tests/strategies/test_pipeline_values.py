@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy
 from tests.harness import distributed
+from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
 
 
@@ -74,3 +76,54 @@ def test_numbers_of_layers_on_other_stages_are_refused_where_they_are_used(kind)
     fit(expected, "auto", 1, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
     train(module)
     assert module.losses == pytest.approx(expected.losses, rel=1e-10)
+
+
+class Changing(Deep):
+    """Changes its batch in place, inputs and targets, in a dict or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def change(self, batch):
+        x, y = batch
+        x.div_(2)
+        y.add_(1).remainder_(5)
+        return x, y
+
+    def training_step(self, batch, index):
+        x, y = self.change(batch)
+        loss = F.cross_entropy(self(x), y)
+        self.losses.append(loss.item())
+        return {"loss": loss, "logits": torch.zeros(1)}
+
+    def validation_step(self, batch, index):
+        x, y = self.change(batch)
+        self.outs.append(F.cross_entropy(self(x), y))
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.batches.append([entry.clone() for entry in batch])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "interleaved_1f1b", "virtual_stages": 2}], ids=["1f1b", "virtual"]
+)
+@distributed(world_size=2)
+def test_a_batch_that_the_step_changes_in_place_is_changed_once(group, options):
+    def trained(strategy, size):
+        module = Changing()
+        # These loaders give the same tensors in each epoch: what is changed in them stays.
+        data, others = (DataLoader([list(batch) for batch in loader()], batch_size=None) for _ in range(2))
+        trainer = trainer_for(strategy, size, max_epochs=2)
+        trainer.fit(module, data, others)
+        return module, trainer.callback_metrics["val_by_hand"], trainer.strategy.lightning_module_state_dict()
+
+    expected, expected_metric, expected_weights = trained("auto", 1)
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, balance="uniform", **options)
+    module, metric, weights = trained(strategy, 2)
+    assert module.losses == pytest.approx(expected.losses, rel=1e-10)
+    torch.testing.assert_close(metric, expected_metric, rtol=1e-10, atol=0)
+    for name, value in weights.items() if group.rank == 0 else ():
+        torch.testing.assert_close(value, expected_weights[name], rtol=1e-10, atol=1e-12)
+    if group.rank == group.size - 1:
+        torch.testing.assert_close(module.batches, expected.batches)
