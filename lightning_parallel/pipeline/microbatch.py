@@ -34,11 +34,13 @@ __all__ = [
     "SplitBatch",
     "StepResult",
     "call_seed",
+    "merge_entries",
     "merge_outputs",
     "stage_seed",
     "num_samples",
     "own_copy",
     "random_state_kept",
+    "reduce_logged",
     "seed_all",
     "seed_torch",
     "seeded",
@@ -285,6 +287,35 @@ def _merge_sequences(values: Sequence[Any], samples: Sequence[int], weights: Seq
         return type(first)(entry for value in values for entry in value)
     entries = [merge_outputs([value[i] for value in values], samples, weights) for i in range(len(first))]
     return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+
+
+def merge_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
+    """Return the entries that one step adds: one per sample, or as many as each microbatch added."""
+    is_per_sample = len(added) == sum(samples) and not _is_per_step(added, samples)
+    count, rest = divmod(len(added), len(samples))
+    if is_per_sample or rest:
+        return added
+    return [merge_outputs(added[entry::count], samples, weights) for entry in range(count)]
+
+
+def _is_per_step(added: list[Any], samples: Sequence[int]) -> bool:
+    """Return whether entries, as many as the samples, are still those of steps: figures, or tensors of samples."""
+    if any(isinstance(entry, Tensor) and entry.dim() > 0 and entry.shape[0] in samples for entry in added):
+        return True
+    return max(samples) == 1 and all(isinstance(entry, (float, Tensor)) for entry in added)
+
+
+def reduce_logged(values: Tensor, sizes: Sequence[float], reduce_fx: str | Callable[[Any], Any]) -> Tensor:
+    """Reduce what was logged for each microbatch, stacked, as `self.log` says; means are weighted by `sizes`."""
+    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if kind in ("mean", "avg"):
+        values = values if values.is_floating_point() else values.float()
+        shares = torch.tensor(sizes, dtype=values.dtype) / sum(sizes)
+        return torch.tensordot(shares, values, 1)
+    if kind in ("sum", "max", "min"):
+        return getattr(torch, kind if kind == "sum" else f"a{kind}")(values, 0)
+    assert callable(reduce_fx)
+    return reduce_fx(values)
 
 
 # 2^64 divided by the golden ratio, whose multiples are spread evenly over 64 bits.

@@ -11,6 +11,7 @@ Once its data have been received, a placeholder has a `value`, which replaces it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,14 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, make_wrapper_subclass, schema_of
+from lightning_parallel.compat.torch import (
+    DisableTorchFunctionSubclass,
+    forbid_data_access,
+    make_wrapper_subclass,
+    pytree,
+    schema_of,
+)
 
 __all__ = [
     "PlaceholderError",
     "PlaceholderTensor",
     "UnknownValue",
     "dry_run",
+    "in_dry_run",
     "missing",
+    "require_known",
     "reveal",
     "watch_parameters",
 ]
@@ -39,7 +48,7 @@ class PlaceholderError(RuntimeError):
         is_missing: True if the data would be missing in a real run too.
     """
 
-    def __init__(self, message: str, placeholders: Iterable[PlaceholderTensor] = ()) -> None:
+    def __init__(self, message: str, placeholders: Iterable[PlaceholderTensor | UnknownValue] = ()) -> None:
         super().__init__(message)
         self.is_missing = any(not placeholder.available for placeholder in placeholders)
 
@@ -72,6 +81,7 @@ class PlaceholderTensor(Tensor):
         cls, meta: Tensor, device: torch.device, provenance: str, parameter: str | None = None, available: bool = False
     ) -> PlaceholderTensor:
         placeholder = make_wrapper_subclass(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)
+        forbid_data_access(placeholder)
         placeholder.meta = meta
         placeholder.provenance = provenance
         placeholder.parameter = parameter
@@ -105,6 +115,18 @@ class PlaceholderTensor(Tensor):
         # `Tensor.__deepcopy__` would copy a storage. A copy has received nothing.
         return PlaceholderTensor(self.meta, self.device, self.provenance, self.parameter, self.available)
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.value is None:
+            # Others would read from the address of the data, which is zero.
+            raise PlaceholderError(f"{self.provenance} is on another pipeline stage: no data to share", [self])
+        return self.value.__dlpack__(*args, **kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.__dlpack__() if self.value is None else self.value.__dlpack_device__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PlaceholderError(f"{self.provenance} is on another pipeline stage and cannot be pickled", [self])
+
     def receive(self, value: Tensor) -> None:
         """Use `value` in place of this placeholder from now on."""
         # A custom autograd function that takes the placeholder computes with the value, but gives its gradient to the
@@ -126,6 +148,12 @@ class PlaceholderTensor(Tensor):
     ) -> Any:
         # Values are put in above autograd, so that gradients flow back to what was received. In `__torch_dispatch__`,
         # below autograd, the graph would already end at the placeholder.
+        if func in _GRADIENT_QUESTIONS and _cannot_answer(args[0], sys._getframe(1).f_globals.get("__name__", "")):
+            raise PlaceholderError(
+                f"the step asks for `{_GRADIENT_QUESTIONS[func]}` of {args[0].provenance}, which is on another "
+                "pipeline stage: it may be another one there. Let the step do the same whatever it is",
+                [args[0]],
+            )
         kwargs = reveal(kwargs) if kwargs else {}
         with DisableTorchFunctionSubclass():
             return func(*reveal(args), **kwargs)
@@ -161,6 +189,23 @@ class PlaceholderTensor(Tensor):
             written.available = available
             return _rewritten(written, result)
         return _wrap(result, device, _provenance(placeholders), available)
+
+
+# Placeholders have no graph, so torch would answer as for a constant.
+_GRADIENT_QUESTIONS = {getattr(Tensor, name).__get__: name for name in ("requires_grad", "grad_fn", "is_leaf")}
+
+
+def _cannot_answer(placeholder: Any, asking: str) -> bool:
+    """Tell whether the answer may be another one where the data are; `asking` is the name of the module that asks."""
+    if not isinstance(placeholder, PlaceholderTensor) or placeholder.value is not None or placeholder.parameter:
+        return False
+    is_differentiable = placeholder.signature[1].is_floating_point or placeholder.signature[1].is_complex
+    # Torch asks to warn, or to choose between ways to the same result.
+    return (
+        is_differentiable
+        and torch.is_grad_enabled()
+        and asking.partition(".")[0] not in ("torch", __name__.partition(".")[0])
+    )
 
 
 _draws_numbers = False
@@ -285,6 +330,30 @@ def reveal(value: Any) -> Any:
 def missing(value: Any) -> bool:
     """Return whether `value` is a placeholder without data."""
     return type(value) is PlaceholderTensor and value.value is None and not (_in_dry_run and value.available)
+
+
+def require_known(value: Any, name: str) -> None:
+    """Refuse placeholders, and numbers of other stages, in what a step leaves behind.
+
+    Args:
+        value: Of any structure.
+        name: Where the step leaves it, for the message.
+
+    Raises:
+        PlaceholderError: If there is one.
+    """
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, UnknownValue) or missing(leaf):
+            raise PlaceholderError(
+                f"{name} is made of {leaf.provenance}, which is on an earlier pipeline stage: the last stage, where a "
+                "step ends, does not know it. Make it of what the layers return, or pass it through them",
+                [leaf],
+            )
+
+
+def in_dry_run() -> bool:
+    """Tell whether available placeholders count as data."""
+    return _in_dry_run
 
 
 _in_dry_run = False

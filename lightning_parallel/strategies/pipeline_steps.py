@@ -38,8 +38,8 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.compat.torch import pytree, version_of
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
-from lightning_parallel.pipeline.microbatch import StepResult, merge_outputs, num_samples
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.pipeline.microbatch import StepResult, merge_entries, merge_outputs, num_samples, reduce_logged
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor, in_dry_run, missing, require_known
 from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.stage import StageExit
 from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
@@ -269,6 +269,7 @@ class StepEffects:
         self.module = module
         self.logged: list[list[LogCall]] = []
         self._before = _snapshots(module)
+        self._attributes = dict(vars(module))
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -280,11 +281,24 @@ class StepEffects:
 
     def merged(self, samples: Sequence[int], weights: Sequence[float]) -> tuple[list[LogCall], dict[str, Any]]:
         """Return calls of `self.log`, and attributes, as one step on the whole batch would have left them."""
-        return _merge_calls(self.logged, weights), _changed_attributes(self.module, self._before, samples, weights)
+        for name, value, _ in (call for calls in self.logged for call in calls):
+            require_known(value, f"`self.log({name!r}, ...)`")
+        attributes = _changed_attributes(self.module, self._before, samples, weights)
+        for name, value in attributes.items():
+            require_known(value, f"`self.{name}`")
+        # Refused where it is used after the step: most such attributes are read inside of it only.
+        for name, value in vars(self.module).items():
+            if missing(value) and value is not self._attributes.get(name):
+                shape, dtype = value.signature
+                attributes[name] = _Elsewhere(shape, dtype, value.provenance)
+        return _merge_calls(self.logged, weights), attributes
 
     def repeat(self, calls: Sequence[LogCall], attributes: Mapping[str, Any], device: torch.device) -> None:
         """Log and remember on this rank what the last stage logged and remembered."""
         for name, value in attributes.items():
+            if isinstance(value, _Elsewhere):
+                meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                value = PlaceholderTensor(meta, device, value.provenance)
             self.module.__dict__[name] = to_device(value, device)
         for name, value, arguments in calls:
             if isinstance(value, _MetricAt):
@@ -324,6 +338,9 @@ def _recording(module: LightningModule, calls: list[LogCall]) -> Iterator[None]:
             if path is None:
                 raise ValueError(f"the metric logged as {name!r} is not an attribute of the module; make it one")
             value = _MetricAt(path, batch_value_of(value))
+        elif in_dry_run():
+            # In a real step the last stage refuses it when all are there to hear of it: see `StepEffects.merged`.
+            require_known(value, f"`self.log({name!r}, ...)`")
         elif isinstance(value, Tensor):
             # What is logged is kept until the batch ends, and must not keep a microbatch's graph alive.
             value = value.detach()
@@ -355,19 +372,7 @@ def _merge_call(name: str, entries: list[tuple[float, Any, dict[str, Any]]]) -> 
         shares = [size / sum(sizes) for size in sizes]
         return name, _MetricAt(values[0].path, merge_outputs(caches, (), shares) if caches else None), arguments
     numbers = torch.stack([torch.as_tensor(value).detach().cpu() for value in values])
-    return name, _reduced(numbers, sizes, arguments.get("reduce_fx", "mean")), arguments
-
-
-def _reduced(values: Tensor, sizes: Sequence[float], reduce_fx: str | Callable[[Any], Any]) -> Tensor:
-    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    if kind in ("mean", "avg"):
-        values = values if values.is_floating_point() else values.float()
-        shares = torch.tensor(sizes, dtype=values.dtype) / sum(sizes)
-        return torch.tensordot(shares, values, 1)
-    if kind in ("sum", "max", "min"):
-        return getattr(torch, kind if kind == "sum" else f"a{kind}")(values, 0)
-    assert callable(reduce_fx)
-    return reduce_fx(values)
+    return name, reduce_logged(numbers, sizes, arguments.get("reduce_fx", "mean")), arguments
 
 
 # --------------------------------------------------------------------------------------------------------- attributes
@@ -378,6 +383,14 @@ class _Snapshot(NamedTuple):
 
     value: Any
     version: Any
+
+
+class _Elsewhere(NamedTuple):
+    """An attribute that the last stage does not know; on other ranks it is that of one microbatch."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    provenance: str
 
 
 def _followed_attributes(module: LightningModule) -> dict[str, Any]:
@@ -415,24 +428,8 @@ def _changed_attributes(
         kept = old[:version] if isinstance(old, list) else []
         # A list whose old entries were exchanged is no record of steps: it stays as it is.
         if isinstance(value, list) and all(new is known for new, known in zip(value, kept)):
-            changed[name] = value[: len(kept)] + _merged_entries(value[len(kept) :], samples, weights)
+            changed[name] = value[: len(kept)] + merge_entries(value[len(kept) :], samples, weights)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), changed)
-
-
-def _merged_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
-    """Return the entries that one step adds: one per sample, or as many as each microbatch added."""
-    is_per_sample = len(added) == sum(samples) and not _is_per_step(added, samples)
-    count, rest = divmod(len(added), len(samples))
-    if is_per_sample or rest:
-        return added
-    return [merge_outputs(added[entry::count], samples, weights) for entry in range(count)]
-
-
-def _is_per_step(added: list[Any], samples: Sequence[int]) -> bool:
-    """Return whether entries, as many as the samples, are still those of steps: figures, or tensors of samples."""
-    if any(isinstance(entry, Tensor) and entry.dim() > 0 and entry.shape[0] in samples for entry in added):
-        return True
-    return max(samples) == 1 and all(isinstance(entry, (float, Tensor)) for entry in added)
 
 
 @contextmanager

@@ -127,3 +127,50 @@ def test_a_batch_that_the_step_changes_in_place_is_changed_once(group, options):
         torch.testing.assert_close(value, expected_weights[name], rtol=1e-10, atol=1e-12)
     if group.rank == group.size - 1:
         torch.testing.assert_close(module.batches, expected.batches)
+
+
+class Leaving(Deep):
+    """Leaves something of its embedding behind: in a log, a list, an attribute; or asks it for a gradient."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.found = kind, []
+
+    def forward(self, x):
+        self.embedded = x = self.embed(x)
+        factor = 1.0 if self.kind != "gradient" or x.requires_grad else 0.5
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * factor
+
+    def training_step(self, batch, index):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        if self.kind == "log":
+            self.log("norm", self.embedded.norm())
+        elif self.kind == "list":
+            self.found.append(self.embedded.detach().norm())
+        self.losses.append(loss.item())
+        return {"loss": loss, "logits": torch.zeros(1)}
+
+    def on_train_batch_end(self, outputs, batch, index):
+        if self.kind == "attribute":
+            self.found.append(self.embedded.norm().item())
+
+
+REFUSED = {
+    "log": r"`self\.log\('norm', \.\.\.\)` is made of .*`embed`",
+    "list": r"`self\.found` is made of .*`embed`",
+    "attribute": "`embed`",
+    "gradient": r"asks for `requires_grad` of the output of `embed`",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@distributed(world_size=2)
+def test_what_is_made_of_other_stages_is_refused_on_every_rank(kind):
+    with pytest.raises((ValueError, RuntimeError), match=REFUSED[kind]):
+        train(Leaving(kind))
+    module, expected = Leaving(None), Leaving(None)
+    fit(expected, "auto", 1, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+    train(module)
+    assert module.losses == pytest.approx(expected.losses, rel=1e-10)
