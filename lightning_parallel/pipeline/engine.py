@@ -14,17 +14,19 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import BatchNormalization
+from lightning_parallel.compat.torch import BatchNormalization, version_of
 from lightning_parallel.pipeline.microbatch import (
     OwnGenerators,
     SplitBatch,
     StepResult,
     num_samples,
+    own_copy,
     random_state_kept,
     split_batch,
     split_by,
@@ -35,10 +37,52 @@ from lightning_parallel.pipeline.runtime import ScheduleRun, split_linears
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
 from lightning_parallel.pipeline.stage import PipelineStages, StageInputs, TiedParameter
 
-__all__ = ["PipelineEngine"]
+__all__ = ["PipelineEngine", "StepOnCopies"]
 
 # Beyond the tags of messages between stages and of the measurement of links, with room for one per parameter.
 _TIED_TAG = 1000
+
+
+class StepOnCopies:
+    """A step that is run on a copy of each microbatch, so that it may be run several times on the same one.
+
+    A step that changes its batch in place would change it each time: for every stage of this rank, and in dry runs. All
+    microbatches are views of one batch, too, whose version tells autograd that a saved tensor was changed.
+
+    Args:
+        step: The user's step.
+    """
+
+    def __init__(self, step: Callable[[Any], Any]) -> None:
+        self.step = step
+        self._changed: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, microbatch: Any) -> Any:
+        copies: dict[int, tuple[Any, Any]] = {}
+        given = own_copy(microbatch, copies)
+        try:
+            return self.step(given)
+        finally:
+            self._changed.update({key: pair for key, pair in copies.items() if _is_changed(*pair)})
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Change the batch as the last run of each microbatch did: hooks get the batch after the step."""
+        for original, changed in self._changed.values():
+            if isinstance(original, np.ndarray):
+                original[...] = changed
+            else:
+                # Lightning's evaluation makes batches in inference mode, outside of which they cannot be written.
+                with torch.inference_mode(original.is_inference()):
+                    original.copy_(changed.detach())
+        self._changed.clear()
+
+
+def _is_changed(original: Any, duplicate: Any) -> bool:
+    if isinstance(original, np.ndarray):
+        return not np.array_equal(original, duplicate)
+    # A new tensor begins at version 0. Another shape cannot be written back.
+    return duplicate.shape == original.shape and version_of(duplicate) > 0
 
 
 class PipelineEngine:
@@ -187,11 +231,12 @@ class PipelineEngine:
         sizes = [float(self.microbatch_weight(microbatch)) for microbatch in microbatches]
         if not 0 < sum(sizes) < math.inf or min(sizes) < 0:
             raise ValueError(f"expected microbatches of a positive weight, none negative or infinite, got {sizes}")
+        step_on_copies = StepOnCopies(step)
         run = ScheduleRun(
             self.model,
             self.group,
             schedule if training else forward_only(schedule),
-            step,
+            step_on_copies,
             microbatches,
             [size / sum(sizes) for size in sizes],
             self._layouts,
@@ -201,7 +246,9 @@ class PipelineEngine:
             generators=self._generators,
             message_groups=self.message_groups,
         )
-        return run()
+        result = run()
+        step_on_copies.write_back()
+        return result
 
     def share_seed(self) -> None:
         """Let the first rank's global generator decide the random numbers of the steps that follow, on every rank."""

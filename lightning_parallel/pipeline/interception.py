@@ -22,21 +22,25 @@ from torch import Tensor, nn
 
 from lightning_parallel.compat import PartialModule
 from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor, reveal
+from lightning_parallel.pipeline.microbatch import seed_all
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor, UnknownValue, reveal
 
 __all__ = [
     "ActiveHandler",
     "Call",
     "CallHandler",
     "CallSite",
+    "SavedAttributes",
     "SavedForwards",
+    "VARIANTS",
     "data_of",
     "fake_data",
     "has_listeners",
     "intercept",
+    "own_attributes",
     "parameter_lists",
     "replaced",
-    "run_with_fake_data",
+    "run_variant",
 ]
 
 
@@ -179,44 +183,32 @@ def intercept(module: nn.Module, site: CallSite) -> None:
 
 
 _PACKAGE = __name__.partition(".")[0]
-_TensorFunction = Callable[[Tensor], Tensor]
+# Parameters, buffers, submodules and hooks: all that a module without attributes has.
+_REGISTRIES = frozenset(vars(nn.Module()))
 
 
-def run_with_fake_data(call: Call, device: torch.device, available: bool) -> tuple[Any, Any]:
-    """Call a module with random data in place of placeholders among its arguments and of missing parameters.
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that `module` has besides parameters, buffers, submodules and hooks."""
+    return {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
 
-    Args:
-        call: The call; the module may write into containers among its arguments.
-        device: Where it runs.
-        available: Whether the resulting placeholders count as available.
 
-    Returns:
-        Its output, and the arguments as it left them, with placeholders for all tensors but those it was called with.
-    """
-    inputs, tree = pytree.tree_flatten((call.args, call.kwargs))
-    data = [fake_data(leaf, device) if isinstance(leaf, PlaceholderTensor) else leaf for leaf in inputs]
-    given = {id(fake): leaf for fake, leaf in zip(data, inputs)}
+class SavedAttributes:
+    """Saves the attributes of a module and its submodules, lists and dicts among them with their entries."""
 
-    # An argument that is passed on comes out as the placeholder that it was.
-    def as_placeholder(tensor: Tensor) -> Tensor:
-        if id(tensor) in given:
-            return given[id(tensor)]
-        return PlaceholderTensor.like(tensor, call.site.provenance, device, available=available)
+    def __init__(self, module: nn.Module) -> None:
+        self.before = [(child, dict(own_attributes(child))) for child in module.modules()]
+        containers = [value for _, own in self.before for value in own.values() if type(value) in (list, dict)]
+        self.entries = [(value, value.copy()) for value in containers]
 
-    args, kwargs = pytree.tree_unflatten(data, tree)
-    module = call.module
-    with (
-        torch.no_grad(),
-        _attributes_as_placeholders(module, as_placeholder),
-        _hooks_on_placeholders(module, as_placeholder, device),
-        _forwards_on_placeholders(module, as_placeholder, device),
-        # Last, as it has to end first: the stand-ins would be taken for what the module left in its attributes.
-        replaced(module, lambda path, child: data_of(child, device)),
-    ):
-        result = call.function(*args, **kwargs)
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        _change_inside(leaf, as_placeholder, set())
-    return pytree.tree_map_only(Tensor, as_placeholder, (result, (args, kwargs)))
+    def restore(self) -> None:
+        """Restore the attributes as they were when this object was made."""
+        for child, own in self.before:
+            for name in own_attributes(child).keys() - own.keys():
+                del child.__dict__[name]
+            child.__dict__.update(own)
+        for value, entries in self.entries:
+            value.clear()
+            value.extend(entries) if isinstance(value, list) else value.update(entries)
 
 
 @contextmanager
@@ -294,6 +286,70 @@ class SavedForwards:
 def _is_from_outside(hook: Callable[..., Any]) -> bool:
     # Hooks of this package, such as those of sequence parallelism, collect nothing.
     return getattr(hook, "__module__", "").partition(".")[0] != _PACKAGE
+
+
+_TensorFunction = Callable[[Tensor], Tensor]
+
+# The first is what the result is taken from. The others differ in sign and size, so that a comparison changes too.
+VARIANTS: tuple[_TensorFunction, ...] = (
+    lambda data: data,
+    lambda data: data.abs().mul(100),
+    lambda data: data.abs().neg(),
+    lambda data: data.mul(0.01),
+)
+
+
+def run_variant(call: Call, device: torch.device, available: bool, variant: int) -> tuple[Any, Any]:
+    """Call a module with random data in place of placeholders among its arguments and of missing parameters.
+
+    Args:
+        call: The call; the module may write into containers among its arguments.
+        device: Where it runs.
+        available: Whether the resulting placeholders count as available.
+        variant: Which of `VARIANTS` of the random data.
+
+    Returns:
+        Its output, and the arguments as it left them, with placeholders for all tensors but those it was called with.
+    """
+    seed_all(variant)
+
+    def data_for(leaf: Any) -> Any:
+        if isinstance(leaf, UnknownValue):
+            return leaf.sample
+        if not isinstance(leaf, PlaceholderTensor):
+            return leaf
+        data = fake_data(leaf, device)
+        return data if leaf.value is not None or not data.is_floating_point() else VARIANTS[variant](data)
+
+    inputs, tree = pytree.tree_flatten((call.args, call.kwargs))
+    data = [data_for(leaf) for leaf in inputs]
+    given = {id(fake): leaf for fake, leaf in zip(data, inputs)}
+
+    # An argument that is passed on comes out as the placeholder that it was.
+    def as_placeholder(tensor: Tensor) -> Tensor:
+        if id(tensor) in given:
+            return given[id(tensor)]
+        return PlaceholderTensor.like(tensor, call.site.provenance, device, available=available)
+
+    def stand_ins(child: nn.Module) -> dict[str, Any]:
+        return data_of(child, device, all_parameters=variant > 0)
+
+    args, kwargs = pytree.tree_unflatten(data, tree)
+    module = call.module
+    with (
+        torch.no_grad(),
+        _attributes_as_placeholders(module, as_placeholder),
+        _hooks_on_placeholders(module, as_placeholder, device),
+        _forwards_on_placeholders(module, as_placeholder, device),
+        # Last, as it has to end first: the stand-ins would be taken for what the module left in its attributes.
+        replaced(module, lambda path, child: stand_ins(child)),
+    ):
+        # Equal in all variants: what the module draws by itself does not depend on the data.
+        seed_all(0)
+        result = call.function(*args, **kwargs)
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        _change_inside(leaf, as_placeholder, set())
+    return pytree.tree_map_only(Tensor, as_placeholder, (result, (args, kwargs)))
 
 
 def _with_tensors(value: Any, function: _TensorFunction) -> Any:
@@ -376,7 +432,7 @@ def _forwards_on_placeholders(
 @contextmanager
 def _attributes_as_placeholders(module: nn.Module, as_placeholder: _TensorFunction) -> Iterator[None]:
     """Replace tensors that the block leaves in attributes of `module` by placeholders."""
-    before = [leaf for child in module.modules() for leaf in pytree.tree_leaves(_own_attributes(child))]
+    before = [leaf for child in module.modules() for leaf in pytree.tree_leaves(own_attributes(child))]
     known = {id(leaf) for leaf in before}
 
     def changed(tensor: Tensor) -> Tensor:
@@ -386,21 +442,18 @@ def _attributes_as_placeholders(module: nn.Module, as_placeholder: _TensorFuncti
         yield
     finally:
         for child in module.modules():
-            child.__dict__.update(_with_tensors(_own_attributes(child), changed))
+            child.__dict__.update(_with_tensors(own_attributes(child), changed))
 
 
-# Parameters, buffers, submodules and hooks: all that a module without attributes has.
-_REGISTRIES = frozenset(vars(nn.Module()))
-
-
-def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
-
-
-def data_of(module: nn.Module, device: torch.device) -> dict[str, Any]:
+def data_of(module: nn.Module, device: torch.device, all_parameters: bool = False) -> dict[str, Any]:
     """Return tensors with data for the parameters and buffers of `module` itself, random ones for missing data.
 
     Buffers are copies, since a forward pass may write into them. Nothing is moved: `device` is for random data.
+
+    Args:
+        module: The module.
+        device: Where random data are made.
+        all_parameters: Take random data for parameters that are there, too.
     """
     data: dict[str, Any] = {}
     by_original: dict[int, Any] = {}
@@ -409,7 +462,8 @@ def data_of(module: nn.Module, device: torch.device) -> dict[str, Any]:
     for name, value in {**hidden, **parameters_of(module), **buffers_of(module)}.items():
         if value is None:
             continue
-        if value.is_meta or isinstance(value, PlaceholderTensor):
+        is_random = all_parameters and name in parameters_of(module)
+        if is_random or value.is_meta or isinstance(value, PlaceholderTensor):
             data[name] = fake_data(value, device)
         else:
             data[name] = value.clone() if name in buffers_of(module) else value

@@ -135,13 +135,11 @@ class TruncatedModel:
         self._is_first = True
         # Outputs of another batch have other shapes, and its graph would stay alive.
         self._outputs.clear()
-        self._load_end(0)
-        try:
-            with self._intercepted.handled_by(self, seed):
-                self.begin()
-                return step(batch)
-        finally:
-            self._loaded.close()
+        # The parameters are unloaded inside, as they are no attributes to be restored.
+        with self._intercepted.handled_by(self, seed), self._loaded:
+            self._load_end(0)
+            self.begin()
+            return step(batch)
 
     def begin(self) -> None:
         """Do nothing; called when all of the prologue is loaded, for subclasses that measure."""

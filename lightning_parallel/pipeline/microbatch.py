@@ -38,7 +38,9 @@ __all__ = [
     "stage_seed",
     "merge_entries",
     "num_samples",
+    "own_copy",
     "random_state_kept",
+    "reduce_logged",
     "seed_all",
     "seed_torch",
     "seeded",
@@ -159,13 +161,37 @@ def _quote(key: str) -> str:
 def _part(value: Any, start: int, stop: int, samples: int) -> Any:
     if isinstance(value, (Tensor, np.ndarray)):
         return value[start:stop] if len(value.shape) else value
+    # A list such as one string per sample; with tensors of samples inside, its length equals theirs by chance.
+    is_plain = isinstance(value, (tuple, list)) and not hasattr(value, "_fields")
+    if is_plain and len(value) == samples and not any(len(entry.shape) for _, entry in _entries(value, "")):
+        return value[start:stop]
+    return _rebuilt(value, lambda item: _part(item, start, stop, samples))
+
+
+def own_copy(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
+    """Return `value` with new containers and copies of its tensors and arrays.
+
+    Args:
+        value: A microbatch of any structure.
+        copies: Is filled with (original, copy) by the `id` of the original, so that what occurs twice is one copy.
+    """
+    # A leaf that requires a gradient is one whose `.grad` somebody reads.
+    if isinstance(value, np.ndarray) or (isinstance(value, Tensor) and not value.requires_grad):
+        if id(value) not in copies:
+            copies[id(value)] = (value, value.clone() if isinstance(value, Tensor) else value.copy())
+        return copies[id(value)][1]
+    return _rebuilt(value, lambda item: own_copy(item, copies))
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container of the same class with changed entries; other values as they are."""
     # Copies keep the class and the attributes of what the user made, whose constructor is not known.
     if isinstance(value, UserDict):
         part: Any = copy.copy(value)
-        part.data = {name: _part(item, start, stop, samples) for name, item in value.data.items()}
+        part.data = {name: change(item) for name, item in value.data.items()}
         return part
     if isinstance(value, Mapping):
-        items = {name: _part(item, start, stop, samples) for name, item in value.items()}
+        items = {name: change(item) for name, item in value.items()}
         if type(value) is dict:
             return items
         part = copy.copy(value)
@@ -175,32 +201,12 @@ def _part(value: Any, start: int, stop: int, samples: int) -> Any:
         part = copy.copy(value)
         for field in dataclasses.fields(value):
             # Also on frozen dataclasses.
-            object.__setattr__(part, field.name, _part(getattr(value, field.name), start, stop, samples))
+            object.__setattr__(part, field.name, change(getattr(value, field.name)))
         return part
     if isinstance(value, (tuple, list)):
-        is_named = hasattr(value, "_fields")
-        # A list such as one string per sample; with tensors of samples inside, its length equals theirs by chance.
-        if len(value) == samples and not is_named and not any(len(entry.shape) for _, entry in _entries(value, "")):
-            return value[start:stop]
-        items_of = [_part(item, start, stop, samples) for item in value]
-        return type(value)(*items_of) if is_named else type(value)(items_of)
+        items_of = [change(item) for item in value]
+        return type(value)(*items_of) if hasattr(value, "_fields") else type(value)(items_of)
     return value
-
-
-def merge_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
-    """Return the entries that one step adds: one per sample, or as many as each microbatch added."""
-    is_per_sample = len(added) == sum(samples) and not _is_per_step(added, samples)
-    count, rest = divmod(len(added), len(samples))
-    if is_per_sample or rest:
-        return added
-    return [merge_outputs(added[entry::count], samples, weights) for entry in range(count)]
-
-
-def _is_per_step(added: list[Any], samples: Sequence[int]) -> bool:
-    """Return whether entries, as many as the samples, are still those of steps: figures, or tensors of samples."""
-    if any(isinstance(entry, Tensor) and entry.dim() > 0 and entry.shape[0] in samples for entry in added):
-        return True
-    return max(samples) == 1 and all(isinstance(entry, (float, Tensor)) for entry in added)
 
 
 def merge_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequence[float]) -> Any:
@@ -281,6 +287,36 @@ def _merge_sequences(values: Sequence[Any], samples: Sequence[int], weights: Seq
         return type(first)(entry for value in values for entry in value)
     entries = [merge_outputs([value[i] for value in values], samples, weights) for i in range(len(first))]
     return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+
+
+def merge_entries(added: list[Any], samples: Sequence[int], weights: Sequence[float]) -> list[Any]:
+    """Return the entries that one step adds: one per sample, or as many as each microbatch added."""
+    is_per_sample = len(added) == sum(samples) and not _is_per_step(added, samples)
+    count, rest = divmod(len(added), len(samples))
+    if is_per_sample or rest:
+        return added
+    return [merge_outputs(added[entry::count], samples, weights) for entry in range(count)]
+
+
+def _is_per_step(added: list[Any], samples: Sequence[int]) -> bool:
+    """Return whether entries, as many as the samples, are still those of steps: figures, or tensors of samples."""
+    if any(isinstance(entry, Tensor) and entry.dim() > 0 and entry.shape[0] in samples for entry in added):
+        return True
+    return max(samples) == 1 and all(isinstance(entry, (float, Tensor)) for entry in added)
+
+
+def reduce_logged(values: Tensor, sizes: Sequence[float], reduce_fx: str | Callable[[Any], Any]) -> Tensor:
+    """Reduce what was logged for each microbatch, stacked, as `self.log` says; means are weighted by `sizes`."""
+    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if kind in ("mean", "avg"):
+        values = values if values.is_floating_point() else values.float()
+        shares = torch.tensor(sizes, dtype=values.dtype) / sum(sizes)
+        # A microbatch without weight (no tokens in it) may have given 0 / 0.
+        return torch.tensordot(shares, torch.where(shares > 0, values.T, 0.0).T, 1)
+    if kind in ("sum", "max", "min"):
+        return getattr(torch, kind if kind == "sum" else f"a{kind}")(values, 0)
+    assert callable(reduce_fx)
+    return reduce_fx(values)
 
 
 # 2^64 divided by the golden ratio, whose multiples are spread evenly over 64 bits.

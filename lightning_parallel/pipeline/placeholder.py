@@ -11,6 +11,7 @@ Once its data have been received, a placeholder has a `value`, which replaces it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,9 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, make_wrapper_subclass, schema_of
+from lightning_parallel.compat.torch import (
+    DisableTorchFunctionSubclass,
+    forbid_data_access,
+    make_wrapper_subclass,
+    pytree,
+    schema_of,
+)
 
-__all__ = ["PlaceholderTensor", "PlaceholderError", "missing", "reveal", "dry_run", "watch_parameters"]
+__all__ = [
+    "PlaceholderError",
+    "PlaceholderTensor",
+    "UnknownValue",
+    "dry_run",
+    "in_dry_run",
+    "missing",
+    "require_known",
+    "reveal",
+    "watch_parameters",
+]
 
 
 class PlaceholderError(RuntimeError):
@@ -31,7 +48,7 @@ class PlaceholderError(RuntimeError):
         is_missing: True if the data would be missing in a real run too.
     """
 
-    def __init__(self, message: str, placeholders: Iterable[PlaceholderTensor] = ()) -> None:
+    def __init__(self, message: str, placeholders: Iterable[PlaceholderTensor | UnknownValue] = ()) -> None:
         super().__init__(message)
         self.is_missing = any(not placeholder.available for placeholder in placeholders)
 
@@ -64,6 +81,7 @@ class PlaceholderTensor(Tensor):
         cls, meta: Tensor, device: torch.device, provenance: str, parameter: str | None = None, available: bool = False
     ) -> PlaceholderTensor:
         placeholder = make_wrapper_subclass(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)
+        forbid_data_access(placeholder)
         placeholder.meta = meta
         placeholder.provenance = provenance
         placeholder.parameter = parameter
@@ -97,6 +115,18 @@ class PlaceholderTensor(Tensor):
         # `Tensor.__deepcopy__` would copy a storage. A copy has received nothing.
         return PlaceholderTensor(self.meta, self.device, self.provenance, self.parameter, self.available)
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.value is None:
+            # Others would read from the address of the data, which is zero.
+            raise PlaceholderError(f"{self.provenance} is on another pipeline stage: no data to share", [self])
+        return self.value.__dlpack__(*args, **kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.__dlpack__() if self.value is None else self.value.__dlpack_device__()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PlaceholderError(f"{self.provenance} is on another pipeline stage and cannot be pickled", [self])
+
     def receive(self, value: Tensor) -> None:
         """Use `value` in place of this placeholder from now on."""
         # A custom autograd function that takes the placeholder computes with the value, but gives its gradient to the
@@ -118,6 +148,12 @@ class PlaceholderTensor(Tensor):
     ) -> Any:
         # Values are put in above autograd, so that gradients flow back to what was received. In `__torch_dispatch__`,
         # below autograd, the graph would already end at the placeholder.
+        if func in _GRADIENT_QUESTIONS and _cannot_answer(args[0], sys._getframe(1).f_globals.get("__name__", "")):
+            raise PlaceholderError(
+                f"the step asks for `{_GRADIENT_QUESTIONS[func]}` of {args[0].provenance}, which is on another "
+                "pipeline stage: it may be another one there. Let the step do the same whatever it is",
+                [args[0]],
+            )
         kwargs = reveal(kwargs) if kwargs else {}
         with DisableTorchFunctionSubclass():
             return func(*reveal(args), **kwargs)
@@ -155,6 +191,23 @@ class PlaceholderTensor(Tensor):
         return _wrap(result, device, _provenance(placeholders), available)
 
 
+# Placeholders have no graph, so torch would answer as for a constant.
+_GRADIENT_QUESTIONS = {getattr(Tensor, name).__get__: name for name in ("requires_grad", "grad_fn", "is_leaf")}
+
+
+def _cannot_answer(placeholder: Any, asking: str) -> bool:
+    """Tell whether the answer may be another one where the data are; `asking` is the name of the module that asks."""
+    if not isinstance(placeholder, PlaceholderTensor) or placeholder.value is not None or placeholder.parameter:
+        return False
+    is_differentiable = placeholder.signature[1].is_floating_point or placeholder.signature[1].is_complex
+    # Torch asks to warn, or to choose between ways to the same result.
+    return (
+        is_differentiable
+        and torch.is_grad_enabled()
+        and asking.partition(".")[0] not in ("torch", __name__.partition(".")[0])
+    )
+
+
 _draws_numbers = False
 
 
@@ -183,6 +236,51 @@ def _with_data(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_data(item) for key, item in value.items()}
     return value
+
+
+class UnknownValue:
+    """A Python or numpy value that a module of another stage computed from its data, as by `tensor.item()`.
+
+    It can be passed on and returned; any use of it raises `PlaceholderError`.
+
+    Args:
+        sample: The value for random data, for modules that run on random data.
+        provenance: The module that computed it, for the message.
+        available: As for `PlaceholderTensor`.
+    """
+
+    def __init__(self, sample: Any, provenance: str, available: bool) -> None:
+        self.__dict__.update(sample=sample, provenance=provenance, available=available)
+
+    def __repr__(self) -> str:
+        return f"UnknownValue({type(self.sample).__name__} of {self.provenance})"
+
+    def refuse(self, *_: Any, **__: Any) -> Any:
+        """Raise a `PlaceholderError` that names the value."""
+        kind = type(self.sample).__name__
+        error = PlaceholderError(
+            f"{self.provenance} leaves a value of type {kind} that is computed from its data, as by `.item()`, and the "
+            "step uses it on a pipeline stage that does not hold the module. Only tensors that the layers hand to each "
+            "other are sent: keep it a tensor and pass it through the layers, or do not use it"
+        )
+        error.is_missing = not self.available
+        raise error
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask for methods that may be absent; everything else would be a use of the value.
+        if name.startswith("__") and name.endswith("__") and name not in ("__array__", "__array_interface__"):
+            raise AttributeError(name)
+        return self.refuse()
+
+
+_REFUSED = (
+    "add sub mul truediv floordiv mod divmod pow matmul radd rsub rmul rtruediv rfloordiv rmod rdivmod rpow rmatmul "
+    "and or xor rand ror rxor lshift rshift neg pos abs invert lt le gt ge eq ne bool int float complex index round "
+    "trunc floor ceil len iter next contains getitem setitem format str hash array call"
+)
+for _operation in _REFUSED.split():
+    # Special methods are looked up on the class. numpy and torch ask for `__array__`, `__float__` or `__index__`.
+    setattr(UnknownValue, f"__{_operation}__", UnknownValue.refuse)
 
 
 def _provenance(placeholders: list[PlaceholderTensor]) -> str:
@@ -232,6 +330,30 @@ def reveal(value: Any) -> Any:
 def missing(value: Any) -> bool:
     """Return whether `value` is a placeholder without data."""
     return type(value) is PlaceholderTensor and value.value is None and not (_in_dry_run and value.available)
+
+
+def require_known(value: Any, name: str) -> None:
+    """Refuse placeholders, and numbers of other stages, in what a step leaves behind.
+
+    Args:
+        value: Of any structure.
+        name: Where the step leaves it, for the message.
+
+    Raises:
+        PlaceholderError: If there is one.
+    """
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, UnknownValue) or missing(leaf):
+            raise PlaceholderError(
+                f"{name} is made of {leaf.provenance}, which is on an earlier pipeline stage: the last stage, where a "
+                "step ends, does not know it. Make it of what the layers return, or pass it through them",
+                [leaf],
+            )
+
+
+def in_dry_run() -> bool:
+    """Tell whether available placeholders count as data."""
+    return _in_dry_run
 
 
 _in_dry_run = False

@@ -26,13 +26,14 @@ from lightning_parallel.pipeline.interception import (
     Call,
     CallHandler,
     CallSite,
+    SavedAttributes,
     SavedForwards,
     intercept,
 )
 from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
 from lightning_parallel.pipeline.microbatch import seeded
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, missing, reveal
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, UnknownValue, missing, reveal
 from lightning_parallel.pipeline.stubs import StubOutputs, free_parameters
 
 __all__ = [
@@ -261,6 +262,8 @@ def _first_missing(value: Any) -> PlaceholderTensor | None:
     # Written out instead of `pytree`, which flattens everything first: this runs at each call and rarely finds any.
     if type(value) is PlaceholderTensor:
         return value if missing(value) else None
+    if type(value) is UnknownValue and not value.available:
+        value.refuse()
     items: Any = ()
     if isinstance(value, (tuple, list)):
         items = value
@@ -305,12 +308,14 @@ class InterceptedModel:
         self, module: nn.Module, stack: LayerStack, is_here: Callable[[int | str], bool] = lambda _: True
     ) -> None:
         self.active = ActiveHandler()
+        self.intercepted = list(stack.layers)
         self.outer: list[CallSite] = []
         self._forwards = SavedForwards(module)
         for index, (name, layer, kind) in enumerate(zip(stack.names, stack.layers, layer_kinds(stack))):
             intercept(layer, CallSite(self.active, name, kind, index, is_here(index)))
         for name, child in outer_modules(module, stack):
             self.outer.append(CallSite(self.active, name, name, None, is_here(name)))
+            self.intercepted.append(child)
             intercept(child, self.outer[-1])
 
     def restore_forwards(self) -> None:
@@ -325,11 +330,15 @@ class InterceptedModel:
             handler: The handler.
             seed: Of the random numbers; None goes on with those of outside.
         """
+        # What layers leave in their attributes is made of random data here, such as a moving average of an `.item()`.
+        attributes = [SavedAttributes(child) for child in self.intercepted]
         try:
             with self.active.use(handler), nullcontext() if seed is None else seeded(seed):
                 yield
         finally:
             self.restore_forwards()
+            for saved in attributes:
+                saved.restore()
 
 
 class PipelineStages:

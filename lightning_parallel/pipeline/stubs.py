@@ -3,6 +3,9 @@
 A stub runs the module's own `forward` on placeholders once per input signature and keeps a recipe of the outputs, which
 layers of one kind share. A module whose outputs are also collected elsewhere, by a hook or in a list among its
 arguments, runs each time, so that a placeholder is collected there too.
+
+A `forward` that reads data is run on random ones, several times: numbers that differ between the runs depend on them,
+and become values that refuse to be used.
 """
 
 from __future__ import annotations
@@ -13,15 +16,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
-from lightning_parallel.pipeline.interception import Call, has_listeners, parameter_lists, replaced, run_with_fake_data
+from lightning_parallel.pipeline.interception import (
+    VARIANTS,
+    Call,
+    SavedAttributes,
+    has_listeners,
+    own_attributes,
+    parameter_lists,
+    replaced,
+    run_variant,
+)
 from lightning_parallel.pipeline.microbatch import random_state_kept
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, UnknownValue, draws_numbers
 
 __all__ = ["StubOutputs", "autocast_dtype", "copy_args", "free_parameters", "named_placeholders", "stubbed"]
 
@@ -138,18 +151,23 @@ class StubOutputs:
         arguments = (call.args, call.kwargs)
         originals: dict[int, Any] = {}
         # Tensor-parallel layers communicate in their forward; the ranks of other stages do not take part here.
+        saved = SavedAttributes(call.module)
         with comm.skip_communication(), random_state_kept(), draws_numbers(False):
             try:
                 given = copy_args(arguments, originals)
                 with stubbed(call.module, self.device, available):
                     result = call.function(*given[0], **given[1])
             except Exception as error:
+                saved.restore()
+
                 # Data were read, as in routing by content: run again on random data, with fresh copies, since the first
                 # run may have changed some of them.
-                originals.clear()
-                given = copy_args(arguments, originals)
+                def copied() -> Any:
+                    originals.clear()
+                    return copy_args(arguments, originals)
+
                 try:
-                    result, given = run_with_fake_data(call.with_arguments(given), self.device, available)
+                    result, given = _run_on_random_data(call, copied, self.device, available)
                 except Exception:
                     raise PlaceholderError(
                         f"cannot infer the shape of {call.site.provenance} without computing it on true data ({error})"
@@ -190,6 +208,84 @@ class StubOutputs:
                 recipe.append(("constant", leaf))
         is_single = bool(leaves) and leaves[0] is result and recipe[0][0] == "placeholder"
         return result, _OutputRecipe(None if is_single else tree, tuple(recipe))
+
+
+def _run_on_random_data(
+    call: Call, copied: Callable[[], tuple[Any, Any]], device: torch.device, available: bool
+) -> tuple[Any, Any]:
+    """Call a module with random data in place of placeholders among its arguments and of missing parameters.
+
+    Args:
+        call: The call.
+        copied: Returns its arguments with new copies of containers, into which the module may write.
+        device: Where it runs.
+        available: Whether the resulting placeholders count as available.
+
+    Returns:
+        Its output, and the arguments as it left them, with placeholders for all tensors but those it was called with.
+        A number or array that depends on the random data is an `UnknownValue`, in attributes of the module too.
+    """
+    saved = SavedAttributes(call.module)
+    left = []
+    for variant in range(len(VARIANTS) - 1, -1, -1):
+        saved.restore()
+        try:
+            result = run_variant(call.with_arguments(copied()), device, available, variant)
+        except Exception:
+            # The first is the run itself; of the others nothing is learned, as of an index that is out of range.
+            if variant == 0:
+                raise
+            continue
+        attributes = [own_attributes(child) for child in call.module.modules()]
+        # Copies of the containers: the next run goes on with the same objects.
+        left.append(pytree.tree_map(lambda leaf: leaf, (result, attributes)))
+    *others, mine = left
+
+    def unknown(sample: Any) -> UnknownValue:
+        return UnknownValue(sample, call.site.provenance, available)
+
+    for other in others:
+        mine = _where_different(mine, other, unknown)
+    result, attributes = mine
+    for child, own in zip(call.module.modules(), attributes):
+        child.__dict__.update(_into(own_attributes(child), own))
+    return result
+
+
+def _where_different(mine: Any, other: Any, unknown: Callable[[Any], UnknownValue]) -> Any:
+    """Replace plain values and arrays in `mine` that `other` does not have at the same place by unknown ones."""
+    leaves, tree = pytree.tree_flatten(mine)
+    others, other_tree = pytree.tree_flatten(other)
+    if tree != other_tree:
+        children, spec = pytree.tree_flatten(mine, is_leaf=lambda value: value is not mine)
+        other_children, other_spec = pytree.tree_flatten(other, is_leaf=lambda value: value is not other)
+        if spec != other_spec or not isinstance(mine, (list, tuple, dict)):
+            return unknown(mine)
+        pairs = zip(children, other_children)
+        return pytree.tree_unflatten([_where_different(a, b, unknown) for a, b in pairs], spec)
+    return pytree.tree_unflatten([unknown(a) if _is_different(a, b) else a for a, b in zip(leaves, others)], tree)
+
+
+def _is_different(mine: Any, other: Any) -> bool:
+    if isinstance(mine, (np.ndarray, np.generic)):
+        return type(other) is not type(mine) or not np.array_equal(mine, other)
+    # NaN differs from itself.
+    return isinstance(mine, (bool, int, float, complex, str)) and repr(mine) != repr(other)
+
+
+def _into(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return `new` with the containers of `old`, filled with its entries: others may hold the same objects."""
+    for name, value in new.items():
+        before = old.get(name)
+        if type(before) is list and type(value) is list:
+            before[:] = value
+            new[name] = before
+        elif type(before) is dict and type(value) is dict:
+            before.update(value)
+            new[name] = before
+        elif isinstance(before, (list, dict, tuple)) and not isinstance(value, UnknownValue):
+            new[name] = before  # containers of other classes stay
+    return new
 
 
 @contextmanager
@@ -248,7 +344,7 @@ def copy_args(arguments: Any, originals: dict[int, Any]) -> Any:
     """
 
     def copied(leaf: Any) -> Any:
-        if isinstance(leaf, (Tensor, *_PLAIN)):
+        if isinstance(leaf, (Tensor, UnknownValue, *_PLAIN)):
             return leaf
         memo: dict[int, Any] = {}
         _note_copies(leaf, memo, set())

@@ -37,9 +37,9 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.torch import pytree, version_of
 from lightning_parallel.data_parallel import GradientReducer
-from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.microbatch import StepResult, merge_entries, merge_outputs, num_samples
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
+from lightning_parallel.pipeline.microbatch import StepResult, merge_entries, merge_outputs, num_samples, reduce_logged
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor, in_dry_run, missing, require_known
 from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.stage import StageExit
 from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
@@ -98,7 +98,7 @@ class PipelineSteps:
         batch = first_batch(trainer)
         if batch is None or trainer.state.fn is None:
             return None
-        step = self._step(STEPS[trainer.state.fn], (0,), {})
+        step = StepOnCopies(self._step(STEPS[trainer.state.fn], (0,), {}))
         if not trainer.training:
             return step, batch
 
@@ -269,6 +269,7 @@ class StepEffects:
         self.module = module
         self.logged: list[list[LogCall]] = []
         self._before = _snapshots(module)
+        self._attributes = dict(vars(module))
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -280,14 +281,25 @@ class StepEffects:
 
     def merged(self, samples: Sequence[int], weights: Sequence[float]) -> tuple[list[LogCall], dict[str, Any]]:
         """Return calls of `self.log`, and attributes, as one step on the whole batch would have left them."""
+        for name, value, _ in (call for calls in self.logged for call in calls):
+            require_known(value, f"`self.log({name!r}, ...)`")
+        attributes = _changed_attributes(self.module, self._before, samples, weights)
+        for name, value in attributes.items():
+            require_known(value, f"`self.{name}`")
+        # Refused where it is used after the step: most such attributes are read inside of it only.
+        for name, value in vars(self.module).items():
+            if missing(value) and value is not self._attributes.get(name):
+                shape, dtype = value.signature
+                attributes[name] = _Elsewhere(shape, dtype, value.provenance)
         known = ParallelState.of(self.module).logged
-        return _merge_calls(self.logged, samples, weights, known), _changed_attributes(
-            self.module, self._before, samples, weights
-        )
+        return _merge_calls(self.logged, samples, weights, known), attributes
 
     def repeat(self, calls: Sequence[LogCall], attributes: Mapping[str, Any], device: torch.device) -> None:
         """Log and remember on this rank what the last stage logged and remembered."""
         for name, value in attributes.items():
+            if isinstance(value, _Elsewhere):
+                meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                value = PlaceholderTensor(meta, device, value.provenance)
             self.module.__dict__[name] = to_device(value, device)
         for name, value, arguments in calls:
             if isinstance(value, _MetricAt):
@@ -327,6 +339,9 @@ def _recording(module: LightningModule, calls: list[LogCall]) -> Iterator[None]:
             if path is None:
                 raise ValueError(f"the metric logged as {name!r} is not an attribute of the module; make it one")
             value = _MetricAt(path, batch_value_of(value))
+        elif in_dry_run():
+            # In a real step the last stage refuses it when all are there to hear of it: see `StepEffects.merged`.
+            require_known(value, f"`self.log({name!r}, ...)`")
         elif isinstance(value, Tensor):
             # What is logged is kept until the batch ends, and must not keep a microbatch's graph alive.
             value = value.detach()
@@ -364,19 +379,7 @@ def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]]
         shares = [size / sum(sizes) for size in sizes]
         return name, _MetricAt(values[0].path, merge_outputs(caches, (), shares) if caches else None), arguments
     numbers = torch.stack([torch.as_tensor(value).detach().cpu() for value in values])
-    return name, _reduced(numbers, sizes, arguments.get("reduce_fx", "mean")), arguments
-
-
-def _reduced(values: Tensor, sizes: Sequence[float], reduce_fx: str | Callable[[Any], Any]) -> Tensor:
-    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    if kind in ("mean", "avg"):
-        values = values if values.is_floating_point() else values.float()
-        shares = torch.tensor(sizes, dtype=values.dtype) / sum(sizes)
-        return torch.tensordot(shares, values, 1)
-    if kind in ("sum", "max", "min"):
-        return getattr(torch, kind if kind == "sum" else f"a{kind}")(values, 0)
-    assert callable(reduce_fx)
-    return reduce_fx(values)
+    return name, reduce_logged(numbers, sizes, arguments.get("reduce_fx", "mean")), arguments
 
 
 # --------------------------------------------------------------------------------------------------------- attributes
@@ -387,6 +390,14 @@ class _Snapshot(NamedTuple):
 
     value: Any
     version: Any
+
+
+class _Elsewhere(NamedTuple):
+    """An attribute that the last stage does not know; on other ranks it is that of one microbatch."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    provenance: str
 
 
 def _followed_attributes(module: LightningModule) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """Placeholder tensors: their look, the operations on them, and the operations that need data."""
 
 import copy
+import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.dlpack
 from torch import nn
 
 from lightning_parallel.pipeline.placeholder import (
@@ -156,3 +159,12 @@ def test_the_shape_of_a_placeholder_cannot_be_changed_in_place():
         placeholder(2, 3).transpose_(0, 1)
     assert placeholder(3, 3).transpose_(0, 1).shape == (3, 3)
     assert (placeholder(2, 3) + 0).shape == (2, 3), "nothing that is remembered has changed"
+
+
+def test_data_are_not_shared_nor_pickled():
+    placeholder = PlaceholderTensor.like(torch.randn(3), "the output of `x`")
+    for share in (torch.from_dlpack, torch.utils.dlpack.to_dlpack, np.from_dlpack, pickle.dumps):
+        with pytest.raises(RuntimeError):
+            share(placeholder)
+    placeholder.receive(torch.ones(3))
+    assert torch.from_dlpack(placeholder).tolist() == [1, 1, 1]

@@ -1,0 +1,176 @@
+"""Values that a stage cannot know: equal to those of one process, or refused on every rank before the first step."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import PipelineParallelStrategy
+from tests.harness import distributed
+from tests.strategies.models import loader, trainer_for
+from tests.strategies.test_pipeline import Deep, fit
+
+
+class Reading(nn.Module):
+    """A layer that reads its data, and leaves what it found in an attribute or returns it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kind, self.last, self.calls, self.history = kind, 0.0, 0, []
+
+    def forward(self, x):
+        y = x + torch.tanh(self.linear(x))
+        self.calls += int(y.sum().item() < 1e9)
+        if self.kind == "attribute":
+            self.last = y.norm().item()
+        elif self.kind == "array":
+            self.last = y.detach().numpy().std(axis=0)
+        elif self.kind == "list":
+            self.history.append(y.norm().item())
+            self.last = self.history[-1]
+        elif self.kind == "returned":
+            return y, y.norm().item()
+        elif self.kind == "comparison":
+            return y, bool(y.sum() > 0)
+        return y, 0.0
+
+
+class Read(Deep):
+    """Uses what its layers found in the loss."""
+
+    def __init__(self, kind, is_used):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Reading(kind) for _ in range(4)).double()
+        self.is_used = is_used
+
+    def training_step(self, batch, index):
+        x, factor = self.embed(batch[0]), 1.0
+        for block in self.blocks:
+            x, found = block(x)
+            if self.is_used:
+                factor = factor + 0.1 * (found + block.last).mean() if block.kind == "array" else factor + found * 0.1
+        if self.is_used and self.blocks[0].kind != "array":
+            factor = factor + 0.1 * sum(block.last for block in self.blocks)
+        loss = factor * F.cross_entropy(self.head(x), batch[1])
+        self.losses.append(loss.item())
+        return {"loss": loss, "logits": torch.zeros(1)}
+
+
+def train(module, **options):
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=1, balance="uniform", **options)
+    return fit(module, strategy, 2, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "array", "list", "returned", "comparison"])
+@distributed(world_size=2)
+def test_numbers_of_layers_on_other_stages_are_refused_where_they_are_used(kind):
+    module = Read(kind, is_used=True)
+    with pytest.raises((ValueError, RuntimeError), match=r"`blocks\.0`.*computed from its data.*keep it a tensor"):
+        train(module)
+    assert not module.losses
+    # What is not used does no harm, and a dry run leaves nothing in attributes.
+    expected, module = Read(kind, is_used=False), Read(kind, is_used=False)
+    fit(expected, "auto", 1, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+    train(module)
+    assert module.losses == pytest.approx(expected.losses, rel=1e-10)
+
+
+class Changing(Deep):
+    """Changes its batch in place, inputs and targets, in a dict or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def change(self, batch):
+        x, y = batch
+        x.div_(2)
+        y.add_(1).remainder_(5)
+        return x, y
+
+    def training_step(self, batch, index):
+        x, y = self.change(batch)
+        loss = F.cross_entropy(self(x), y)
+        self.losses.append(loss.item())
+        return {"loss": loss, "logits": torch.zeros(1)}
+
+    def validation_step(self, batch, index):
+        x, y = self.change(batch)
+        self.outs.append(F.cross_entropy(self(x), y))
+
+    def on_train_batch_end(self, outputs, batch, index):
+        self.batches.append([entry.clone() for entry in batch])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "interleaved_1f1b", "virtual_stages": 2}], ids=["1f1b", "virtual"]
+)
+@distributed(world_size=2)
+def test_a_batch_that_the_step_changes_in_place_is_changed_once(group, options):
+    def trained(strategy, size):
+        module = Changing()
+        # These loaders give the same tensors in each epoch: what is changed in them stays.
+        data, others = (DataLoader([list(batch) for batch in loader()], batch_size=None) for _ in range(2))
+        trainer = trainer_for(strategy, size, max_epochs=2)
+        trainer.fit(module, data, others)
+        return module, trainer.callback_metrics["val_by_hand"], trainer.strategy.lightning_module_state_dict()
+
+    expected, expected_metric, expected_weights = trained("auto", 1)
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, balance="uniform", **options)
+    module, metric, weights = trained(strategy, 2)
+    assert module.losses == pytest.approx(expected.losses, rel=1e-10)
+    torch.testing.assert_close(metric, expected_metric, rtol=1e-10, atol=0)
+    for name, value in weights.items() if group.rank == 0 else ():
+        torch.testing.assert_close(value, expected_weights[name], rtol=1e-10, atol=1e-12)
+    if group.rank == group.size - 1:
+        torch.testing.assert_close(module.batches, expected.batches)
+
+
+class Leaving(Deep):
+    """Leaves something of its embedding behind: in a log, a list, an attribute; or asks it for a gradient."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.found = kind, []
+
+    def forward(self, x):
+        self.embedded = x = self.embed(x)
+        factor = 1.0 if self.kind != "gradient" or x.requires_grad else 0.5
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * factor
+
+    def training_step(self, batch, index):
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        if self.kind == "log":
+            self.log("norm", self.embedded.norm())
+        elif self.kind == "list":
+            self.found.append(self.embedded.detach().norm())
+        self.losses.append(loss.item())
+        return {"loss": loss, "logits": torch.zeros(1)}
+
+    def on_train_batch_end(self, outputs, batch, index):
+        if self.kind == "attribute":
+            self.found.append(self.embedded.norm().item())
+
+
+REFUSED = {
+    "log": r"`self\.log\('norm', \.\.\.\)` is made of .*`embed`",
+    "list": r"`self\.found` is made of .*`embed`",
+    "attribute": "`embed`",
+    "gradient": r"asks for `requires_grad` of the output of `embed`",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@distributed(world_size=2)
+def test_what_is_made_of_other_stages_is_refused_on_every_rank(kind):
+    with pytest.raises((ValueError, RuntimeError), match=REFUSED[kind]):
+        train(Leaving(kind))
+    module, expected = Leaving(None), Leaving(None)
+    fit(expected, "auto", 1, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+    train(module)
+    assert module.losses == pytest.approx(expected.losses, rel=1e-10)
