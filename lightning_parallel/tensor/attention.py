@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.tensor.autograd import gather_from_group, reduce_from_group
+from lightning_parallel.tensor.autograd import copy_to_group, gather_from_group, reduce_from_group
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,
     describe,
@@ -199,11 +199,12 @@ class ParallelAttention(nn.MultiheadAttention):
         """Combine both masks into one term of the scores of q (B, h, L, D), which broadcasts to (B, h, L, S)."""
         mask = None
         if attn_mask is not None:
-            mask = _additive(attn_mask, q.dtype)
+            # A learned mask is whole, and each rank uses it for its heads only.
+            mask = copy_to_group(_additive(attn_mask, q.dtype), self.group)
             if mask.dim() == 3:  # (B H, L, S): a mask per head, of which this rank needs those of its heads
                 mask = mask.unflatten(0, (-1, self.num_heads)).narrow(1, self.first_head, q.shape[1])
         if key_padding_mask is not None:
-            padding = _additive(key_padding_mask, q.dtype)[:, None, None, :]
+            padding = copy_to_group(_additive(key_padding_mask, q.dtype), self.group)[:, None, None, :]
             mask = padding if mask is None else mask + padding
         return mask
 

@@ -208,15 +208,18 @@ def _with_random_values(block: nn.Module) -> nn.Module:
 # With the parameter as a later argument these functions take its dtype and device only.
 CASTS = {"to", "type_as"}
 
-# Backward nodes of functions that join the parts of a divided tensor, and of those that divide a full one. The names
-# are those of the functions in `linear` and `autograd`.
+# Backward nodes of the functions in `linear` and `autograd`, by what they make of an activation: whole on every rank from
+# parts, this rank's part from a whole one, or another part from a part.
 JOINS = {
     "_RowLinearFunctionBackward",
     "_ReduceFromGroupBackward",
     "_GatherFromGroupBackward",
-    "_AllGatherToGroupBackward",
+    "_CrossEntropyBackward",
 }
-DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward"}
+DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToGroupBackward"}
+STAYS_DIVIDED = {"_AllGatherToGroupBackward", "_ReduceScatterToGroupBackward"}
+LEAF = "torch::autograd::AccumulateGrad"
+LEAVE_WHOLE = "keep the layers of that region whole with plan={..., '<their path>': 'replicate'}"
 
 
 class StepAudit:
@@ -239,6 +242,8 @@ class StepAudit:
             type(inner).__name__ == "OptimizedModule" or has_compiled_call(inner) for inner in module.modules()
         )
         self._users = _users_of_divided_parameters(module, sharding)
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._divided = sharding.shards.keys() | sharding.partial
 
     def wrap(self, step: Callable[P, R]) -> Callable[P, R]:
         """Return `step` with the audit around it: its loss is checked too, a tensor or the `"loss"` of a mapping.
@@ -268,11 +273,14 @@ class StepAudit:
         if not self._watched:
             yield
             return
-        with _ParameterUseMode(self._users):
+        with _ParameterUseMode(self._users, self.check_output):
             yield
 
     def check_output(self, output: Tensor, name: str) -> None:
         """Check that `output` depends on divided activations only through operations that join them.
+
+        And the other way round: what is whole on every rank (a parameter, a joined activation) may enter a divided
+        region only through an operation that sums its gradient over the ranks.
 
         Args:
             output: A result of the step that must be equal on all tensor-parallel ranks: the loss, or the tensor that
@@ -280,7 +288,7 @@ class StepAudit:
             name: The name of the output in the message, such as "the loss".
 
         Raises:
-            RuntimeError: If it depends on this rank's part of an activation.
+            RuntimeError: If it depends on this rank's part of an activation, or on a gradient that stays a part.
         """
         # (node, whether its output is divided): from the output back, joined -> divided -> whole again.
         todo: list[tuple[Any, bool]] = [(output.grad_fn, False)]
@@ -290,31 +298,78 @@ class StepAudit:
             if node is None or (node, inside) in seen:
                 continue
             seen.add((node, inside))
-            todo += [(following, _divided_before(node, inside, name)) for following, _ in node.next_functions]
+            kind = node.name()
+            if kind == LEAF:
+                self._check_leaf(node.variable, inside, name)
+            elif not (inside and kind.startswith("CompiledFunction")):
+                # A compiled piece is one node for all of its results, whole and divided ones.
+                before = _divided_before(node, kind, inside, name, self._names)
+                todo += [(following, divided) for (following, _), divided in zip(node.next_functions, before)]
+
+    def _check_leaf(self, leaf: Tensor, inside: bool, name: str) -> None:
+        """Check that the gradient of a leaf of the graph is complete, or completed later, where it is used."""
+        known = self._names.get(id(leaf))
+        if known is not None and not inside and known in self._divided:
+            raise RuntimeError(_used_outside(known, name))
+        if inside and known not in self._divided:
+            what = "a tensor that requires a gradient (an input?)" if known is None else f"`{known}`"
+            raise RuntimeError(
+                f"{name} depends on {what} inside of a region where each rank computes a part only (some heads, hidden"
+                " features, positions), so each rank would have a part of its gradient, and the ranks would drift"
+                f" apart. Use it outside of the region, or {LEAVE_WHOLE}"
+            )
 
 
-def _divided_before(node: Any, inside: bool, name: str) -> bool:
-    """Return whether the inputs of a backward node's operation are divided, if its output is (`inside`).
+def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mapping[int, str]) -> list[bool]:
+    """Return for each input of a backward node's operation if it is divided, where its output is if `inside`.
 
     With sequence parallelism the row-parallel layers divide (along the sequence) and the column-parallel ones join.
 
     Raises:
-        RuntimeError: If a divided output reaches `name` undivided.
+        RuntimeError: If a divided output reaches `name` undivided, or a whole one enters a region without a reduction
+            of its gradient.
     """
-    kind = node.name()
+    edges = len(node.next_functions)
     along_sequence = kind == "_RowLinearFunctionBackward" and node.lengths is not None
-    if not inside and (kind in DIVIDES or along_sequence):
+    if not inside and (kind in DIVIDES or kind in STAYS_DIVIDED or along_sequence) and kind != "_CopyToGroupBackward":
         raise RuntimeError(
             f"{name} depends on an activation of which each rank holds only a piece (hidden features, attention"
-            f" weights; met at {kind.removesuffix('Backward')}), so it would differ from that of one process. Let"
-            " the layer that makes it gather its output: plan={..., '<its path>': 'column_gather'}"
+            f" weights; met at {kind.removesuffix('Backward')}{_layer_of(node, kind, names)}), so it would differ from"
+            " that of one process. Let the layer that makes it gather its output: plan={..., '<its path>':"
+            " 'column_gather'}"
         )
+    if kind == "_ColumnLinearFunctionBackward":
+        gradient = node.gradient
+        # Input, weight, bias: the gradient of the input alone is summed over the ranks.
+        return [gradient is not None and gradient.inputs.lengths is not None, *[True] * (edges - 1)]
     if kind in JOINS and not along_sequence:
-        return True
-    if kind in DIVIDES:
-        gradient = node.gradient if kind == "_ColumnLinearFunctionBackward" else None
-        return gradient is not None and gradient.inputs.lengths is not None
-    return inside
+        if inside:
+            raise RuntimeError(
+                f"{name} depends on an activation that is whole on every rank (the output of"
+                f" {kind.removesuffix('Backward')}{_layer_of(node, kind, names)}) inside of a region where each rank"
+                " computes a part only (some heads, hidden features, positions), so its gradient would be a part, too."
+                f" Use it outside of the region, or {LEAVE_WHOLE}"
+            )
+        # The bias of a row-parallel layer is added to the whole output.
+        return [True, True, *[False] * (edges - 2)] if kind == "_RowLinearFunctionBackward" else [True] * edges
+    return [False if kind in DIVIDES else inside] * edges
+
+
+def _layer_of(node: Any, kind: str, names: Mapping[int, str]) -> str:
+    """Return the path of the layer that a node of a linear layer belongs to, for messages."""
+    weight = node.next_functions[1][0] if "LinearFunction" in kind else None
+    name = names.get(id(getattr(weight, "variable", None)))
+    return "" if name is None else f" of `{name.rpartition('.')[0]}`"
+
+
+def _used_outside(parameter: str, name: str) -> str:
+    """Return the message about a divided parameter that `name` depends on outside of its layer."""
+    return (
+        f"{name} computes with `{parameter}` outside of its layer, but each rank holds only a piece of it or of its"
+        f" gradient, so the result would differ from that of one process. Keep that layer whole with plan={{...,"
+        f" {parameter.rpartition('.')[0]!r}: 'replicate'}}, or leave what uses the parameter out of the step (the"
+        " optimizer's `weight_decay` stands for a squared norm)"
+    )
 
 
 class _Users:
@@ -348,14 +403,17 @@ def _around(name: str, styled: Iterable[str]) -> list[str]:
 class _ParameterUseMode(TorchFunctionMode):
     """Sees every torch function that is called, and refuses those that differentiate through a divided parameter."""
 
-    def __init__(self, users: dict[int, _Users]) -> None:
+    def __init__(self, users: dict[int, _Users], check_loss: Callable[[Tensor, str], None]) -> None:
         super().__init__()
         self._users = users
+        self._check_loss = check_loss
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:  # under manual optimization a step may do so without the strategy
+            self._check_loss(args[0], "the loss")
         result = func(*args, **kwargs)
         # A result without gradient is a look at the parameter (its norm, for a log), not a part of the loss.
         if torch.is_grad_enabled() and any(_requires_grad(leaf) for leaf in pytree.tree_leaves(result)):
@@ -374,13 +432,7 @@ class _ParameterUseMode(TorchFunctionMode):
             if id(frame.f_locals.get("self")) in users.modules:
                 return
             frame = frame.f_back
-        owner = users.name.rpartition(".")[0]
-        raise RuntimeError(
-            f"the step computes with `{users.name}` outside of its layer (`{function}`), but each rank holds only a"
-            f" piece of it, so the result would differ from that of one process. Keep that layer whole with plan={{...,"
-            f" {owner!r}: 'replicate'}}, or leave what uses the parameter out of the step (the optimizer's"
-            " `weight_decay` stands for a squared norm)"
-        )
+        raise RuntimeError(_used_outside(users.name, f"the step (`{function}`)"))
 
 
 def _requires_grad(value: object) -> bool:
