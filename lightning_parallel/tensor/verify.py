@@ -208,8 +208,8 @@ def _with_random_values(block: nn.Module) -> nn.Module:
 # With the parameter as a later argument these functions take its dtype and device only.
 CASTS = {"to", "type_as"}
 
-# Backward nodes of the functions in `linear` and `autograd`, by what they make of an activation: whole on every rank from
-# parts, this rank's part from a whole one, or another part from a part.
+# Backward nodes of the functions in `linear`, `autograd` and `loss`, by what they make of an activation: whole on every
+# rank from parts, this rank's part from a whole one, or another part from a part.
 JOINS = {
     "_RowLinearFunctionBackward",
     "_ReduceFromGroupBackward",
