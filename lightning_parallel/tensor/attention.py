@@ -119,9 +119,39 @@ class TransformerLayer:
         guard_fast_path(module)
 
 
+# Activations that take each feature by itself, so that a rank can apply them to its own.
+ELEMENTWISE = {
+    *(F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.mish, F.selu, F.celu, F.relu6, F.hardswish, F.softplus),
+    *(torch.relu, torch.tanh, torch.sigmoid, F.tanh, F.sigmoid),
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Mish, nn.SELU, nn.CELU, nn.ReLU6, nn.Hardswish),
+    *(nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Identity),
+}
+
+
 def _transformer_styles(module: nn.Module) -> dict[str, Style]:
     if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         raise TypeError(f"`TransformerLayer` applies to torch's own transformer layers, found {describe(module)}")
+    base = nn.TransformerEncoderLayer if isinstance(module, nn.TransformerEncoderLayer) else nn.TransformerDecoderLayer
+    replaced = [
+        name
+        for name in ("forward", "_sa_block", "_mha_block", "_ff_block")
+        if name in vars(module) or getattr(type(module), name, None) is not getattr(base, name, None)
+    ]
+    if type(module) is not base and isinstance(module, ParallelEncoderLayer):
+        replaced = []  # divided before
+    if replaced:
+        raise TypeError(
+            f"`TransformerLayer` applies to layers with torch's own methods; {describe(module)} overrides"
+            f" {', '.join(f'`{name}`' for name in replaced)}"
+        )
+    activation = module.activation
+    if activation not in ELEMENTWISE and type(activation) not in ELEMENTWISE:
+        raise TypeError(
+            f"`TransformerLayer` cannot tell whether the activation {activation} of {describe(module)} computes each"
+            " feature by itself"
+        )
+    if type(module.dropout) not in (nn.Dropout, nn.Identity):
+        raise TypeError(f"`TransformerLayer` applies to layers with torch's dropout, found {describe(module.dropout)}")
     # A decoder layer also attends to the encoder's output.
     attentions = ["self_attn"] if isinstance(module, nn.TransformerEncoderLayer) else ["self_attn", "multihead_attn"]
     return {**{name: Attention() for name in attentions}, "linear1": Column(), "linear2": Row()}

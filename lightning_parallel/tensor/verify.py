@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import has_compiled_call, pytree
-from lightning_parallel.tensor.inspection import is_linear, sizes_of
+from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
 from lightning_parallel.tensor.plan import Plan, Sharding, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 
@@ -66,7 +66,7 @@ class PlanVerifier:
         candidates = list(candidates)
         kind = (type(block), tuple(candidates[0].styles) if candidates else ())
         described = [(plan.styles, plan.attributes) for plan in candidates]
-        key = (_structure(block), repr(given.styles), repr(described))
+        key = (structure_of(block), repr(given.styles), repr(described))
         if key not in self._known:
             self._known[key] = None if kind in self._refused else self._run_all(block, given, candidates)
         if self._known[key] is None:
@@ -76,13 +76,15 @@ class PlanVerifier:
 
     def verify(self, block: nn.Module, plan: Plan) -> bool | None:
         """Return whether the results of `block` stay the same with `plan`; None if the block cannot be run alone."""
-        key = (_structure(block), repr(plan.styles), repr(plan.attributes))
+        key = (structure_of(block), repr(plan.styles), repr(plan.attributes))
         if key not in self._verdicts:
             runs = self.first_verified(block, Plan(), [Plan()]) is not None
-            self._verdicts[key] = (self._run_all(block, Plan(), [plan]) is not None) if runs else None
+            self._verdicts[key] = (
+                (self._run_all(block, Plan(), [plan], all_outputs=False) is not None) if runs else None
+            )
         return self._verdicts[key]
 
-    def _run_all(self, block: nn.Module, given: Plan, candidates: list[Plan]) -> Plan | None:
+    def _run_all(self, block: nn.Module, given: Plan, candidates: list[Plan], all_outputs: bool = True) -> Plan | None:
         if any(parameter.is_meta for parameter in block.parameters()):
             block = _with_random_values(block)
         with torch.random.fork_rng():
@@ -92,35 +94,46 @@ class PlanVerifier:
             expected = self._run_together(lambda: _run(_copy(block), x))
             if expected is None:
                 return None
+            # A branch on `self.training` shows only there. None where the block draws random numbers of its own.
+            trained = self._run_together(lambda: _run_without_chance(_copy(block).train(), x))
             for plan in candidates:
                 both = Plan(
                     {**given.styles, **plan.styles},
                     {**given.attributes, **plan.attributes},
                     sequence_regions=plan.sequence_regions,
                 )
-                if self._agrees(block, both, x, expected):
+                agrees = self._agrees(block, both, x, expected, all_outputs, training=False)
+                if agrees and (trained is None or self._agrees(block, both, x, trained, all_outputs, training=True)):
                     return plan
         return None
 
-    def _agrees(self, block: nn.Module, plan: Plan, x: Tensor, expected: _Result) -> bool:
+    def _agrees(
+        self, block: nn.Module, plan: Plan, x: Tensor, expected: _Result, all_outputs: bool, training: bool
+    ) -> bool:
         try:
             divided = _copy(block)
             sharding = apply_plan(divided, plan, self.group)
         except ValueError:  # raised on every rank
             return False
-        # Wrong shapes show in a run without communication, before one rank could be left waiting in a collective.
-        with comm.skip_communication():
-            if self._run_together(lambda: _run(divided, x)) is None:
-                return False
-        divided.zero_grad()
-        outputs, gradients = _run(divided, x)
+        divided.train(training)
+        with _NoDropout():
+            # Wrong shapes show in a run without communication, before one rank could be left waiting in a collective.
+            with comm.skip_communication():
+                if self._run_together(lambda: _run(divided, x)) is None:
+                    return False
+            divided.zero_grad()
+            outputs, gradients = _run(divided, x)
         full_outputs, full_gradients = expected
-        right = len(outputs) == len(full_outputs) and all(map(_close, outputs, full_outputs))
+        right = not all_outputs or len(outputs) == len(full_outputs)
+        compared = len(full_outputs) if all_outputs else 2
+        right = right and all(map(_close, outputs[:compared], full_outputs[:compared]))
         # Sorted: `partial` is a set, and all ranks must reduce in the same order.
-        reduce_partial_({name: gradients[name] for name in sorted(sharding.partial)}, sharding.shards, self.group)
+        names = sorted(sharding.partial & gradients.keys())
+        reduce_partial_({name: gradients[name] for name in names}, sharding.shards, self.group)
         # Some gradients are zero up to rounding, such as that of a bias of attention keys.
         largest = max((float(full.abs().max()) for full in full_gradients.values() if full.numel()), default=0.0)
-        for name, gradient in gradients.items():
+        right = right and gradients.keys() == full_gradients.keys()
+        for name, gradient in gradients.items() if right else ():
             rule = sharding.shards.get(name)
             full = full_gradients[name]
             mine = full if rule is None else rule.split(full, self.group.rank)
@@ -136,29 +149,13 @@ class PlanVerifier:
         return result if all(comm.all_gather_object(result is not None, self.group)) else None
 
 
-def _structure(block: nn.Module) -> tuple[object, ...]:
-    """Return a key that is equal for blocks which compute the same function of their parameters."""
-    parameters = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-    return (parameters, tuple((type(child), _settings(child)) for child in block.modules()))
-
-
-# Attributes that number the layers of a model, and do not change what they compute.
-POSITIONS = {"layer_idx", "layer_id", "layer_number", "index", "idx"}
-
-
-def _settings(module: nn.Module) -> tuple[object, ...]:
-    """Return the attributes on which the behaviour of a module may depend, in addition to its class."""
-    settings = []
-    for name, value in sorted(vars(module).items()):
-        plain = value is None or isinstance(value, (bool, int, float, str))
-        if name not in POSITIONS and (plain or hasattr(value, "__code__")):
-            settings.append((name, getattr(value, "__code__", value)))
-    return tuple(settings)
-
-
 def _copy(block: nn.Module) -> nn.Module:
     # Double precision tells rounding from a wrong division; `eval` switches off dropout, which would differ.
-    return copy.deepcopy(block).to(_device(), torch.float64).eval().requires_grad_(True)
+    copied = copy.deepcopy(block).to(_device(), torch.float64).eval().requires_grad_(True)
+    for module in copied.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0  # in training torch applies it where `_NoDropout` does not see it
+    return copied
 
 
 def _device() -> torch.device:
@@ -168,18 +165,51 @@ def _device() -> torch.device:
 
 
 def _run(block: nn.Module, x: Tensor) -> _Result:
-    """Run forward and backward, from a random weighting of the first output."""
+    """Run forward and backward, from a random weighting of the outputs; the first outputs are the main one and dx."""
     x = x.clone().requires_grad_(True)
-    result = block(x)
-    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    outputs = [leaf for leaf in pytree.tree_leaves(block(x)) if isinstance(leaf, Tensor)]
+    floating = [leaf for leaf in outputs if leaf.is_floating_point()]
     generator = torch.Generator().manual_seed(1)
-    main = outputs[0]
-    weights = torch.randn(main.shape, generator=generator, dtype=main.dtype).to(main.device)
-    (main * weights).sum().backward()
+    main = floating[0]
+    total = (main * torch.randn(main.shape, generator=generator, dtype=main.dtype).to(main.device)).sum()
+    total.backward()
     if x.grad is None:
         raise ValueError("the output of the block does not depend on its input")
     gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
-    return [main.detach(), x.grad], {**gradients}
+    others = [leaf.detach().to(torch.float64) for leaf in outputs if leaf is not main]
+    return [main.detach(), x.grad, *others], {**gradients}
+
+
+def _run_without_chance(block: nn.Module, x: Tensor) -> _Result:
+    """Run a block in training without its dropout.
+
+    Raises:
+        ValueError: If it draws other random numbers, of which a divided block would draw others.
+    """
+    with _NoDropout():
+        before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+        result = _run(block, x)
+        after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+    if not all(map(torch.equal, before, after)):
+        raise ValueError("the block draws random numbers")
+    return result
+
+
+class _NoDropout(TorchFunctionMode):
+    """Runs torch's dropout, and that of its attention, with probability zero: in a region ranks draw different ones."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0] if args else (kwargs or {})["input"]
+        if name == "scaled_dot_product_attention":
+            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            if len(args) > 4:
+                del kwargs["dropout_p"]
+        return func(*args, **(kwargs or {}))
 
 
 def _close(found: Tensor, expected: Tensor, floor: float = 0.0) -> bool:
