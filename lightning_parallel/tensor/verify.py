@@ -249,6 +249,7 @@ JOINS = {
 DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToGroupBackward"}
 STAYS_DIVIDED = {"_AllGatherToGroupBackward", "_ReduceScatterToGroupBackward"}
 LEAF = "torch::autograd::AccumulateGrad"
+RECEIVED = "_ReceivedBackward"  # what a pipeline stage got from the stage before
 LEAVE_WHOLE = "keep the layers of that region whole with plan={..., '<their path>': 'replicate'}"
 
 
@@ -274,6 +275,7 @@ class StepAudit:
         self._users = _users_of_divided_parameters(module, sharding)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._divided = sharding.shards.keys() | sharding.partial
+        self._has_divided_sequences = bool(sharding.plan.sequence_regions)
 
     def wrap(self, step: Callable[P, R]) -> Callable[P, R]:
         """Return `step` with the audit around it: its loss is checked too, a tensor or the `"loss"` of a mapping.
@@ -306,6 +308,21 @@ class StepAudit:
         with _ParameterUseMode(self._users, self.check_output):
             yield
 
+    def check_sent(self, tensor: Tensor) -> None:
+        """Check what a pipeline stage sends: as `check_output`, but it may be this rank's part of the sequence.
+
+        Raises:
+            RuntimeError: See `check_output`.
+        """
+        name = "what this stage sends"
+        try:
+            self.check_output(tensor, name)
+        except RuntimeError:
+            # The cut may lie inside of a stack of blocks that is divided along the sequence.
+            if not self._has_divided_sequences:
+                raise
+            self._check_graph(tensor, name, inside=True)
+
     def check_output(self, output: Tensor, name: str) -> None:
         """Check that `output` depends on divided activations only through operations that join them.
 
@@ -313,15 +330,17 @@ class StepAudit:
         region only through an operation that sums its gradient over the ranks.
 
         Args:
-            output: A result of the step that must be equal on all tensor-parallel ranks: the loss, or the tensor that
-                a pipeline stage sends.
+            output: A result of the step that must be equal on all tensor-parallel ranks, such as the loss.
             name: The name of the output in the message, such as "the loss".
 
         Raises:
             RuntimeError: If it depends on this rank's part of an activation, or on a gradient that stays a part.
         """
+        self._check_graph(output, name, inside=False)
+
+    def _check_graph(self, output: Tensor, name: str, inside: bool) -> None:
         # (node, whether its output is divided): from the output back, joined -> divided -> whole again.
-        todo: list[tuple[Any, bool]] = [(output.grad_fn, False)]
+        todo: list[tuple[Any, bool]] = [(output.grad_fn, inside)]
         seen: set[tuple[Any, bool]] = set()
         while todo:
             node, inside = todo.pop()
@@ -331,6 +350,8 @@ class StepAudit:
             kind = node.name()
             if kind == LEAF:
                 self._check_leaf(node.variable, inside, name)
+            elif kind == RECEIVED and (not inside or self._has_divided_sequences):
+                continue  # checked by the stage that sent it; behind it is only what keeps it in the graph
             elif not (inside and kind.startswith("CompiledFunction")):
                 # A compiled piece is one node for all of its results, whole and divided ones.
                 before = _divided_before(node, kind, inside, name, self._names)
