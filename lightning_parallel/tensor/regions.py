@@ -211,7 +211,8 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group) -> No
         # A recomputation in backward calls blocks one by one, with what was kept of their inputs.
         if current_graph_task_id() != -1:
             return
-        hidden, *others = _tensors((args, kwargs)) or [None]
+        given = _tensors((args, kwargs))
+        hidden = given[0] if given else None
         previous = last.block
         last.block = ""
         last.tensor = None
@@ -221,10 +222,10 @@ def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group) -> No
                 " each rank has a part of the sequence, so the result would differ from that of one process. Do it"
                 " inside of the blocks, before the first or after the last of them, or use `sequence_parallel=False`"
             )
-        if others and path not in asked:
+        if given[1:] and path not in asked:
             # Once: what is given to a block besides its hidden states is made by the same code in each step.
             asked.add(path)
-            if not all(comm.equal_everywhere(value >> 1, group) for value in comm.fingerprints(others)):
+            if not all(comm.equal_everywhere(value >> 1, group) for value in comm.fingerprints(given[1:])):
                 raise RuntimeError(
                     f"`{path}` is given a tensor besides its hidden states that differs between the ranks: it was made"
                     " from hidden states between the blocks, where with `sequence_parallel=True` each rank has a part"
