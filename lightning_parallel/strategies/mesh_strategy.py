@@ -131,6 +131,7 @@ class MeshStrategy(MeshProcesses):
         self._checked_loaders: set[tuple[str, int]] = set()
         self._loader_index = 0
         self._is_first_batch = True
+        self._audit: StepAudit | None = None
         self._shows_stages = False
 
     # ------------------------------------------------------------------------------------------------- the model
@@ -166,6 +167,7 @@ class MeshStrategy(MeshProcesses):
             self._reducer = self._gradient_reducer()
             self._checked_epoch = -1
             self._is_first_batch = True
+            self._audit = None if self._sharding is None else StepAudit(module, self._sharding)
         self._end_on_sigterm = agree_on_sigterm(trainer, self._any_rank, self._patches)
         self.setup_precision_plugin()
         norm = ReplicaNorm(module, self._rules, self.groups, self._counted_by_others)
@@ -298,10 +300,8 @@ class MeshStrategy(MeshProcesses):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._begin_step((args, kwargs))
-        audit: StepAudit | None = None
-        if self._is_first_batch and self._sharding is not None:
-            audit = StepAudit(self.module, self._sharding)
-        # The audit slows a step down several times; what it looks for does not depend on the batch.
+        # To watch every function slows a step down several times; the graph is checked in each `backward`.
+        audit = self._audit if self._is_first_batch else None
         self._is_first_batch = False
         if self._steps is not None:
             # Gradients appear in the middle of the schedule; `backward` will hand them to the reducer, once.
@@ -375,6 +375,9 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
+        if self._audit is not None and self._steps is None:
+            # Each time: a term may join after a warmup, or for some batches only.
+            self._audit.check_output(closure_loss, "the loss")
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         with nullcontext() if self._reducer is None else self._reducer.backward():

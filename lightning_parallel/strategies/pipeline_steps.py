@@ -237,18 +237,15 @@ class _StageStep:
             output = self.step(microbatch)
         # So a step ends on all stages but the last: with what it has to send.
         except StageExit as exit_:
-            self._check(audit, exit_.end.leaves, "what this stage sends")
+            for value in exit_.end.leaves:
+                # Placeholders stand for what other stages hold: there are no data to check.
+                if isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor):
+                    audit.check_sent(value)
             raise
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        self._check(audit, [loss], "the loss")
+        if isinstance(loss, Tensor) and not isinstance(loss, PlaceholderTensor):
+            audit.check_output(loss, "the loss")
         return output
-
-    @staticmethod
-    def _check(audit: StepAudit, values: Sequence[Any], name: str) -> None:
-        for value in values:
-            # Placeholders stand for what other stages hold: there are no data to check.
-            if isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor):
-                audit.check_output(value, name)
 
 
 def _samples(microbatch: Any) -> int:

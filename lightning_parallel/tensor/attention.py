@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.tensor.autograd import gather_from_group, reduce_from_group
+from lightning_parallel.tensor.autograd import copy_to_group, gather_from_group, reduce_from_group
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,
     describe,
@@ -119,9 +119,39 @@ class TransformerLayer:
         guard_fast_path(module)
 
 
+# Activations that take each feature by itself, so that a rank can apply them to its own.
+ELEMENTWISE = {
+    *(F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.mish, F.selu, F.celu, F.relu6, F.hardswish, F.softplus),
+    *(torch.relu, torch.tanh, torch.sigmoid, F.tanh, F.sigmoid),
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Mish, nn.SELU, nn.CELU, nn.ReLU6, nn.Hardswish),
+    *(nn.Softplus, nn.Tanh, nn.Sigmoid, nn.Identity),
+}
+
+
 def _transformer_styles(module: nn.Module) -> dict[str, Style]:
     if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         raise TypeError(f"`TransformerLayer` applies to torch's own transformer layers, found {describe(module)}")
+    base = nn.TransformerEncoderLayer if isinstance(module, nn.TransformerEncoderLayer) else nn.TransformerDecoderLayer
+    replaced = [
+        name
+        for name in ("forward", "_sa_block", "_mha_block", "_ff_block")
+        if name in vars(module) or getattr(type(module), name, None) is not getattr(base, name, None)
+    ]
+    if type(module) is not base and isinstance(module, ParallelEncoderLayer):
+        replaced = []  # divided before
+    if replaced:
+        raise TypeError(
+            f"`TransformerLayer` applies to layers with torch's own methods; {describe(module)} overrides"
+            f" {', '.join(f'`{name}`' for name in replaced)}"
+        )
+    activation = module.activation
+    if activation not in ELEMENTWISE and type(activation) not in ELEMENTWISE:
+        raise TypeError(
+            f"`TransformerLayer` cannot tell whether the activation {activation} of {describe(module)} computes each"
+            " feature by itself"
+        )
+    if type(module.dropout) not in (nn.Dropout, nn.Identity):
+        raise TypeError(f"`TransformerLayer` applies to layers with torch's dropout, found {describe(module.dropout)}")
     # A decoder layer also attends to the encoder's output.
     attentions = ["self_attn"] if isinstance(module, nn.TransformerEncoderLayer) else ["self_attn", "multihead_attn"]
     return {**{name: Attention() for name in attentions}, "linear1": Column(), "linear2": Row()}
@@ -199,11 +229,12 @@ class ParallelAttention(nn.MultiheadAttention):
         """Combine both masks into one term of the scores of q (B, h, L, D), which broadcasts to (B, h, L, S)."""
         mask = None
         if attn_mask is not None:
-            mask = _additive(attn_mask, q.dtype)
+            # A learned mask is whole, and each rank uses it for its heads only.
+            mask = copy_to_group(_additive(attn_mask, q.dtype), self.group)
             if mask.dim() == 3:  # (B H, L, S): a mask per head, of which this rank needs those of its heads
                 mask = mask.unflatten(0, (-1, self.num_heads)).narrow(1, self.first_head, q.shape[1])
         if key_padding_mask is not None:
-            padding = _additive(key_padding_mask, q.dtype)[:, None, None, :]
+            padding = copy_to_group(_additive(key_padding_mask, q.dtype), self.group)[:, None, None, :]
             mask = padding if mask is None else mask + padding
         return mask
 

@@ -12,8 +12,9 @@ always right; modules that cannot be divided stay whole. The plan's notes tell b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -62,23 +63,31 @@ def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel
         found = _automatic_plan(module, verifier, group)
     else:
         found = parse_plan(module, plan, group)
-        _verify_regions(module, found, verifier, group)
+        told = [pattern for pattern, wanted in plan.items() if isinstance(wanted, Column) and _tells_parts(wanted)]
+        explicit = {path for path in found.styles if any(fnmatchcase(path, pattern) for pattern in told)}
+        _verify_regions(module, found, verifier, group, explicit)
         resolve_ties(module, found, group.size)
     if sequence_parallel:
         _divide_sequences(module, found, verifier)
     return found
 
 
-def _verify_regions(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group) -> None:
+def _verify_regions(
+    module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group, explicit: Collection[str]
+) -> None:
     """Verify the regions of a user's plan, and find out how fused layers in them are packed.
 
     Raises:
-        ValueError: If a region computes other results than the original.
+        ValueError: If a region computes other results than the original, or has a fused layer, is not among the
+            `explicit` ones whose parts the user has told, and cannot be run to find out.
     """
     for path in _regions(plan):
         block = module.get_submodule(path)
         inside = plan.under(path)
-        if verifier.verify(block, inside) is not False:
+        verdict = verifier.verify(block, inside)
+        if verdict is None:
+            _check_fused(block, path, inside, explicit)
+        if verdict is not False:
             continue
         candidates = []
         for opening, closing in _possible_regions(block, [name for name in inside.styles if name]):
@@ -93,6 +102,32 @@ def _verify_regions(module: nn.Module, plan: Plan, verifier: PlanVerifier, group
                 " layers a pair (`column` then `row`), and is a fused layer given its `Column(parts=...)`?"
             )
         plan.add(path, settled)
+
+
+def _tells_parts(style: Column) -> bool:
+    return style.parts is not None or style.unit > 1
+
+
+def _check_fused(block: nn.Module, path: str, inside: Plan, explicit: Collection[str]) -> None:
+    """Refuse fused layers of a region that cannot be run, unless the user has told how they are packed."""
+    order = [name for name, _ in block.named_modules() if name in inside.styles]
+    width: int | None = None  # that of the row-parallel layer which follows
+    for name in reversed(order):
+        style = inside.styles[name]
+        full = f"{path}.{name}" if path else name
+        if isinstance(style, Row):
+            width = sizes_of(block.get_submodule(name))[0]
+        if not isinstance(style, Column) or style.gather_output or full in explicit or width is None:
+            continue
+        out_features = sizes_of(block.get_submodule(name))[1]
+        if out_features > width:
+            raise ValueError(
+                f"`{full}` makes {out_features} features for a row-parallel layer that takes {width}, so it is several"
+                f" projections in one, and `{path}` cannot be run with one tensor to find out how they are packed. Say"
+                " so in the tensor-parallel plan: `Column(parts=(size, size, ...))` for one projection after another,"
+                " each by whole heads with `ShardPart(size, head_size)`, `Column(unit=...)` for units that stay"
+                " together, or leave it to 'column_gather' and 'row_split'"
+            )
 
 
 def _same_but_for_parts(candidate: dict[str, Style], wanted: dict[str, Style]) -> bool:

@@ -15,7 +15,8 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from types import CellType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -39,6 +40,7 @@ __all__ = [
     "only_wraps",
     "read_elsewhere",
     "sizes_of",
+    "structure_of",
 ]
 
 # ------------------------------------------------------------------------------------------------------------- layers
@@ -218,12 +220,21 @@ def only_wraps(kind: type[nn.Module], inherited: type[nn.Module]) -> bool:
     )
 
 
+def _reads_attribute(kind: type[nn.Module], name: str) -> bool:
+    """Return whether the steps of a class may read the attribute `name` of an instance; True without its source."""
+    bases = [base for base in kind.__mro__ if not base.__module__.startswith(LIBRARIES)]
+    hidden = any("forward" in vars(base) and _parsed(vars(base)["forward"]) is None for base in bases)
+    return hidden or any(_reads(method, name) for method in _methods(kind))
+
+
 def read_elsewhere(root: nn.Module, path: str) -> bool:
     """Return whether the code of a module around `path` reads the weight of the module there directly."""
     parts = path.split(".")
     for depth in range(len(parts)):
         around = root.get_submodule(".".join(parts[:depth]))
         inside = ".".join(parts[depth:])
+        if isinstance(around, nn.MultiheadAttention) and inside == "out_proj":
+            return True  # torch hands its weight to a function
         if any(pattern.fullmatch(inside) for pattern in _weights_read(type(around))):
             return True
     return False
@@ -299,3 +310,56 @@ def _parsed(method: object) -> ast.AST | None:
         if isinstance(node, ast.Name) and node.id == first:
             node.id = "self"  # whatever name its author gave the instance
     return tree
+
+
+# ---------------------------------------------------------------------------------------------------------- structure
+
+
+def structure_of(block: nn.Module) -> tuple[object, ...]:
+    """Return a key that is equal for blocks which compute the same function of their parameters."""
+    parameters = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
+    return (parameters, tuple((type(child), _settings(child)) for child in block.modules()))
+
+
+# Attributes that number the layers of a model; most models do not compute with them.
+POSITIONS = {"layer_idx", "layer_id", "layer_number", "index", "idx"}
+MOST_NESTED = 4
+
+
+def _settings(module: nn.Module) -> tuple[object, ...]:
+    """Return the attributes on which the behaviour of a module may depend, in addition to its class."""
+    settings: list[object] = []
+    for name, value in sorted(vars(module).items()):
+        if name in POSITIONS and not _reads_attribute(type(module), name):
+            continue
+        if "hooks" in name and isinstance(value, dict):
+            value = list(value.values())  # the keys number all hooks of the process
+        settings.append((name, _fingerprint(value)))
+    return tuple(settings)
+
+
+def _fingerprint(value: Any, depth: int = 0) -> object:
+    """Return a key that is equal for values with which the same code computes the same; at worst, of one object only.
+
+    It must be equal on all ranks where the objects are: ranks that try different blocks would wait for each other.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, bytes, type, torch.dtype, torch.device)):
+        return (type(value), value)
+    if isinstance(value, (nn.Module, nn.Parameter)):
+        return type(value)  # `structure_of` lists those that are registered
+    if depth == MOST_NESTED:
+        return id(value)
+    inner = partial(_fingerprint, depth=depth + 1)
+    if isinstance(value, Tensor):
+        known = value.is_meta or type(value) is not Tensor
+        return (value.shape, value.dtype, None if known else hash(str(value.detach().cpu().flatten().tolist())))
+    if isinstance(value, partial):
+        return (partial, inner(value.func), inner(value.args), inner(value.keywords))
+    if isinstance(value, dict):
+        return (type(value), tuple((inner(key), inner(item)) for key, item in value.items()))
+    if isinstance(value, (list, tuple)):
+        return (type(value), tuple(map(inner, value)))
+    if inspect.isfunction(value):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        return (value.__code__, inner(cells), inner(value.__defaults__), inner(value.__kwdefaults__))
+    return (type(value), id(value))

@@ -33,7 +33,7 @@ from lightning_parallel.tensor.inspection import (
     read_elsewhere,
 )
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
-from lightning_parallel.tensor.regions import connect_random_regions, divide_sequence
+from lightning_parallel.tensor.regions import connect_random_regions, divide_stack
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
@@ -102,7 +102,7 @@ class Plan:
         """Add `other`, whose paths are relative to `prefix`."""
         # An empty path inside `other` stands for the module at `prefix` itself.
         start = f"{prefix}." if prefix else ""
-        self.styles |= {start + path: style for path, style in other.styles.items()}
+        self.styles |= {(start + path).rstrip("."): style for path, style in other.styles.items()}
         self.attributes |= {(start + path).rstrip("."): values for path, values in other.attributes.items()}
         self.notes |= {(start + path).rstrip("."): note for path, note in other.notes.items()}
 
@@ -342,8 +342,8 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
             setattr(modules[path], name, value)
     # After all layers: a region is found by the divided layers inside one module.
     connect_random_regions(module, group)
-    for owner, first, last in plan.sequence_regions:
-        divide_sequence(modules[owner], modules[first], modules[last], group)
+    for region in plan.sequence_regions:
+        divide_stack(modules, region, group)
     if any(isinstance(owner, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) for owner in modules.values()):
         guard_fast_path(module)
     return Sharding(shards, partial, plan, shapes, full_attributes)

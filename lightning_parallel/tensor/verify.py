@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import has_compiled_call, pytree
-from lightning_parallel.tensor.inspection import is_linear, sizes_of
+from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
 from lightning_parallel.tensor.plan import Plan, Sharding, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 
@@ -66,7 +66,7 @@ class PlanVerifier:
         candidates = list(candidates)
         kind = (type(block), tuple(candidates[0].styles) if candidates else ())
         described = [(plan.styles, plan.attributes) for plan in candidates]
-        key = (_structure(block), repr(given.styles), repr(described))
+        key = (structure_of(block), repr(given.styles), repr(described))
         if key not in self._known:
             self._known[key] = None if kind in self._refused else self._run_all(block, given, candidates)
         if self._known[key] is None:
@@ -76,13 +76,15 @@ class PlanVerifier:
 
     def verify(self, block: nn.Module, plan: Plan) -> bool | None:
         """Return whether the results of `block` stay the same with `plan`; None if the block cannot be run alone."""
-        key = (_structure(block), repr(plan.styles), repr(plan.attributes))
+        key = (structure_of(block), repr(plan.styles), repr(plan.attributes))
         if key not in self._verdicts:
             runs = self.first_verified(block, Plan(), [Plan()]) is not None
-            self._verdicts[key] = (self._run_all(block, Plan(), [plan]) is not None) if runs else None
+            self._verdicts[key] = (
+                (self._run_all(block, Plan(), [plan], all_outputs=False) is not None) if runs else None
+            )
         return self._verdicts[key]
 
-    def _run_all(self, block: nn.Module, given: Plan, candidates: list[Plan]) -> Plan | None:
+    def _run_all(self, block: nn.Module, given: Plan, candidates: list[Plan], all_outputs: bool = True) -> Plan | None:
         if any(parameter.is_meta for parameter in block.parameters()):
             block = _with_random_values(block)
         with torch.random.fork_rng():
@@ -92,35 +94,46 @@ class PlanVerifier:
             expected = self._run_together(lambda: _run(_copy(block), x))
             if expected is None:
                 return None
+            # A branch on `self.training` shows only there. None where the block draws random numbers of its own.
+            trained = self._run_together(lambda: _run_without_chance(_copy(block).train(), x))
             for plan in candidates:
                 both = Plan(
                     {**given.styles, **plan.styles},
                     {**given.attributes, **plan.attributes},
                     sequence_regions=plan.sequence_regions,
                 )
-                if self._agrees(block, both, x, expected):
+                agrees = self._agrees(block, both, x, expected, all_outputs, training=False)
+                if agrees and (trained is None or self._agrees(block, both, x, trained, all_outputs, training=True)):
                     return plan
         return None
 
-    def _agrees(self, block: nn.Module, plan: Plan, x: Tensor, expected: _Result) -> bool:
+    def _agrees(
+        self, block: nn.Module, plan: Plan, x: Tensor, expected: _Result, all_outputs: bool, training: bool
+    ) -> bool:
         try:
             divided = _copy(block)
             sharding = apply_plan(divided, plan, self.group)
         except ValueError:  # raised on every rank
             return False
-        # Wrong shapes show in a run without communication, before one rank could be left waiting in a collective.
-        with comm.skip_communication():
-            if self._run_together(lambda: _run(divided, x)) is None:
-                return False
-        divided.zero_grad()
-        outputs, gradients = _run(divided, x)
+        divided.train(training)
+        with _NoDropout():
+            # Wrong shapes show in a run without communication, before one rank could be left waiting in a collective.
+            with comm.skip_communication():
+                if self._run_together(lambda: _run(divided, x)) is None:
+                    return False
+            divided.zero_grad()
+            outputs, gradients = _run(divided, x)
         full_outputs, full_gradients = expected
-        right = len(outputs) == len(full_outputs) and all(map(_close, outputs, full_outputs))
+        right = not all_outputs or len(outputs) == len(full_outputs)
+        compared = len(full_outputs) if all_outputs else 2
+        right = right and all(map(_close, outputs[:compared], full_outputs[:compared]))
         # Sorted: `partial` is a set, and all ranks must reduce in the same order.
-        reduce_partial_({name: gradients[name] for name in sorted(sharding.partial)}, sharding.shards, self.group)
+        names = sorted(sharding.partial & gradients.keys())
+        reduce_partial_({name: gradients[name] for name in names}, sharding.shards, self.group)
         # Some gradients are zero up to rounding, such as that of a bias of attention keys.
         largest = max((float(full.abs().max()) for full in full_gradients.values() if full.numel()), default=0.0)
-        for name, gradient in gradients.items():
+        right = right and gradients.keys() == full_gradients.keys()
+        for name, gradient in gradients.items() if right else ():
             rule = sharding.shards.get(name)
             full = full_gradients[name]
             mine = full if rule is None else rule.split(full, self.group.rank)
@@ -136,29 +149,13 @@ class PlanVerifier:
         return result if all(comm.all_gather_object(result is not None, self.group)) else None
 
 
-def _structure(block: nn.Module) -> tuple[object, ...]:
-    """Return a key that is equal for blocks which compute the same function of their parameters."""
-    parameters = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
-    return (parameters, tuple((type(child), _settings(child)) for child in block.modules()))
-
-
-# Attributes that number the layers of a model, and do not change what they compute.
-POSITIONS = {"layer_idx", "layer_id", "layer_number", "index", "idx"}
-
-
-def _settings(module: nn.Module) -> tuple[object, ...]:
-    """Return the attributes on which the behaviour of a module may depend, in addition to its class."""
-    settings = []
-    for name, value in sorted(vars(module).items()):
-        plain = value is None or isinstance(value, (bool, int, float, str))
-        if name not in POSITIONS and (plain or hasattr(value, "__code__")):
-            settings.append((name, getattr(value, "__code__", value)))
-    return tuple(settings)
-
-
 def _copy(block: nn.Module) -> nn.Module:
     # Double precision tells rounding from a wrong division; `eval` switches off dropout, which would differ.
-    return copy.deepcopy(block).to(_device(), torch.float64).eval().requires_grad_(True)
+    copied = copy.deepcopy(block).to(_device(), torch.float64).eval().requires_grad_(True)
+    for module in copied.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0  # in training torch applies it where `_NoDropout` does not see it
+    return copied
 
 
 def _device() -> torch.device:
@@ -168,18 +165,51 @@ def _device() -> torch.device:
 
 
 def _run(block: nn.Module, x: Tensor) -> _Result:
-    """Run forward and backward, from a random weighting of the first output."""
+    """Run forward and backward, from a random weighting of the outputs; the first outputs are the main one and dx."""
     x = x.clone().requires_grad_(True)
-    result = block(x)
-    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    outputs = [leaf for leaf in pytree.tree_leaves(block(x)) if isinstance(leaf, Tensor)]
+    floating = [leaf for leaf in outputs if leaf.is_floating_point()]
     generator = torch.Generator().manual_seed(1)
-    main = outputs[0]
-    weights = torch.randn(main.shape, generator=generator, dtype=main.dtype).to(main.device)
-    (main * weights).sum().backward()
+    main = floating[0]
+    total = (main * torch.randn(main.shape, generator=generator, dtype=main.dtype).to(main.device)).sum()
+    total.backward()
     if x.grad is None:
         raise ValueError("the output of the block does not depend on its input")
     gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
-    return [main.detach(), x.grad], {**gradients}
+    others = [leaf.detach().to(torch.float64) for leaf in outputs if leaf is not main]
+    return [main.detach(), x.grad, *others], {**gradients}
+
+
+def _run_without_chance(block: nn.Module, x: Tensor) -> _Result:
+    """Run a block in training without its dropout.
+
+    Raises:
+        ValueError: If it draws other random numbers, of which a divided block would draw others.
+    """
+    with _NoDropout():
+        before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+        result = _run(block, x)
+        after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+    if not all(map(torch.equal, before, after)):
+        raise ValueError("the block draws random numbers")
+    return result
+
+
+class _NoDropout(TorchFunctionMode):
+    """Runs torch's dropout, and that of its attention, with probability zero: in a region ranks draw different ones."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0] if args else (kwargs or {})["input"]
+        if name == "scaled_dot_product_attention":
+            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            if len(args) > 4:
+                del kwargs["dropout_p"]
+        return func(*args, **(kwargs or {}))
 
 
 def _close(found: Tensor, expected: Tensor, floor: float = 0.0) -> bool:
@@ -208,15 +238,19 @@ def _with_random_values(block: nn.Module) -> nn.Module:
 # With the parameter as a later argument these functions take its dtype and device only.
 CASTS = {"to", "type_as"}
 
-# Backward nodes of functions that join the parts of a divided tensor, and of those that divide a full one. The names
-# are those of the functions in `linear` and `autograd`.
+# Backward nodes of the functions in `linear`, `autograd` and `loss`, by what they make of an activation: whole on every
+# rank from parts, this rank's part from a whole one, or another part from a part.
 JOINS = {
     "_RowLinearFunctionBackward",
     "_ReduceFromGroupBackward",
     "_GatherFromGroupBackward",
-    "_AllGatherToGroupBackward",
+    "_CrossEntropyBackward",
 }
-DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward"}
+DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToGroupBackward"}
+STAYS_DIVIDED = {"_AllGatherToGroupBackward", "_ReduceScatterToGroupBackward"}
+LEAF = "torch::autograd::AccumulateGrad"
+RECEIVED = "_ReceivedBackward"  # what a pipeline stage got from the stage before
+LEAVE_WHOLE = "keep the layers of that region whole with plan={..., '<their path>': 'replicate'}"
 
 
 class StepAudit:
@@ -239,6 +273,9 @@ class StepAudit:
             type(inner).__name__ == "OptimizedModule" or has_compiled_call(inner) for inner in module.modules()
         )
         self._users = _users_of_divided_parameters(module, sharding)
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._divided = sharding.shards.keys() | sharding.partial
+        self._has_divided_sequences = bool(sharding.plan.sequence_regions)
 
     def wrap(self, step: Callable[P, R]) -> Callable[P, R]:
         """Return `step` with the audit around it: its loss is checked too, a tensor or the `"loss"` of a mapping.
@@ -268,53 +305,122 @@ class StepAudit:
         if not self._watched:
             yield
             return
-        with _ParameterUseMode(self._users):
+        with _ParameterUseMode(self._users, self.check_output):
             yield
+
+    def check_sent(self, tensor: Tensor) -> None:
+        """Check what a pipeline stage sends: as `check_output`, but it may be this rank's part of the sequence.
+
+        Raises:
+            RuntimeError: See `check_output`.
+        """
+        name = "what this stage sends"
+        try:
+            self.check_output(tensor, name)
+        except RuntimeError:
+            # The cut may lie inside of a stack of blocks that is divided along the sequence.
+            if not self._has_divided_sequences:
+                raise
+            self._check_graph(tensor, name, inside=True)
 
     def check_output(self, output: Tensor, name: str) -> None:
         """Check that `output` depends on divided activations only through operations that join them.
 
+        And the other way round: what is whole on every rank (a parameter, a joined activation) may enter a divided
+        region only through an operation that sums its gradient over the ranks.
+
         Args:
-            output: A result of the step that must be equal on all tensor-parallel ranks: the loss, or the tensor that
-                a pipeline stage sends.
+            output: A result of the step that must be equal on all tensor-parallel ranks, such as the loss.
             name: The name of the output in the message, such as "the loss".
 
         Raises:
-            RuntimeError: If it depends on this rank's part of an activation.
+            RuntimeError: If it depends on this rank's part of an activation, or on a gradient that stays a part.
         """
+        self._check_graph(output, name, inside=False)
+
+    def _check_graph(self, output: Tensor, name: str, inside: bool) -> None:
         # (node, whether its output is divided): from the output back, joined -> divided -> whole again.
-        todo: list[tuple[Any, bool]] = [(output.grad_fn, False)]
+        todo: list[tuple[Any, bool]] = [(output.grad_fn, inside)]
         seen: set[tuple[Any, bool]] = set()
         while todo:
             node, inside = todo.pop()
             if node is None or (node, inside) in seen:
                 continue
             seen.add((node, inside))
-            todo += [(following, _divided_before(node, inside, name)) for following, _ in node.next_functions]
+            kind = node.name()
+            if kind == LEAF:
+                self._check_leaf(node.variable, inside, name)
+            elif kind == RECEIVED and (not inside or self._has_divided_sequences):
+                continue  # checked by the stage that sent it; behind it is only what keeps it in the graph
+            elif not (inside and kind.startswith("CompiledFunction")):
+                # A compiled piece is one node for all of its results, whole and divided ones.
+                before = _divided_before(node, kind, inside, name, self._names)
+                todo += [(following, divided) for (following, _), divided in zip(node.next_functions, before)]
+
+    def _check_leaf(self, leaf: Tensor, inside: bool, name: str) -> None:
+        """Check that the gradient of a leaf of the graph is complete, or completed later, where it is used."""
+        known = self._names.get(id(leaf))
+        if known is not None and not inside and known in self._divided:
+            raise RuntimeError(_used_outside(known, name))
+        if inside and known not in self._divided:
+            what = "a tensor that requires a gradient (an input?)" if known is None else f"`{known}`"
+            raise RuntimeError(
+                f"{name} depends on {what} inside of a region where each rank computes a part only (some heads, hidden"
+                " features, positions), so each rank would have a part of its gradient, and the ranks would drift"
+                f" apart. Use it outside of the region, or {LEAVE_WHOLE}"
+            )
 
 
-def _divided_before(node: Any, inside: bool, name: str) -> bool:
-    """Return whether the inputs of a backward node's operation are divided, if its output is (`inside`).
+def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mapping[int, str]) -> list[bool]:
+    """Return for each input of a backward node's operation if it is divided, where its output is if `inside`.
 
     With sequence parallelism the row-parallel layers divide (along the sequence) and the column-parallel ones join.
 
     Raises:
-        RuntimeError: If a divided output reaches `name` undivided.
+        RuntimeError: If a divided output reaches `name` undivided, or a whole one enters a region without a reduction
+            of its gradient.
     """
-    kind = node.name()
+    edges = len(node.next_functions)
     along_sequence = kind == "_RowLinearFunctionBackward" and node.lengths is not None
-    if not inside and (kind in DIVIDES or along_sequence):
+    if not inside and (kind in DIVIDES or kind in STAYS_DIVIDED or along_sequence) and kind != "_CopyToGroupBackward":
         raise RuntimeError(
             f"{name} depends on an activation of which each rank holds only a piece (hidden features, attention"
-            f" weights; met at {kind.removesuffix('Backward')}), so it would differ from that of one process. Let"
-            " the layer that makes it gather its output: plan={..., '<its path>': 'column_gather'}"
+            f" weights; met at {kind.removesuffix('Backward')}{_layer_of(node, kind, names)}), so it would differ from"
+            " that of one process. Let the layer that makes it gather its output: plan={..., '<its path>':"
+            " 'column_gather'}"
         )
+    if kind == "_ColumnLinearFunctionBackward":
+        gradient = node.gradient
+        # Input, weight, bias: the gradient of the input alone is summed over the ranks.
+        return [gradient is not None and gradient.inputs.lengths is not None, *[True] * (edges - 1)]
     if kind in JOINS and not along_sequence:
-        return True
-    if kind in DIVIDES:
-        gradient = node.gradient if kind == "_ColumnLinearFunctionBackward" else None
-        return gradient is not None and gradient.inputs.lengths is not None
-    return inside
+        if inside:
+            raise RuntimeError(
+                f"{name} depends on an activation that is whole on every rank (the output of"
+                f" {kind.removesuffix('Backward')}{_layer_of(node, kind, names)}) inside of a region where each rank"
+                " computes a part only (some heads, hidden features, positions), so its gradient would be a part, too."
+                f" Use it outside of the region, or {LEAVE_WHOLE}"
+            )
+        # The bias of a row-parallel layer is added to the whole output.
+        return [True, True, *[False] * (edges - 2)] if kind == "_RowLinearFunctionBackward" else [True] * edges
+    return [False if kind in DIVIDES else inside] * edges
+
+
+def _layer_of(node: Any, kind: str, names: Mapping[int, str]) -> str:
+    """Return the path of the layer that a node of a linear layer belongs to, for messages."""
+    weight = node.next_functions[1][0] if "LinearFunction" in kind else None
+    name = names.get(id(getattr(weight, "variable", None)))
+    return "" if name is None else f" of `{name.rpartition('.')[0]}`"
+
+
+def _used_outside(parameter: str, name: str) -> str:
+    """Return the message about a divided parameter that `name` depends on outside of its layer."""
+    return (
+        f"{name} computes with `{parameter}` outside of its layer, but each rank holds only a piece of it or of its"
+        f" gradient, so the result would differ from that of one process. Keep that layer whole with plan={{...,"
+        f" {parameter.rpartition('.')[0]!r}: 'replicate'}}, or leave what uses the parameter out of the step (the"
+        " optimizer's `weight_decay` stands for a squared norm)"
+    )
 
 
 class _Users:
@@ -348,14 +454,17 @@ def _around(name: str, styled: Iterable[str]) -> list[str]:
 class _ParameterUseMode(TorchFunctionMode):
     """Sees every torch function that is called, and refuses those that differentiate through a divided parameter."""
 
-    def __init__(self, users: dict[int, _Users]) -> None:
+    def __init__(self, users: dict[int, _Users], check_loss: Callable[[Tensor, str], None]) -> None:
         super().__init__()
         self._users = users
+        self._check_loss = check_loss
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward:  # under manual optimization a step may do so without the strategy
+            self._check_loss(args[0], "the loss")
         result = func(*args, **kwargs)
         # A result without gradient is a look at the parameter (its norm, for a log), not a part of the loss.
         if torch.is_grad_enabled() and any(_requires_grad(leaf) for leaf in pytree.tree_leaves(result)):
@@ -374,13 +483,7 @@ class _ParameterUseMode(TorchFunctionMode):
             if id(frame.f_locals.get("self")) in users.modules:
                 return
             frame = frame.f_back
-        owner = users.name.rpartition(".")[0]
-        raise RuntimeError(
-            f"the step computes with `{users.name}` outside of its layer (`{function}`), but each rank holds only a"
-            f" piece of it, so the result would differ from that of one process. Keep that layer whole with plan={{...,"
-            f" {owner!r}: 'replicate'}}, or leave what uses the parameter out of the step (the optimizer's"
-            " `weight_decay` stands for a squared norm)"
-        )
+        raise RuntimeError(_used_outside(users.name, f"the step (`{function}`)"))
 
 
 def _requires_grad(value: object) -> bool:

@@ -149,3 +149,12 @@ def check(name, layout):
         name, HybridParallelStrategy(num_microbatches=3, **sizes), math.prod(sizes.values()), replicas
     )
     expect_equal(module, trainer, expected, replicas)
+
+
+@distributed(world_size=4)
+def test_a_cut_inside_of_a_divided_sequence():
+    expected = on_one_process("example_gpt")
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    strategy = HybridParallelStrategy(num_microbatches=3, sequence_parallel=True, **sizes)
+    module, trainer = train("example_gpt", strategy, 4)
+    expect_equal(module, trainer, expected, 1)

@@ -28,6 +28,34 @@ def test_nothing_to_shard():
         fit_parallel(module, 2, 2)
 
 
+class Penalized(Net):
+    """Keeps this rank's hidden features, and adds a term of them to the loss after a warmup."""
+
+    def __init__(self, after, manual):
+        super().__init__()
+        self.after, self.automatic_optimization = after, not manual
+        self.net[1].register_forward_hook(lambda module, args, output: setattr(self, "hidden", [output]))
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        if self.global_step >= self.after:
+            loss = loss + self.hidden[0].abs().mean()
+        if self.automatic_optimization:
+            return loss
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        return None
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("manual", [False, True])
+@distributed(world_size=2)
+def test_a_loss_of_hidden_features_whenever_it_begins(after, manual):
+    with pytest.raises(RuntimeError, match=r"the loss depends on an activation .* only a piece"):
+        fit_parallel(Penalized(after, manual).double(), 2, 2)
+
+
 @distributed(world_size=2)
 def test_a_plan_for_a_missing_module():
     with pytest.raises(ValueError, match=r"`nett.0` matches no module.*'net.0'"):

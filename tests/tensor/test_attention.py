@@ -69,6 +69,31 @@ def multihead_attention(group):
         assert isinstance(attention, ParallelAttention)
 
 
+class LearnedMasks(nn.Module):
+    """Attention with a learned bias of the positions, shared by the heads or for each, and one of the sources."""
+
+    def __init__(self, heads, width, length, shared):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, heads)
+        self.positions = nn.Parameter(torch.randn(*([] if shared else [heads]), length, length))
+        self.sources = nn.Parameter(torch.randn(1, length))
+
+    def forward(self, x):
+        return self.attention(x, x, x, key_padding_mask=self.sources, attn_mask=self.positions)[0]
+
+
+@WORLDS
+@pytest.mark.parametrize("shared", [True, False])
+def test_learned_masks(world, shared):
+    run(learned_masks, world, shared=shared)
+
+
+def learned_masks(group, shared):
+    torch.manual_seed(0)
+    model = LearnedMasks(4, 12, 5, shared).double()
+    check(model, {"attention": Attention()}, [double(5, 1, 12)], group)
+
+
 @WORLDS
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_transformer_layers(world, norm_first):

@@ -1,5 +1,7 @@
 """Models as their authors wrote them: divided by an automatic plan, they compute what one process computes."""
 
+import enum
+import functools
 import re
 
 import pytest
@@ -11,7 +13,7 @@ from torch.nn import functional as F
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.layers import Column, Row
 from lightning_parallel.tensor.plan import apply_plan
-from lightning_parallel.tensor.sharding import reduce_partial_
+from lightning_parallel.tensor.sharding import ShardPart, reduce_partial_
 from tests.harness import distributed
 
 VOCABULARY = 101  # does not divide
@@ -376,3 +378,150 @@ def test_ranks_that_disagree_are_told(group):
     model = nn.Sequential(nn.Linear(8, 8 + 2 * group.rank), nn.ReLU(), nn.Linear(8 + 2 * group.rank, 8))
     with pytest.raises(ValueError, match=r"(?s)shapes of the model's parameters.*rank 0.*rank 1"):
         apply_plan(model, make_plan(model, {"0": "column", "2": "row"}, group), group)
+
+
+class Chosen(nn.Module):
+    """An MLP whose activation depends on something that is not in its code: see `ACTIVATIONS`."""
+
+    def __init__(self, index, activation=None):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
+        self.layer_idx, self.act = index, activation or (lambda x: F.gelu(x))
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+class ByIndex(Chosen):
+    def forward(self, x):
+        hidden = self.up(x)
+        return x + self.down(F.gelu(hidden) if self.layer_idx == 0 else hidden.softmax(-1))
+
+
+class InTraining(Chosen):
+    def forward(self, x):
+        hidden = F.gelu(self.up(x))
+        return x + self.down(F.dropout(hidden / hidden.norm(dim=-1, keepdim=True), 0.0) if self.training else hidden)
+
+
+def _closure(function):
+    return lambda x: function(x, dim=-1) if function is F.softmax else function(x)
+
+
+class FromEnum(Chosen):
+    def forward(self, x):
+        return x + self.down(self.act.value(self.up(x)))
+
+
+class Kind(enum.Enum):
+    EACH = functools.partial(F.gelu)
+    ALL = functools.partial(F.softmax, dim=-1)
+
+
+ACTIVATIONS = {
+    "index": lambda: [ByIndex(i) for i in range(2)],
+    "training": lambda: [InTraining(i) for i in range(2)],
+    "partial": lambda: [Chosen(0, functools.partial(F.gelu)), Chosen(1, functools.partial(F.softmax, dim=-1))],
+    "closure": lambda: [Chosen(0, _closure(F.gelu)), Chosen(1, _closure(F.softmax))],
+    "enum": lambda: [FromEnum(0, Kind.EACH), FromEnum(1, Kind.ALL)],
+    "builtin": lambda: [Chosen(0, torch.tanh), Chosen(1, F.normalize)],
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@distributed(world_size=2)
+def test_blocks_that_differ_in_more_than_their_code(group, name):
+    def build():
+        torch.manual_seed(0)
+        return Language(ACTIVATIONS[name](), 12).double()
+
+    _compare(group, build)
+
+
+class Second(nn.Module):
+    """Returns its hidden features too; the model adds a term of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
+
+    def forward(self, x):
+        hidden = F.relu(self.up(x))
+        return x + self.down(hidden), hidden
+
+
+class WithSecond(Language):
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x, hidden = block(x)
+            x = x + hidden.mean(-1, keepdim=True)
+        return self.head(x)
+
+
+@distributed(world_size=2)
+def test_every_output_counts(group):
+    def build():
+        torch.manual_seed(0)
+        return WithSecond([Second(), Second()], 12).double()
+
+    _compare(group, build)
+
+
+class Normalized(nn.TransformerEncoderLayer):
+    """Takes the norm over all hidden features."""
+
+    def _ff_block(self, x):
+        return self.linear2(F.normalize(self.activation(self.linear1(x)), dim=-1))
+
+
+def _torch_layer(kind):
+    options = {"dropout": 0.0, "batch_first": True}
+    if kind == "override":
+        return Normalized(16, 4, 32, **options)
+    if kind == "softmax":
+        return nn.TransformerEncoderLayer(16, 4, 32, activation=nn.Softmax(-1), **options)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, activation=nn.GLU(), **options)
+    layer.linear1 = nn.Linear(16, 64)
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["override", "softmax", "glu"])
+@distributed(world_size=2)
+def test_transformer_layers_with_other_code_are_verified(group, kind):
+    def build():
+        torch.manual_seed(0)
+        return Language([_torch_layer(kind) for _ in range(2)], 16).double()
+
+    plan, _ = _compare(group, build)
+    assert "blocks.0.self_attn" in plan.styles
+    with pytest.raises(ValueError, match="cannot be used:\n.*`TransformerLayer`"):
+        _compare(group, build, plan={"blocks.?": "transformer_layer"})
+
+
+class Masked(ChunkAttention):
+    """Cannot be run with one tensor."""
+
+    def forward(self, x, mask):
+        self.n_head = None
+        return super().forward(x) * mask
+
+
+class WithMask(Language):
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x, torch.ones((), dtype=x.dtype))
+        return self.head(x)
+
+
+@distributed(world_size=2)
+def test_fused_layers_that_cannot_be_tried_must_tell_their_parts(group):
+    def build():
+        torch.manual_seed(0)
+        return WithMask([Masked(16, 4), Masked(16, 4)], 16).double()
+
+    with pytest.raises(ValueError, match=r"`blocks.0.qkv` makes 48 features .* takes 16.*Column\(parts="):
+        make_plan(build(), {"*.qkv": "column", "*.out": "row"}, group)
+    part = ShardPart(16, 4)
+    _compare(group, build, plan={"*.qkv": Column(parts=(part,) * 3), "*.out": Row(parts=(part,))})

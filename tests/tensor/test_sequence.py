@@ -1,15 +1,18 @@
 """Sequence parallelism over a stack of blocks against one process."""
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
-from lightning_parallel.tensor.auto_plan import sequence_parallel_styles
+from lightning_parallel.tensor.auto_plan import make_plan, sequence_parallel_styles
 from lightning_parallel.tensor.layers import Column, Replicate, Row
+from lightning_parallel.tensor.plan import apply_plan
 from lightning_parallel.tensor.regions import divide_sequence
 from lightning_parallel.tensor.sharding import ShardPart
 from tests.harness import distributed, recorded_communication, run
@@ -113,3 +116,76 @@ def test_styles_that_need_the_whole_sequence_are_refused():
         with pytest.raises(ValueError, match="`up` cannot be sequence-parallel"):
             sequence_parallel_styles(block, {"up": style})
     assert sequence_parallel_styles(block, {"norm": Replicate()})["norm"] == Replicate(partial_gradient=True)
+
+
+class BetweenBlocks(Model):
+    """Changes the hidden states between its blocks, or gives the blocks something made of them."""
+
+    kind = ""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(GivenContext() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(12))
+        self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in self.blocks)
+        self.register_buffer("positions", torch.randn(9, 12))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        context = x.detach().mean((0, 1))
+        for block, norm in zip(self.blocks, self.norms):
+            if self.kind == "positions":
+                x = x + self.positions[: x.shape[1]]
+            elif self.kind == "in place" and block is not self.blocks[0]:
+                x.add_(self.positions[: x.shape[1]])
+            elif self.kind == "mean":
+                x = x + x.mean(1, keepdim=True)
+            elif self.kind == "scale":
+                x = x * self.scale
+            elif self.kind == "norm":
+                x = norm(x)
+            x = block(x, context)
+            if self.kind == "context":
+                context = x.detach().mean((0, 1))
+        return self.head(x)
+
+
+class GivenContext(Block):
+    def forward(self, x, context=None):
+        return super().forward(x if context is None else x + context)
+
+
+def between_blocks(group, kind):
+    torch.manual_seed(0)
+    model = BetweenBlocks().double()
+    plan = make_plan(
+        model, {"*.qkv": STYLES["qkv"], "*.out": STYLES["out"], "*.up": "column", "*.down": "row"}, group, True
+    )
+    apply_plan(model, plan, group)
+    model.kind = kind
+    return model
+
+
+@pytest.mark.parametrize("kind", ["positions", "in place", "mean", "scale", "norm", "context"])
+@distributed(world_size=2)
+def test_hidden_states_that_change_between_blocks_are_refused(group, kind):
+    tokens = torch.arange(14).view(2, 7) % 9
+    model = between_blocks(group, kind)
+    with pytest.raises(RuntimeError, match="`blocks.0` and `blocks.1`|`blocks.1` is given a tensor"):
+        model(tokens)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@distributed(world_size=2)
+def test_blocks_that_feed_each_other_are_not_refused(group, reentrant):
+    model = between_blocks(group, "")
+    tokens = torch.arange(14).view(2, 7) % 9
+    if reentrant is not None:
+        for block in model.blocks:
+            run = block.forward
+            block.forward = functools.partial(checkpoint, run, use_reentrant=reentrant)
+    for _ in range(2):
+        model(tokens).sum().backward()
+    with torch.inference_mode():
+        assert model.eval()(tokens).shape == (2, 7, 9)
+    copy.deepcopy(model)(tokens).sum().backward()

@@ -87,3 +87,53 @@ def test_the_audit_ends_with_the_step_however_it_is_left(group):
     with pytest.raises(StageExit):
         StepAudit(net, sharding).wrap(step)()
     assert net[0].up.weight.norm() > 0, "no longer watched"
+
+
+class Gated(Block):
+    """A block with other doors than `x`: what comes through them is whole, and multiplies this rank's features."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.scale = nn.Linear(4, 1), nn.Parameter(torch.ones(()))
+
+    def forward(self, x, door=None):
+        hidden = F.relu(self.up(x))
+        extra = {None: 1.0, "scale": self.scale, "gate": self.gate(x), "input": x.mean(-1, keepdim=True)}[door]
+        return x + self.down(hidden * extra)
+
+
+DOORS = {
+    "scale": r"`1.scale` inside of a region",
+    "gate": r"`1.gate.(weight|bias)` inside of a region",
+    "input": r"whole on every rank \(.*of `0.down`\) inside of a region",
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@distributed(world_size=2)
+def test_gradients_that_enter_a_region_by_another_door_are_refused(group, door):
+    torch.manual_seed(0)
+    net = nn.Sequential(Gated(), Gated())
+    audit = StepAudit(net, apply_plan(net, make_plan(net, {"*.up": "column", "*.down": "row"}, group), group))
+    x = torch.randn(3, 4)
+    audit.check_output(net(x).sum(), "the loss")
+    with pytest.raises(RuntimeError, match=DOORS[door]):
+        audit.check_output(net[1](net[0](x), door).sum(), "the loss")
+    x.requires_grad_()
+    audit.check_output(net(x).sum(), "the loss")
+
+
+@distributed(world_size=2)
+def test_a_term_that_uses_a_shard_is_refused_in_the_graph_too(group):
+    net, sharding = _net(group)
+    audit = StepAudit(net, sharding)
+    with pytest.raises(RuntimeError, match="the loss computes with `0.up.weight` outside of its layer"):
+        audit.check_output(net(torch.randn(3, 4)).sum() + net[0].up.weight.norm(), "the loss")
+
+
+@distributed(world_size=2)
+def test_a_backward_without_the_strategy_is_checked(group):
+    net, sharding = _net(group)
+    with pytest.raises(RuntimeError, match="the loss depends on an activation"), StepAudit(net, sharding).watch():
+        (net(torch.randn(3, 4)).sum() + net[0].hidden.mean()).backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
