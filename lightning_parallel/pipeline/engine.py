@@ -189,8 +189,8 @@ class PipelineEngine:
             self._layouts,
             self._stage_inputs,
             scale,
-            seed=self._next_seed(),
-            generators=self._generators,
+            seed=self.next_seed(),
+            generators=self.generators,
             message_groups=self.message_groups,
         )
         return run()
@@ -199,9 +199,10 @@ class PipelineEngine:
         """Let the first rank's global generator decide the random numbers of the steps that follow, on every rank."""
         self._seeds = None
         # Here and not in each step: modules may keep long lists, which are searched too.
-        self._generators = OwnGenerators(self.model.outside_of_layers)
+        self.generators = OwnGenerators(self.model.outside_of_layers)
 
-    def _next_seed(self) -> int:
+    def next_seed(self) -> int:
+        """Return the seed of the next step, the same on every rank."""
         # Drawn in each step, so that the global generator goes on; but code that draws on some ranks only, such as
         # under `is_global_zero`, leaves those of the ranks in different states.
         mine = int(torch.randint(2**62, ()).item())

@@ -52,6 +52,8 @@ from lightning_parallel.strategies.optimization import (
 )
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
+from lightning_parallel.strategies.proof import StepProof, Verify
+from lightning_parallel.strategies.reference import Skeleton
 from lightning_parallel.strategies.setup import (
     PipelineOptions,
     TensorOptions,
@@ -76,6 +78,8 @@ class MeshStrategy(MeshProcesses):
         pipeline: How runs of layers are divided; None without a pipeline axis.
         compression: Reducer of the gradients between replicas.
         checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning.
+        verify: Whether the module's own steps are compared with those of one process before the first batch: `always`,
+            `off`, or `auto`: once for each structure of the model, plan and version, remembered beside checkpoints.
         process_group_backend: Backend of torch.distributed; by the device when omitted.
         timeout: Deadline of every collective.
         start_method: How processes are started when no launcher did: `popen` runs the script again, the others start
@@ -90,6 +94,7 @@ class MeshStrategy(MeshProcesses):
         *,
         compression: Optional[Reducer] = None,
         checkpoint_format: Literal["full"] = "full",
+        verify: Verify = "auto",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -112,9 +117,12 @@ class MeshStrategy(MeshProcesses):
         )
         if checkpoint_format != "full":
             raise ValueError(f"`checkpoint_format` must be 'full', got {checkpoint_format!r}")
+        if verify not in ("auto", "always", "off"):
+            raise ValueError(f"`verify` must be 'auto', 'always' or 'off', got {verify!r}")
         if compression is not None:
             check_reducer(compression)
         self.compression = compression
+        self.verify = verify
         self.tensor_options = tensor
         self.pipeline_options = pipeline
         self.engine: PipelineEngine | None = None
@@ -128,6 +136,7 @@ class MeshStrategy(MeshProcesses):
         self._checked_epoch = -1
         self._is_first_batch = True
         self._shows_stages = False
+        self._proven: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------- the model
 
@@ -162,6 +171,7 @@ class MeshStrategy(MeshProcesses):
             self._reducer = self._gradient_reducer()
             self._checked_epoch = -1
             self._is_first_batch = True
+        self._proven.clear()
         self.setup_precision_plugin()
         norm = ReplicaNorm(module, self._rules, self.groups, self._counted_by_others)
         norm.use_in_torch(self._patches)
@@ -178,6 +188,9 @@ class MeshStrategy(MeshProcesses):
         if self.groups.replica.size > 1 and ParallelState.of(module).pending is None:
             checks.check_parameters(module)
         held = move_to_meta(module, self.root_device)
+        state = ParallelState.of(module)
+        if state.whole is None and self.groups.replica.size > 1:
+            state.whole = Skeleton(module)
         self._sharding = shard_tensors(module, self.tensor_options, self.groups)
         self._rules = {} if self._sharding is None else rules_by_name(module, self._sharding.shards)
 
@@ -186,6 +199,7 @@ class MeshStrategy(MeshProcesses):
 
         if self.pipeline_options is None or self.groups.pipeline_parallel.size == 1:
             materialize(None)
+            self._close_skeleton()
             return
         steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
         is_new = ParallelState.of(module).engine is None
@@ -202,6 +216,12 @@ class MeshStrategy(MeshProcesses):
         steps.bind(self.engine, self._patches)
         self._steps = steps
         self._shows_stages = is_new
+        self._close_skeleton()
+
+    def _close_skeleton(self) -> None:
+        skeleton = ParallelState.of(self.module).whole
+        if skeleton is not None:
+            skeleton.close()
 
     @override
     def model_to_device(self) -> None:
@@ -292,6 +312,7 @@ class MeshStrategy(MeshProcesses):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._begin_step((args, kwargs))
+        self._prove("training_step", args, kwargs)
         audit: StepAudit | None = None
         if self._is_first_batch and self._sharding is not None:
             audit = StepAudit(self.module, self._sharding)
@@ -311,6 +332,24 @@ class MeshStrategy(MeshProcesses):
             self.engine.share_seed()
 
     on_validation_start = on_test_start = on_predict_start = on_train_start
+
+    def _prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare a step with that of one process, on the first batch of a run."""
+        if name in self._proven or self.verify == "off" or self.groups.replica.size == 1:
+            return
+        self._proven.add(name)
+        skeleton = ParallelState.of(self.module).whole
+        proof = StepProof(
+            skeleton,
+            self.groups,
+            self._rules,
+            self._sharding,
+            self._steps,
+            self._reducer,
+            self.precision_plugin,
+            self.root_device,
+        )
+        proof.prove(name, args, kwargs)
 
     def _begin_step(self, batch: Any) -> None:
         if self._checked_epoch != self.module.current_epoch:
@@ -340,6 +379,7 @@ class MeshStrategy(MeshProcesses):
         return self._reducer
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._prove(name, args, kwargs)
         if self._steps is not None:
             return self._steps.evaluate(name, args, kwargs)
         return getattr(super(), name)(*args, **kwargs)

@@ -46,7 +46,15 @@ from lightning_parallel.strategies.checks import STEPS, first_batch, positional_
 from lightning_parallel.strategies.setup import PipelineOptions
 from lightning_parallel.tensor.verify import StepAudit
 
-__all__ = ["PipelineSteps", "StepEffects", "share_metrics", "side_effects_discarded", "to_device"]
+__all__ = [
+    "LogCall",
+    "PipelineSteps",
+    "StepEffects",
+    "log_recorded",
+    "share_metrics",
+    "side_effects_discarded",
+    "to_device",
+]
 
 _LOG = inspect.signature(LightningModule.log)
 LogCall = tuple[str, Any, dict[str, Any]]
@@ -153,6 +161,12 @@ class PipelineSteps:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         reducer.mark(fresh)
 
+    def restore_gradients(self) -> None:
+        """Put the gradients of the last step into `.grad`, alone."""
+        for parameter, gradient in self._step_gradients.items():
+            parameter.grad = gradient
+        self._step_gradients = {}
+
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `validation_step`, `test_step` or `predict_step`."""
         return self._run(name, args, kwargs, None)
@@ -187,7 +201,7 @@ class PipelineSteps:
         try:
             if name == "training_step":
                 # Tied gradients are summed in `backward`, after their means over the replicas.
-                result = self.engine.forward_backward(step, batch, scale=self._gradient_scale(), synchronize=False)
+                result = self.engine.forward_backward(step, batch, scale=self.gradient_scale(), synchronize=False)
             else:
                 result = self.engine.forward(step, batch)
         finally:
@@ -209,7 +223,7 @@ class PipelineSteps:
         effects.repeat(calls, attributes, self.device)
         return to_device(output, self.device)
 
-    def _gradient_scale(self) -> float | Tensor:
+    def gradient_scale(self) -> float | Tensor:
         """Return what gradients are multiplied by: the share of a batch in an accumulated one, and the loss scale."""
         # Lightning divides the loss in its closure, after `training_step`, when the gradients are there already.
         share = 1.0 / self.module.trainer.accumulate_grad_batches
@@ -274,7 +288,7 @@ class StepEffects:
     def step(self) -> Iterator[None]:
         """Record one microbatch inside the block: calls of `self.log` count if the step runs to its end."""
         calls: list[LogCall] = []
-        with _recording(self.module, calls):
+        with log_recorded(self.module, calls):
             yield
         self.logged.append(calls)
 
@@ -312,7 +326,9 @@ class _MetricAt:
 
 
 @contextmanager
-def _recording(module: LightningModule, calls: list[LogCall]) -> Iterator[None]:
+def log_recorded(module: LightningModule, calls: list[LogCall]) -> Iterator[None]:
+    """Add the calls of `self.log` inside the block to `calls` instead."""
+
     def log(*args: Any, **kwargs: Any) -> None:
         bound = _LOG.bind(module, *args, **kwargs).arguments
         bound.pop("self")
@@ -444,7 +460,7 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     states = [{name: _copied(state) for name, state in states_of(metric).items()} for metric in metrics]
     before = _snapshots(module)
     try:
-        with _recording(module, []):
+        with log_recorded(module, []):
             yield
     finally:
         for metric, own, state in zip(metrics, saved, states):
