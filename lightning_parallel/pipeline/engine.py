@@ -156,7 +156,7 @@ class PipelineEngine:
 
     def _reduce_tied(self, parameter: nn.Parameter, tied: TiedParameter, tag: int) -> None:
         # A stage that did not use the parameter in this step takes part all the same: the others wait for it.
-        mine = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        mine = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).contiguous()
         others = [rank for rank in tied.ranks if rank != self.group.rank]
         gradients = {rank: torch.empty_like(mine) for rank in others}
         pending = [comm.irecv(gradient, self.group, rank, tag) for rank, gradient in gradients.items()]

@@ -52,8 +52,7 @@ from lightning_parallel.strategies.optimization import (
 )
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
-from lightning_parallel.strategies.proof import StepProof, Verify
-from lightning_parallel.strategies.reference import Skeleton
+from lightning_parallel.strategies.proof import StepProof, Verify, save_proofs
 from lightning_parallel.strategies.setup import (
     PipelineOptions,
     TensorOptions,
@@ -62,6 +61,8 @@ from lightning_parallel.strategies.setup import (
     shard_tensors,
     show_stages,
 )
+from lightning_parallel.strategies.skeleton import Skeleton
+from lightning_parallel.strategies.step_runs import StepRuns
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 from lightning_parallel.tensor.verify import StepAudit
@@ -339,7 +340,7 @@ class MeshStrategy(MeshProcesses):
             return
         self._proven.add(name)
         skeleton = ParallelState.of(self.module).whole
-        proof = StepProof(
+        runs = StepRuns(
             skeleton,
             self.groups,
             self._rules,
@@ -349,7 +350,7 @@ class MeshStrategy(MeshProcesses):
             self.precision_plugin,
             self.root_device,
         )
-        proof.prove(name, args, kwargs)
+        StepProof(runs, remembers=self.verify == "auto").prove(name, args, kwargs)
 
     def _begin_step(self, batch: Any) -> None:
         if self._checked_epoch != self.module.current_epoch:
@@ -484,8 +485,10 @@ class MeshStrategy(MeshProcesses):
             # Before the file is written: all ranks gather, and rank 0 alone writes.
             self._compression.save(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.engine is not None and self.is_global_zero:
-            save_plan(self.engine.plan, filepath)
+        if self.is_global_zero:
+            save_proofs(filepath)
+            if self.engine is not None:
+                save_plan(self.engine.plan, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:

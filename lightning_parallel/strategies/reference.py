@@ -16,29 +16,27 @@ Autograd keeps no parameter: what it would save of one is saved by name, and fet
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, mark_as_parameter, parameters_of
+from lightning_parallel.compat.torch import mark_as_parameter
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.strategies.pinned import UnprovableError, communication_refused
+from lightning_parallel.strategies.skeleton import Skeleton
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["Owners", "Skeleton", "UnprovableError", "WholeModel", "run_reference"]
+__all__ = ["Owners", "WholeModel", "run_reference"]
 
 _CHUNK_BYTES = 32 << 20
 """Parameters that travel together, so that a small model needs few messages."""
@@ -48,213 +46,6 @@ _CACHE_BYTES = 256 << 20
 
 # Of no other message: stages use 1 and 2, the measurement of links 900, tied parameters 1000 and more.
 _TAG = 950
-
-
-class UnprovableError(RuntimeError):
-    """A step does what cannot be run on one rank by itself."""
-
-
-# ---------------------------------------------------------------------------------------- the module as it was
-
-
-class _Named(NamedTuple):
-    """Stands for a parameter in an attribute, by its first name."""
-
-    name: str
-
-
-@dataclass
-class _Change:
-    """What dividing has changed in one module: how it was.
-
-    Attributes:
-        kind: Its class.
-        attributes: Attributes that had another value, or are gone.
-        added: Attributes that it did not have.
-        entries: Of dicts among its attributes (hooks, children): entries that had another value, or are gone.
-        added_entries: Of these dicts: keys that they did not have.
-        parameters, buffers: First name of each own parameter and buffer, by key.
-        lists: Lists with parameters in them, as recurrent layers keep.
-    """
-
-    kind: type
-    attributes: dict[str, Any] = field(default_factory=dict)
-    added: list[str] = field(default_factory=list)
-    entries: dict[str, dict[Any, Any]] = field(default_factory=dict)
-    added_entries: dict[str, list[Any]] = field(default_factory=dict)
-    parameters: dict[str, str | None] = field(default_factory=dict)
-    buffers: dict[str, str | None] = field(default_factory=dict)
-    lists: dict[str, list[Any]] = field(default_factory=dict)
-
-
-class Skeleton:
-    """A module as it was before it was divided, without its data.
-
-    Args:
-        module: The module, whole; `close` is called when it has been divided.
-
-    Attributes:
-        module: The module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        named = [*module.named_parameters(), *module.named_buffers()]
-        self._first = {id(tensor): name for name, tensor in named}
-        # Lists and no dicts: the hash of a metric changes with its state.
-        self._changes: list[tuple[nn.Module, _Change]] = []
-        self._before: list[dict[str, Any]] = []
-        for child in module.modules():
-            before = {name: self._captured(value) for name, value in _attributes(child).items()}
-            lists = {
-                name: value
-                for name, value in before.items()
-                if isinstance(value, list) and any(isinstance(item, _Named) for item in value)
-            }
-            own = (self._names(parameters_of(child)), self._names(buffers_of(child)))
-            self._changes.append((child, _Change(type(child), parameters=own[0], buffers=own[1], lists=lists)))
-            self._before.append(before)
-
-    def close(self) -> None:
-        """Keep only what has been changed since: everything else of the module stays the user's, and alive."""
-        for (child, change), before in zip(self._changes, self._before):
-            after = {name: self._captured(value) for name, value in _attributes(child).items()}
-            change.added = [name for name in after if name not in before]
-            for name, old in before.items():
-                if name in change.lists or _same(old, after.get(name, _GONE)):
-                    continue
-                new = after.get(name, _GONE)
-                if isinstance(old, dict) and isinstance(new, dict):
-                    change.entries[name] = {k: v for k, v in old.items() if k not in new or new[k] is not v}
-                    change.added_entries[name] = [key for key in new if key not in old]
-                else:
-                    change.attributes[name] = old
-        self._before.clear()
-        self._first.clear()
-
-    def _names(self, tensors: Mapping[str, Tensor | None]) -> dict[str, str | None]:
-        return {key: None if value is None else self._first[id(value)] for key, value in tensors.items()}
-
-    def _captured(self, value: Any) -> Any:
-        if isinstance(value, nn.Parameter):
-            return _Named(self._first[id(value)]) if id(value) in self._first else value
-        if type(value) is list:
-            return [self._captured(item) if isinstance(item, nn.Parameter) else item for item in value]
-        return copy.copy(value) if isinstance(value, dict) else value
-
-    @contextmanager
-    def put_on(self, parameters: WholeModel, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the module its former classes and attributes inside the block; afterwards it is as it was before."""
-        current = [(child, type(child), dict(vars(child))) for child, _ in self._changes]
-        try:
-            for child, change in self._changes:
-                _put_on(child, change, parameters, buffers)
-            yield
-        finally:
-            for child, kind, attributes in current:
-                child.__class__ = kind
-                vars(child).clear()
-                vars(child).update(attributes)
-
-
-_GONE = object()
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    own = {PARAMETERS, BUFFERS, "_parallel_state"}
-    return {name: value for name, value in vars(module).items() if name not in own}
-
-
-def _same(old: Any, new: Any) -> bool:
-    if type(old) is not type(new):
-        return False
-    if isinstance(old, dict):
-        return old.keys() == new.keys() and all(new[key] is value for key, value in old.items())
-    if type(old) is list:
-        return len(old) == len(new) and all(a is b or isinstance(a, _Named) and a == b for a, b in zip(old, new))
-    return old is new or isinstance(old, _Named) and bool(old == new)
-
-
-def _put_on(child: nn.Module, change: _Change, parameters: WholeModel, buffers: Mapping[str, Tensor]) -> None:
-    child.__class__ = change.kind
-    own = vars(child)
-    for name in change.added:
-        own.pop(name, None)
-    own.update({name: value for name, value in change.attributes.items() if not isinstance(value, _Named)})
-    for name, entries in change.entries.items():
-        # Not what was there then: the user may have registered more hooks since.
-        kept = copy.copy(own[name])
-        for key in change.added_entries[name]:
-            kept.pop(key, None)
-        kept.update(entries)
-        own[name] = kept
-    for name, items in change.lists.items():
-        own[name] = _FetchedList(items, parameters)
-        own["forward"] = _with_plain_list(child, name, own.get("forward"))
-    # Freed parameters and buffers are placeholders in attributes, which would hide those of the dicts.
-    for key in (*change.parameters, *change.buffers):
-        if isinstance(own.get(key), PlaceholderTensor):
-            del own[key]
-    own[PARAMETERS] = _FetchedParameters(change.parameters, parameters)
-    own[BUFFERS] = {key: None if name is None else buffers[name] for key, name in change.buffers.items()}
-
-
-def _with_plain_list(child: nn.Module, name: str, forward: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a `forward` for a module whose kernel reads a list of parameters in C, as those of recurrent layers do."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        fetched = vars(child)[name]
-        vars(child)[name] = list(fetched)
-        try:
-            return (forward or partial(type(child).forward, child))(*args, **kwargs)
-        finally:
-            vars(child)[name] = fetched
-
-    return call
-
-
-class _FetchedParameters(dict):  # type: ignore[type-arg]
-    """The parameters of one module, each fetched when it is read."""
-
-    def __init__(self, names: Mapping[str, str | None], source: WholeModel) -> None:
-        super().__init__(names)
-        self._source = source
-
-    def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
-        return self._source.parameter(value) if isinstance(value, str) else value
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401  (`dict.get` would not fetch it)
-
-    def values(self) -> Any:
-        return (self[key] for key in self)
-
-    def items(self) -> Any:
-        return ((key, self[key]) for key in self)
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self.items())
-
-
-class _FetchedList(list):  # type: ignore[type-arg]
-    """A list with parameters in it, each fetched when it is read from Python."""
-
-    def __init__(self, items: Sequence[Any], source: WholeModel) -> None:
-        super().__init__(items)
-        self._source = source
-
-    def __getitem__(self, key: Any) -> Any:
-        value = super().__getitem__(key)
-        if isinstance(key, slice):
-            return [self._fetched(item) for item in value]
-        return self._fetched(value)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._fetched(item) for item in super().__iter__())
-
-    def _fetched(self, item: Any) -> Any:
-        return self._source.parameter(item.name) if isinstance(item, _Named) else item
 
 
 # ------------------------------------------------------------------------------------------------- owners
@@ -285,9 +76,7 @@ class Owners:
         is_talking: Whether the first rank is sending or receiving, which its user's code may not.
     """
 
-    def __init__(
-        self, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups, device: torch.device
-    ) -> None:
+    def __init__(self, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups, device: torch.device) -> None:
         self.replica = groups.replica
         self.device = device
         self.rules = rules
@@ -412,8 +201,9 @@ class Owners:
 
     def serve(self) -> Any:
         """Do what the first rank asks for, until it ends; returns its result."""
+        nothing: tuple[str, Any] = ("", None)
         while True:
-            command, argument = comm.broadcast_object(("", None), self.replica)
+            command, argument = comm.broadcast_object(nothing, self.replica)
             if command == "send":
                 self._send(argument)
             elif command == "take":
@@ -548,7 +338,7 @@ class WholeModel:
         if tensor.layout == torch.strided and tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
             name = self._names.get(tensor.untyped_storage().data_ptr())
             if name is not None and self._data[name].dtype == tensor.dtype:
-                return _Saved(name, tensor.shape, tensor.stride(), tensor.storage_offset())
+                return _Saved(name, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         # Without its history: an output of its own node would keep the node alive in a circle.
         return tensor.detach() if type(tensor) is Tensor else tensor
 
@@ -587,60 +377,12 @@ class _Fetched(Function):
         return data.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.keep(gradient)
         return None, None, None
 
 
 # ----------------------------------------------------------------------------------------------------- the run
-
-_COMMUNICATION = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "irecv",
-    "isend",
-    "monitored_barrier",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-)
-
-
-@contextmanager
-def _alone(owners: Owners) -> Iterator[None]:
-    """Refuse communication of the user's code with ranks that do not run the step: they would never answer."""
-    others = set(owners.replica.ranks) - {owners.replica.ranks[owners.replica.rank]}
-
-    def guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("group")
-            group = group or next((value for value in args if isinstance(value, dist.ProcessGroup)), None)
-            if not owners.is_talking and others & set(dist.get_process_group_ranks(group)):
-                raise UnprovableError(f"the step communicates by itself (`torch.distributed.{name}`)")
-            return function(*args, **kwargs)
-
-        return call
-
-    patches = Patches()
-    try:
-        for name in _COMMUNICATION:
-            if hasattr(dist, name):
-                patches.replace(dist, name, guarded(name, getattr(dist, name)))
-        yield
-    finally:
-        patches.undo()
 
 
 @dataclass
@@ -691,14 +433,19 @@ def _run_alone(skeleton: Skeleton, owners: Owners, run: Callable[[], Any]) -> tu
     known = {name: parameter.grad for name, parameter in owners.parameters.items()}
     for parameter in owners.parameters.values():
         parameter.grad = None
+    others = set(owners.replica.ranks) - {owners.replica.ranks[owners.replica.rank]}
     try:
-        with skeleton.put_on(model, buffers), model.saving_by_name(), _alone(owners):
+        with (
+            skeleton.put_on(model.parameter, buffers),
+            model.saving_by_name(),
+            communication_refused(others, lambda: owners.is_talking),
+        ):
             result = run()
         model.deliver()
-        others = {name: p.grad for name, p in owners.parameters.items() if p.grad is not None}
-        if any(name in owners.rules for name in others):
-            raise UnprovableError(f"the step reaches `{next(iter(others))}` by another way than its module")
-        owners.give_back({name: gradient for name, gradient in others.items() if gradient is not None})
+        strays = {name: p.grad for name, p in owners.parameters.items() if p.grad is not None}
+        if any(name in owners.rules for name in strays):
+            raise UnprovableError(f"the step reaches `{next(iter(strays))}` by another way than its module")
+        owners.give_back({name: gradient for name, gradient in strays.items() if gradient is not None})
         owners.give_back({n: value for n, value in buffers.items() if not _equal(value, before[n])})
     except Exception as error:
         # The user's code on a few samples, or a limit of this way to run it; the caller says so.
