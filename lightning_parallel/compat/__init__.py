@@ -75,6 +75,7 @@ class ParallelState:
         sharding: What was divided how (`tensor.plan.Sharding`).
         engine: Its pipeline (`pipeline.engine.PipelineEngine`).
         names: Names in the whole module, before it was cut (`checkpoint.ModelNames`).
+        whole: The module as it was before it was divided (`strategies.reference.Skeleton`).
         pending: Parameters that wait for their data (`strategies.deferred_init.PendingInitialization`); a run that was
             refused leaves them to the next one.
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
@@ -86,6 +87,7 @@ class ParallelState:
     sharding: Any = None
     engine: Any = None
     names: Any = None
+    whole: Any = None
     pending: Any = None
     skipped_steps: int = 0
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)

@@ -52,12 +52,14 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from lightning_parallel.compat import Patches
 
 __all__ = [
+    "BUFFERS",
     "CPU_FLASH_ATTENTION",
     "DisableTorchFunctionSubclass",
     "FullyShardedGroup",
     "FullyShardedParameter",
     "BatchNormalization",
     "NormalizationBase",
+    "PARAMETERS",
     "TOTAL_NORM",
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",
@@ -106,6 +108,10 @@ __all__ = [
 # -- torch.nn: modules, parameters, hooks ------------------------------------------------------------------------------
 
 # -- used by tensor -----
+
+# Keys of these registries in `vars(module)`, to take a whole one out and put another in its place.
+PARAMETERS = "_parameters"
+BUFFERS = "_buffers"
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

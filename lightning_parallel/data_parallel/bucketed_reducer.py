@@ -203,6 +203,17 @@ class GradientReducer:
         finally:
             self._synchronizing = before
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """See no gradients inside the block."""
+        self.remove()
+        try:
+            yield
+        finally:
+            # None is the state of no parameters: hooks are registered anew.
+            self._trainable = []
+            self.refresh()
+
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         early = self._overlaps and name not in self._prepare_names
 

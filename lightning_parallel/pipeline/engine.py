@@ -242,8 +242,8 @@ class PipelineEngine:
             self._layouts,
             self._stage_inputs,
             scale,
-            seed=self._next_seed(),
-            generators=self._generators,
+            seed=self.next_seed(),
+            generators=self.generators,
             message_groups=self.message_groups,
         )
         result = run()
@@ -254,9 +254,10 @@ class PipelineEngine:
         """Let the first rank's global generator decide the random numbers of the steps that follow, on every rank."""
         self._seeds = None
         # Here and not in each step: modules may keep long lists, which are searched too.
-        self._generators = OwnGenerators(self.model.outside_of_layers)
+        self.generators = OwnGenerators(self.model.outside_of_layers)
 
-    def _next_seed(self) -> int:
+    def next_seed(self) -> int:
+        """Return the seed of the next step, the same on every rank."""
         if self._seeds is None:
             # The global generator stays where it is: the layers draw nothing from it, and the order of shuffled data in
             # the next epoch would be another than in one process. So where it has not gone on, a number does.

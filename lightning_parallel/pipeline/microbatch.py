@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import pickle
 import random
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ __all__ = [
     "seeded",
     "split_batch",
     "split_by",
+    "take_samples",
 ]
 
 
@@ -91,6 +93,16 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     size, longer = divmod(samples, count)
     bounds = accumulate([size + (part < longer) for part in range(count)], initial=0)
     return [_part(batch, start, stop, samples) for start, stop in pairwise(bounds)]
+
+
+def take_samples(batch: Any, count: int) -> Any:
+    """Return the first `count` samples of a batch, or all if it has fewer.
+
+    Raises:
+        ValueError: As `split_batch`.
+    """
+    samples = num_samples(batch)
+    return batch if samples <= count else _part(batch, 0, count, samples)
 
 
 def split_by(split: SplitBatch, batch: Any, num_microbatches: int) -> Sequence[Any]:
@@ -403,6 +415,24 @@ class OwnGenerators:
         finally:
             for generator, state in zip(self._generators, states):
                 _restore(generator, state)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore the state of each after the block."""
+        states = self.states()
+        try:
+            yield
+        finally:
+            self.restore(states)
+
+    def states(self) -> list[bytes]:
+        """Return the state of each, in a form that can be compared."""
+        return [pickle.dumps(_state(generator)) for generator in self._generators]
+
+    def restore(self, states: Sequence[bytes]) -> None:
+        """Set the state of each to one that `states` gave."""
+        for generator, state in zip(self._generators, states):
+            _restore(generator, pickle.loads(state))
 
     def seed(self, key: int) -> None:
         """Seed each by its number and `key`."""

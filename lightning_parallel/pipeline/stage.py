@@ -378,6 +378,11 @@ class PipelineStages:
         # After: only parameters that are still registered have to be hidden.
         self._hidden = self._stand_ins(stack)
 
+    @property
+    def outer_names(self) -> list[str]:
+        """Names of the intercepted modules outside of the layers, which draw from streams of their own."""
+        return [site.name for site in self._intercepted.outer]
+
     @contextmanager
     def handled_by(self, handler: Any) -> Iterator[None]:
         """Let `handler` decide what calls do; until it is entered, parameters outside of modules are hidden."""

@@ -8,7 +8,7 @@ A checkpoint has, under `compression`, the state of the only position as `gather
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Optional
@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -47,12 +47,15 @@ from lightning_parallel.compression import (
 )
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA
+from lightning_parallel.tensor.plan import Sharding
+from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
 __all__ = [
     "NAMED_COMPRESSORS",
     "CompressedDDPStrategy",
     "KEY",
     "MeshCompression",
+    "gradient_reducer",
     "SavesCompression",
     "SavesShardedCompression",
     "drop_gradients",
@@ -360,3 +363,14 @@ NAMED_COMPRESSORS: dict[str, Callable[[], Reducer]] = {
 def with_compressor(strategy: Callable[[Reducer], Strategy], build: Callable[[], Reducer]) -> Callable[[], Strategy]:
     """Return a function that builds the strategy with a new compressor each time, since compressors have a state."""
     return lambda: strategy(build())
+
+
+def gradient_reducer(
+    module: nn.Module, groups: MeshGroups, sharding: Sharding | None, rules: Mapping[str, Shard], options: Any
+) -> GradientReducer:
+    """Return what reduces the module's gradients over the replicas, for one `fit`; `options` are of its compression."""
+    names = frozenset() if sharding is None else sharding.partial
+    # Gradients of whole parameters inside a divided region are sums over the tensor axis.
+    prepare = partial(reduce_partial_, rules=rules, group=groups.tensor_parallel) if names else None
+    parameters = dict(module.named_parameters())
+    return GradientReducer(parameters, groups.data_parallel, **options, prepare=prepare, prepare_names=names)

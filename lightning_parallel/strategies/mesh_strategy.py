@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, Optional, Union
 
 import torch
@@ -42,18 +41,18 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, processes
-from lightning_parallel.strategies.compressed import MeshCompression
+from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
 from lightning_parallel.strategies.optimization import (
     ReplicaNorm,
     WholeGroups,
     check_optimizers,
-    check_pipeline_optimizers,
     span_replica,
 )
-from lightning_parallel.strategies.pipeline_steps import PipelineSteps, side_effects_discarded
+from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
+from lightning_parallel.strategies.proof import FirstBatches, Verify, save_proofs
 from lightning_parallel.strategies.setup import (
     PipelineOptions,
     TensorOptions,
@@ -62,8 +61,11 @@ from lightning_parallel.strategies.setup import (
     shard_tensors,
     show_stages,
 )
+from lightning_parallel.strategies.skeleton import close_skeleton, keep_skeleton
+from lightning_parallel.strategies.step_effects import side_effects_discarded
+from lightning_parallel.strategies.step_runs import StepRuns
 from lightning_parallel.tensor.plan import Sharding
-from lightning_parallel.tensor.sharding import Shard, reduce_partial_
+from lightning_parallel.tensor.sharding import Shard
 from lightning_parallel.tensor.verify import StepAudit
 
 __all__ = ["MeshStrategy"]
@@ -78,6 +80,8 @@ class MeshStrategy(MeshProcesses):
         pipeline: How runs of layers are divided; None without a pipeline axis.
         compression: Reducer of the gradients between replicas.
         checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning.
+        verify: Whether the module's own steps are compared with those of one process before the first batch: `always`,
+            `off`, or `auto`: once for each structure of the model, plan and version, remembered beside checkpoints.
         process_group_backend: Backend of torch.distributed; by the device when omitted.
         timeout: Deadline of every collective.
         start_method: How processes are started when no launcher did: `popen` runs the script again, the others start
@@ -92,6 +96,7 @@ class MeshStrategy(MeshProcesses):
         *,
         compression: Optional[Reducer] = None,
         checkpoint_format: Literal["full"] = "full",
+        verify: Verify = "auto",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -114,9 +119,12 @@ class MeshStrategy(MeshProcesses):
         )
         if checkpoint_format != "full":
             raise ValueError(f"`checkpoint_format` must be 'full', got {checkpoint_format!r}")
+        if verify not in ("auto", "always", "off"):
+            raise ValueError(f"`verify` must be 'auto', 'always' or 'off', got {verify!r}")
         if compression is not None:
             check_reducer(compression)
         self.compression = compression
+        self.verify = verify
         self.tensor_options = tensor
         self.pipeline_options = pipeline
         self.engine: PipelineEngine | None = None
@@ -127,8 +135,7 @@ class MeshStrategy(MeshProcesses):
         self._steps: PipelineSteps | None = None
         self._patches = Patches()
         self._whole: WholeGroups | None = None
-        self._checked_epoch = -1
-        self._checked_loaders: set[tuple[str, int]] = set()
+        self._first_batches: FirstBatches | None = None
         self._loader_index = 0
         self._is_first_batch = True
         self._audit: StepAudit | None = None
@@ -164,11 +171,12 @@ class MeshStrategy(MeshProcesses):
         if fitting:
             self.setup_optimizers(trainer)
             self.check_optimizers()
-            self._reducer = self._gradient_reducer()
-            self._checked_epoch = -1
+            options = {} if self._compression is None else self._compression.reducer_options()
+            self._reducer = gradient_reducer(module, self.groups, self._sharding, self._rules, options)
             self._is_first_batch = True
             self._audit = None if self._sharding is None else StepAudit(module, self._sharding)
         self._end_on_sigterm = agree_on_sigterm(trainer, self._any_rank, self._patches)
+        self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         self.setup_precision_plugin()
         norm = ReplicaNorm(module, self._rules, self.groups, self._counted_by_others)
         norm.use_in_torch(self._patches)
@@ -185,6 +193,8 @@ class MeshStrategy(MeshProcesses):
         if self.groups.replica.size > 1 and ParallelState.of(module).pending is None:
             checks.check_parameters(module)
         held = move_to_meta(module, self.root_device)
+        if self.groups.replica.size > 1:
+            keep_skeleton(module)
         self._sharding = shard_tensors(module, self.tensor_options, self.groups)
         self._rules = {} if self._sharding is None else rules_by_name(module, self._sharding.shards)
 
@@ -193,6 +203,7 @@ class MeshStrategy(MeshProcesses):
 
         if self.pipeline_options is None or self.groups.pipeline_parallel.size == 1:
             materialize(None)
+            close_skeleton(module)
             return
         steps = PipelineSteps(module, self.pipeline_options, self.precision_plugin, self.root_device)
         is_new = ParallelState.of(module).engine is None
@@ -209,6 +220,7 @@ class MeshStrategy(MeshProcesses):
         steps.bind(self.engine, self._patches)
         self._steps = steps
         self._shows_stages = is_new
+        close_skeleton(module)
 
     @override
     def model_to_device(self) -> None:
@@ -235,15 +247,8 @@ class MeshStrategy(MeshProcesses):
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
-        failure: Exception | None = None
-        try:
-            check_optimizers(self.optimizers, self.parameter_names, self._rules)
-            if self.engine is not None:
-                check_pipeline_optimizers(self.optimizers)
-        except ValueError as error:
-            failure = error
-        # A stage without sharded parameters has nothing to refuse, and would wait for those that have.
-        comm.raise_together(failure, self.groups.world)
+        is_cut = self.engine is not None
+        check_optimizers(self.optimizers, self.parameter_names, self._rules, is_cut, self.groups.world)
         for group in (self.groups.tensor_parallel, self.groups.data_parallel):
             checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)
 
@@ -266,21 +271,6 @@ class MeshStrategy(MeshProcesses):
     def _counted_by_others(self) -> frozenset[str]:
         return frozenset() if self.engine is None else self.engine.counted_by_others
 
-    def _gradient_reducer(self) -> GradientReducer:
-        """Return what reduces the module's gradients over the replicas, for one `fit`."""
-        partial_names = frozenset() if self._sharding is None else self._sharding.partial
-        prepare = None
-        if partial_names:
-            # Gradients of whole parameters inside a divided region are sums over the tensor axis.
-            prepare = partial(reduce_partial_, rules=self._rules, group=self.groups.tensor_parallel)
-        return GradientReducer(
-            dict(self.module.named_parameters()),
-            self.groups.data_parallel,
-            **({} if self._compression is None else self._compression.reducer_options()),
-            prepare=prepare,
-            prepare_names=partial_names,
-        )
-
     @override
     def teardown(self) -> None:
         if self._reducer is not None:
@@ -299,7 +289,7 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_step((args, kwargs))
+        self._begin_step(args, kwargs)
         # To watch every function slows a step down several times; the graph is checked in each `backward`.
         audit = self._audit if self._is_first_batch else None
         self._is_first_batch = False
@@ -318,19 +308,31 @@ class MeshStrategy(MeshProcesses):
 
     @override
     def on_validation_start(self) -> None:
-        self._checked_loaders.clear()
+        assert self._first_batches is not None
+        self._first_batches.begin_evaluation()
         self.on_train_start()
 
     on_test_start = on_predict_start = on_validation_start
 
-    def _begin_step(self, batch: Any) -> None:
-        if self._checked_epoch != self.module.current_epoch:
-            checks.check_same_batch(batch, self.groups.replica)
-            self._checked_epoch = self.module.current_epoch
+    def _step_runs(self) -> StepRuns:
+        return StepRuns(
+            ParallelState.of(self.module).whole,
+            self.groups,
+            self._rules,
+            self._sharding,
+            self._steps,
+            self._reducer,
+            self.precision_plugin,
+            self.root_device,
+        )
+
+    def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._reducer is not None:
             self._reducer.refresh()
         if self._compression is not None:
             self._compression.follow_scale(self.precision_plugin)
+        assert self._first_batches is not None
+        self._first_batches.see_training(args, kwargs, self.module.current_epoch)
 
     def _any_rank(self, flag: bool) -> bool:
         # In evaluation replicas may have different numbers of batches; each ends by itself.
@@ -366,9 +368,8 @@ class MeshStrategy(MeshProcesses):
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._end_on_sigterm()
-        if (name, self._loader_index) not in self._checked_loaders:
-            checks.check_same_batch((args, kwargs), self.groups.replica)
-            self._checked_loaders.add((name, self._loader_index))
+        assert self._first_batches is not None
+        self._first_batches.see_evaluation(name, args, kwargs, self._loader_index)
         if self._steps is not None:
             return self._steps.evaluate(name, args, kwargs)
         return getattr(super(), name)(*args, **kwargs)
@@ -482,8 +483,10 @@ class MeshStrategy(MeshProcesses):
             # Before the file is written: all ranks gather, and rank 0 alone writes.
             self._compression.save(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.engine is not None and self.is_global_zero:
-            save_plan(self.engine.plan, filepath)
+        if self.is_global_zero:
+            save_proofs(filepath)
+            if self.engine is not None:
+                save_plan(self.engine.plan, filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:

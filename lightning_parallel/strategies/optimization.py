@@ -37,7 +37,6 @@ __all__ = [
     "ReplicaNorm",
     "WholeGroups",
     "check_optimizers",
-    "check_pipeline_optimizers",
     "clip_coefficient",
     "span_replica",
     "total_norm",
@@ -261,12 +260,34 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 Split = Callable[[list[Tensor]], list[list[Tensor]]]
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:
-    """Refuse optimizers that need whole tensors for sharded parameters.
+def check_optimizers(
+    optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard], is_cut: bool, world: Group
+) -> None:
+    """Refuse optimizers that would compute something else than on one process.
+
+    Args:
+        optimizers: The optimizers of this rank's parameters.
+        names: Name of each parameter, by `id`.
+        rules: How parameters are sharded, by name.
+        is_cut: Whether a pipeline's stages hold some of the parameters each.
+        world: All ranks; all of them call this.
 
     Raises:
-        ValueError: With the optimizer and one of its sharded parameters.
+        ValueError: On every rank, with the optimizer and one of its parameters.
     """
+    failure: Exception | None = None
+    try:
+        _check_sharded(optimizers, names, rules)
+        if is_cut:
+            _check_staged(optimizers)
+    except ValueError as error:
+        failure = error
+    # A stage without sharded parameters has nothing to refuse, and would wait for those that have.
+    comm.raise_together(failure, world)
+
+
+def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:
+    """Refuse optimizers that need whole tensors for sharded parameters."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             sharded = [name for name in (names.get(id(value), "") for value in group["params"]) if name in rules]
@@ -291,12 +312,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], 
                 )
 
 
-def check_pipeline_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that need all parameters at once: a stage holds only some.
-
-    Raises:
-        ValueError: If one does, such as LBFGS, or those that estimate a learning rate for all parameters.
-    """
+def _check_staged(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that need all parameters at once: a stage holds only some."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             verdict = _is_tensorwise(optimizer, group)

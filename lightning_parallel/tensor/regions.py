@@ -50,7 +50,12 @@ class RandomRegion:
 
     The region counts as open only while the generator still has its seed: when other code has restored or reseeded
     the generator (the end of a recomputation, an exception), it is closed.
+
+    Attributes:
+        draws: How many regions of this process have drawn numbers.
     """
+
+    draws = 0
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -92,6 +97,7 @@ class RandomRegion:
             # Without this draw the next region would derive the same stream. Ranks with uneven shards may draw
             # different counts, but all draw or none does, so the replicated state stays equal.
             if drew:
+                RandomRegion.draws += 1
                 _draw(generator)
 
     @contextmanager

@@ -1,0 +1,282 @@
+"""What a step gave, and how the results of two runs differ: loss, logged values, outputs, attributes, modules."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from lightning_parallel.compat.torch import pytree
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+
+__all__ = [
+    "HALF",
+    "StepDifference",
+    "ModuleTrace",
+    "ObservedStep",
+    "changed_attributes",
+    "compare",
+    "first_difference",
+    "followed_attributes",
+    "numbers_in",
+    "relative_difference",
+    "tolerance_of",
+]
+
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Of the largest value, by the precision in which a step computes; what is less precise has `HALF`."""
+HALF = 5e-2
+_MIXED = 1e-5
+"""In double precision with single precision somewhere inside, as in the norms of many transformers."""
+
+
+def tolerance_of(precisions: set[torch.dtype]) -> float:
+    """Return the largest relative difference that rounding explains in a step that computes in `precisions`."""
+    found = {kind for kind in precisions if kind.is_floating_point}
+    if found - _TOLERANCES.keys():
+        return HALF
+    if found == {torch.float64}:
+        return _TOLERANCES[torch.float64]
+    return _MIXED if torch.float64 in found else _TOLERANCES[torch.float32]
+
+
+@dataclass
+class ObservedStep:
+    """What one run of a step gave.
+
+    Attributes:
+        loss: None where it returned none, and in evaluation.
+        logged: Name and value of each call of `self.log`.
+        output: Numbers and tensors among what it returned, by key.
+        attributes: Those of the module that it changed.
+    """
+
+    loss: float | None = None
+    logged: dict[str, Any] = field(default_factory=dict)
+    output: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def numbers_in(value: Any, name: str) -> dict[str, Any]:
+    """Return the tensors and numbers in `value`, by key, detached and on the CPU."""
+    found: dict[str, Any] = {}
+    leaves, _ = pytree.tree_flatten_with_path(value)
+    for path, leaf in leaves:
+        key = name + pytree.keystr(path)
+        if isinstance(leaf, Tensor):
+            found[key] = leaf.detach().cpu().clone()
+        elif isinstance(leaf, np.ndarray):
+            found[key] = torch.as_tensor(leaf).clone()
+        elif isinstance(leaf, (bool, int, float)):
+            found[key] = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+    return found
+
+
+def followed_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes in which a module keeps what its steps found, without their history."""
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name.startswith("_") or isinstance(value, (str, nn.Module)):
+            continue
+        if type(value) is Tensor:
+            found[name] = value.detach().clone()
+        elif isinstance(value, (bool, int, float)):
+            found[name] = value
+        elif isinstance(value, list):
+            found[name] = list(value)
+    return found
+
+
+def changed_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers and tensors that are new or other than before; of lists, the entries that were added."""
+    changed: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name)
+        if isinstance(value, list):
+            start = len(old) if isinstance(old, list) else 0
+            changed.update(numbers_in(value[start:], name))
+        elif isinstance(value, Tensor):
+            if not isinstance(old, Tensor) or old.shape != value.shape or not torch.equal(old, value):
+                changed[name] = value.cpu()
+        elif type(value) is not type(old) or value != old:
+            changed.update(numbers_in(value, name))
+    return changed
+
+
+# --------------------------------------------------------------------------------------------------- comparison
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """A value that is not what one process computes.
+
+    Attributes:
+        kind: `loss`, `gradient`, `logged value`, `output`, `attribute` or `buffer`.
+        name: Its name.
+        relative: Largest difference, in terms of the largest expected value; infinite for another shape.
+        detail: The values themselves, if they are short.
+    """
+
+    kind: str
+    name: str
+    relative: float
+    detail: str = ""
+
+    def __str__(self) -> str:
+        by = (
+            "has another shape" if math.isinf(self.relative) else f"differs by {self.relative:.2g} of its largest value"
+        )
+        what = self.kind if self.kind == "loss" else f"{self.kind} `{self.name}`"
+        return f"{what} {self.detail or by}"
+
+
+def relative_difference(found: Tensor, expected: Tensor, floor: float) -> float:
+    """Return the largest difference, relative to the largest expected value or `floor`."""
+    if found.shape != expected.shape:
+        return math.inf
+    if not found.numel():
+        return 0.0
+    if not (found.is_floating_point() or found.is_complex()):
+        return float((found != expected.to(found.dtype)).double().mean())
+    kind = torch.complex128 if found.is_complex() else torch.float64
+    one, two = found.detach().to(kind), expected.detach().to(found.device, kind)
+    same = (one == two) | (one.isnan() & two.isnan())
+    if bool(same.all()):
+        return 0.0
+    difference = torch.where(same, torch.zeros_like(one), one - two).abs().max()
+    scale = max(float(two.abs().nan_to_num().max()), floor, 1e-30)
+    return math.inf if difference.isnan() else float(difference) / scale
+
+
+def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> list[StepDifference]:
+    """Compare small values by name."""
+    differences = []
+    for name, value in expected.items():
+        if name not in found:
+            differences.append(StepDifference(kind, name, math.inf, "is missing"))
+            continue
+        mine = found[name]
+        if isinstance(value, float) or not isinstance(value, Tensor):
+            value, mine = torch.as_tensor(value), torch.as_tensor(mine)
+        is_exact = not (value.is_floating_point() or value.is_complex())
+        if is_exact != (not (mine.is_floating_point() or mine.is_complex())):
+            # A mean over microbatches may be a float where one process has a count.
+            value, mine, is_exact = value.double(), mine.double(), False
+        relative = relative_difference(mine, value, 1e-2)
+        if relative > (0.0 if is_exact and tolerance < HALF else tolerance):
+            short = value.numel() == 1 and mine.numel() == 1
+            detail = f"is {mine.item():.6g}, but {value.item():.6g} on one process" if short else ""
+            if mine.shape != value.shape:
+                detail = f"has shape {tuple(mine.shape)}, but {tuple(value.shape)} on one process"
+            differences.append(StepDifference(kind, name, relative, detail))
+    differences += [
+        StepDifference(kind, name, math.inf, "is not there on one process") for name in found if name not in expected
+    ]
+    return differences
+
+
+# ----------------------------------------------------------------------------------------------------- modules
+
+
+_Sketch = tuple[tuple[int, ...], tuple[float, ...]]
+"""Shape of a tensor, and three sums over it: enough to tell two tensors apart."""
+
+
+class ModuleTrace:
+    """Records a sketch of what each module returns, and of its gradient, for calls inside a block.
+
+    Args:
+        module: The module whose submodules are traced.
+        left_out: Those whose outputs here are not theirs, such as modules of other stages.
+
+    Attributes:
+        outputs, gradients: By the path of the module and the number of its call, in the order of the forward pass.
+    """
+
+    def __init__(self, module: nn.Module, left_out: Collection[int] = ()) -> None:
+        self.outputs: dict[tuple[str, int], _Sketch] = {}
+        self.gradients: dict[tuple[str, int], _Sketch] = {}
+        self._paths = {id(child): path for path, child in module.named_modules() if path and id(child) not in left_out}
+        self._calls: Counter[str] = Counter()
+
+    def __reduce__(self) -> Any:
+        # To another rank: what was recorded, without the module.
+        return _trace, (self.outputs, self.gradients)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record inside the block."""
+        handle = register_module_forward_hook(self._record)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _record(self, module: nn.Module, args: Any, output: Any) -> None:
+        path = self._paths.get(id(module))
+        tensor = next((leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), None)
+        is_plain = tensor is not None and not isinstance(tensor, PlaceholderTensor) and tensor.is_floating_point()
+        if path is None or tensor is None or not is_plain:
+            return
+        key = (path, self._calls[path])
+        self._calls[path] += 1
+        self.outputs[key] = _sketch(tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.gradients.__setitem__(key, _sketch(gradient)))
+
+
+def _trace(outputs: dict[tuple[str, int], _Sketch], gradients: dict[tuple[str, int], _Sketch]) -> ModuleTrace:
+    trace = ModuleTrace(nn.Module())
+    trace.outputs = outputs
+    trace.gradients = gradients
+    return trace
+
+
+@torch.no_grad()
+def _sketch(tensor: Tensor) -> _Sketch:
+    flat = tensor.detach().double().reshape(-1).cpu()
+    wave = torch.cos(torch.arange(len(flat), dtype=torch.float64))
+    sums = [flat.mean(), flat.abs().mean(), (flat * wave).mean()] if len(flat) else []
+    return tuple(tensor.shape), tuple(float(value) for value in sums)
+
+
+def first_difference(expected: ModuleTrace, found: Sequence[ModuleTrace], tolerance: float) -> tuple[str, str]:
+    """Find the first module, in the order of the forward pass, whose output differs, else the last by its gradient.
+
+    Gradients come from behind: that of the last module is the first to be wrong. Outputs of another shape are pieces of
+    what one process has, and are passed over.
+
+    Args:
+        expected: Of the step on the whole model.
+        found: Of the divided step, on each rank.
+        tolerance: Largest relative difference.
+
+    Returns:
+        Its path, and what differs in words; both are empty if nothing does.
+    """
+    for key, output in expected.outputs.items():
+        distance = max((_distance(output, trace.outputs.get(key)) for trace in found), default=0.0)
+        if distance > tolerance:
+            return key[0], f"`{key[0]}`, whose output differs by {distance:.2g}"
+    for key in reversed(expected.outputs):
+        gradient = expected.gradients.get(key)
+        distance = max((_distance(gradient, trace.gradients.get(key)) for trace in found), default=0.0)
+        if distance > tolerance:
+            return key[0], f"`{key[0]}`, whose output gets a gradient that differs by {distance:.2g}"
+    return "", ""
+
+
+def _distance(one: _Sketch | None, two: _Sketch | None) -> float:
+    if one is None or two is None or one[0] != two[0]:
+        return 0.0
+    scale = max((abs(value) for value in one[1]), default=0.0)
+    distance = max((abs(a - b) for a, b in zip(one[1], two[1])), default=0.0)
+    return distance / scale if scale else distance

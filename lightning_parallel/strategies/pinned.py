@@ -1,0 +1,317 @@
+"""Run a step several times alike: what it changes is put back, dropout is off, its random numbers are the same."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_parallel.compat import Patches
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.microbatch import OwnGenerators, call_seed, seed_all, seed_torch, stage_seed
+
+__all__ = [
+    "SEED",
+    "Draws",
+    "KeptState",
+    "StageStreams",
+    "UnprovableError",
+    "communication_refused",
+    "without_dropout",
+]
+
+SEED = 20_240_229
+"""Of the steps that are compared."""
+
+_COPY_BYTES = 1 << 30
+"""Parameters up to this size are copied, so that a step that writes into them is undone."""
+
+_FOLLOWED_ITEMS = 10_000
+"""Longer containers, such as data sets, are copied as they are, without what is in them."""
+
+
+class KeptState:
+    """All that a step may change in a module, to put it back: every module's attributes, buffers, parameters.
+
+    Attributes that are containers, and objects of the user's classes, are followed inside.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._objects: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._seen: set[int] = set()
+        parameters = list(module.parameters())
+        skipped = {id(value) for value in parameters}
+        if sum(value.numel() * value.element_size() for value in parameters) <= _COPY_BYTES:
+            skipped = set()
+        self._skipped = skipped
+        for child in module.modules():
+            self._keep(vars(child))
+
+    def _keep(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        if isinstance(value, Tensor):
+            if type(value) in (Tensor, nn.Parameter) and id(value) not in self._skipped:
+                self._seen.add(id(value))
+                self._tensors.append((value, value.detach().clone()))
+            return
+        if isinstance(value, (dict, list, set, deque)):
+            self._seen.add(id(value))
+            self._objects.append((value, copy.copy(value)))
+            for item in list(value.values() if isinstance(value, dict) else value):
+                self._keep(item)
+        elif _is_users(value):
+            self._seen.add(id(value))
+            self._keep(vars(value))
+
+    def restore(self) -> None:
+        """Put everything back, in place."""
+        with torch.no_grad(), torch.inference_mode(False):
+            for tensor, before in self._tensors:
+                if tensor.shape != before.shape:
+                    tensor.data = before
+                elif not torch.equal(tensor, before):
+                    tensor.data.copy_(before)
+        for value, before in self._objects:
+            value.clear()
+            if isinstance(value, (dict, set)):
+                value.update(before)
+            else:
+                value.extend(before)
+
+
+_FOREIGN = ("torch", "lightning", "pytorch_lightning", "builtins", "torchmetrics", "lightning_parallel", "numpy")
+
+
+def _is_users(value: Any) -> bool:
+    """Tell whether an object is of a class of the user's, with attributes."""
+    kind = type(value)
+    is_plain = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
+    return is_plain and kind.__module__.partition(".")[0] not in _FOREIGN
+
+
+# ------------------------------------------------------------------------------------------------- random numbers
+
+
+class _DropoutOff(TorchFunctionMode):
+    """Lets dropout pass its input on, in functions and modules of torch.
+
+    Attributes:
+        found: Whether there was any.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            training = kwargs.get("training", args[2] if len(args) > 2 else kwargs.get("train", True))
+            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            self.found |= bool(training) and p > 0
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args, kwargs["dropout_p"] = args[:4], args[4]
+            self.found |= kwargs.get("dropout_p", 0.0) > 0
+            kwargs["dropout_p"] = 0.0
+        elif func is F.multi_head_attention_forward:
+            # Called by position up to `dropout_p`, the eleventh.
+            self.found |= args[10] > 0 and kwargs.get("training", True)
+            args = (*args[:10], 0.0, *args[11:])
+        return func(*args, **kwargs)
+
+
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.dropout_,
+    torch.feature_dropout,
+    torch.alpha_dropout,
+    torch.feature_alpha_dropout,
+}
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[_DropoutOff]:
+    """Turn dropout off inside the block; recurrent layers have theirs in C."""
+    patches = Patches()
+    mode = _DropoutOff()
+    for child in module.modules():
+        if isinstance(child, nn.RNNBase) and child.dropout:
+            mode.found |= child.training
+            patches.replace(child, "dropout", 0.0)
+    try:
+        with mode:
+            yield mode
+    finally:
+        patches.undo()
+
+
+class Draws:
+    """Tells whether random numbers were drawn, though generators may be seeded in between.
+
+    Attributes:
+        found: Whether there were any, up to the last `check`.
+    """
+
+    def __init__(self, generators: OwnGenerators) -> None:
+        self.found = False
+        self._generators = generators
+        self.mark()
+
+    def mark(self) -> None:
+        """Note the states from which numbers would be drawn."""
+        self._state = self._states()
+
+    def check(self) -> None:
+        """See whether the states have moved since `mark`."""
+        self.found |= self._states() != self._state
+
+    def _states(self) -> Any:
+        numpy_state = np.random.get_state(legacy=False)
+        cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else b""
+        return (
+            torch.get_rng_state().numpy().tobytes(),
+            cuda,
+            random.getstate(),
+            repr(numpy_state),
+            self._generators.states(),
+        )
+
+
+class StageStreams:
+    """Seeds a step on the whole model as a pipeline seeds one microbatch: see `microbatch` and `runtime`."""
+
+    def __init__(self, engine: PipelineEngine, draws: Draws) -> None:
+        self._engine = engine
+        self._draws = draws
+        self._calls = 0
+        self._is_inside = False
+        self._held: Any = None
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Seed inside the block."""
+        plan = self._engine.plan
+        module = self._engine.module
+        hooks = []
+        first: dict[int, str] = {}
+        for name, stage in zip(plan.layers, plan.stage_of):
+            first.setdefault(stage, name)
+        for stage, name in first.items():
+            enter = self._entering(stage)
+            hooks.append(module.get_submodule(name).register_forward_pre_hook(enter, prepend=True))
+        for name in self._engine.model.outer_names:
+            hooks.append(module.get_submodule(name).register_forward_hook(self._after_outer_call))
+        try:
+            with self._engine.generators.kept():
+                self._seed(0)
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _seed(self, number: int) -> None:
+        self._draws.check()
+        seed_all(call_seed(SEED, number))
+        self._engine.generators.seed(call_seed(0, number))
+        self._draws.mark()
+
+    def _after_outer_call(self, *_: Any) -> None:
+        if not self._is_inside:
+            self._calls += 1
+            self._seed(self._calls)
+
+    def _entering(self, stage: int) -> Callable[..., None]:
+        def enter(*_: Any) -> None:
+            self._draws.check()
+            if stage == 0:
+                self._held = random.getstate(), np.random.get_state(), self._engine.generators.states()
+            elif self._held is not None:
+                # Each stage has come here by itself, with the numbers before the layers and no others.
+                random.setstate(self._held[0])
+                np.random.set_state(self._held[1])
+                self._engine.generators.restore(self._held[2])
+                seed_torch(stage_seed(SEED, stage))
+            self._is_inside = True
+            self._draws.mark()
+
+        return enter
+
+
+# ------------------------------------------------------------------------------------------------ communication
+
+
+class UnprovableError(RuntimeError):
+    """A step does what cannot be run on one rank by itself."""
+
+
+_COMMUNICATION = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+
+
+@contextmanager
+def communication_refused(others: set[int], is_ours: Callable[[], bool]) -> Iterator[None]:
+    """Refuse communication of the user's code with ranks that do not run the step: they would never answer.
+
+    Args:
+        others: The global ranks that do not.
+        is_ours: Tells whether this library is communicating.
+    """
+
+    def guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group")
+            group = group or next((value for value in args if isinstance(value, dist.ProcessGroup)), None)
+            if not is_ours() and others & set(dist.get_process_group_ranks(group)):
+                raise UnprovableError(f"the step communicates by itself (`torch.distributed.{name}`)")
+            return function(*args, **kwargs)
+
+        return call
+
+    patches = Patches()
+    try:
+        for name in _COMMUNICATION:
+            if hasattr(dist, name):
+                patches.replace(dist, name, guarded(name, getattr(dist, name)))
+        yield
+    finally:
+        patches.undo()

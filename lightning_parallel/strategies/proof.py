@@ -1,0 +1,493 @@
+"""The proof: the user's own step, whole and as it is about to be run, before the first batch of a run.
+
+    whole       the first rank runs the step on two samples with the module as it was
+    divided     all ranks run it on the same samples as the run will: in shards and stages, in two microbatches
+    compared    loss, gradients by name, logged values, outputs, attributes and buffers that changed
+
+Dropout is off in the first comparison, since the ranks draw other numbers in divided layers than one process does. With
+dropout, a pipeline is compared once more, by the streams of its stages; of divided layers the ranks are compared with
+each other. A step that draws numbers by itself runs as one microbatch, so that both runs draw the same.
+
+A difference is looked into before it is reported: values that differ from run to run on one process, such as times, are
+left out; then it is seen whether the microbatches make it, what code uses pieces, or which module differs first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_parallel import comm
+from lightning_parallel.comm import MeshGroups
+from lightning_parallel.compat.lightning import checkpoint_of_run
+from lightning_parallel.compat.torch import BatchNormalization, pytree
+from lightning_parallel.pipeline.microbatch import num_samples, split_batch, split_by, take_samples
+from lightning_parallel.strategies.checks import check_same_batch
+from lightning_parallel.strategies.observed_step import (
+    ObservedStep,
+    StepDifference,
+    compare,
+    first_difference,
+    relative_difference,
+    tolerance_of,
+)
+from lightning_parallel.strategies.step_runs import DividedRun, StepCall, StepRuns, Way, WholeRun
+from lightning_parallel.tensor.verify import StepAudit
+
+__all__ = ["PROOF_FILE", "FirstBatches", "ProofError", "StepProof", "Verify", "save_proofs"]
+
+PROOF_FILE = "proof.json"
+"""Name of the file, in the folder of checkpoints, that says what has been verified."""
+
+Verify = Literal["auto", "always", "off"]
+
+_SAMPLES = 2
+_SHOWN = 6
+
+_SMALL = 1e-4
+"""A gradient this far below the largest one is compared as if it were this large: zero up to rounding."""
+
+_MICROBATCHES = (
+    "As one microbatch they are equal: it is the cutting of the batch that makes the difference. A loss must be a mean"
+    " over samples (where it is a mean over tokens, count them by `microbatch_weight`; divide a sum by the number of"
+    " samples); what is logged, returned or kept must have its samples in the first dimension. Where the samples of a"
+    " batch depend on each other, set `num_microbatches=1`."
+)
+_ORDER = ("loss", "logged value", "output", "attribute", "gradient", "buffer")
+
+
+class ProofError(RuntimeError):
+    """A step computes something else divided than on one process."""
+
+
+class FirstBatches:
+    """Looks at the first batches of a run: equal on all ranks of a replica, and each step proven once.
+
+    Args:
+        groups: The mesh's groups.
+        verify: The strategy's argument.
+        make_runs: Makes the two runs of a step.
+    """
+
+    def __init__(self, groups: MeshGroups, verify: Verify, make_runs: Callable[[], StepRuns]) -> None:
+        self._groups = groups
+        self._verify = verify
+        self._make_runs = make_runs
+        self._epoch = -1
+        self._loaders: set[tuple[str, int]] = set()
+        self._seen: set[str] = set()
+
+    def see_training(self, args: tuple[Any, ...], kwargs: dict[str, Any], epoch: int) -> None:
+        """Look at a batch of training: once an epoch whether it is the same on all ranks."""
+        if self._epoch != epoch:
+            check_same_batch((args, kwargs), self._groups.replica)
+            self._epoch = epoch
+        self._prove("training_step", args, kwargs)
+
+    def begin_evaluation(self) -> None:
+        """Look at the first batch of each loader again."""
+        self._loaders.clear()
+
+    def see_evaluation(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], loader: int) -> None:
+        """Look at a batch of evaluation: once for each loader whether it is the same on all ranks."""
+        if (name, loader) not in self._loaders:
+            check_same_batch((args, kwargs), self._groups.replica)
+            self._loaders.add((name, loader))
+        self._prove(name, args, kwargs)
+
+    def _prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in self._seen and self._verify != "off" and self._groups.replica.size > 1:
+            self._seen.add(name)
+            StepProof(self._make_runs(), remembers=self._verify == "auto").prove(name, args, kwargs)
+
+
+class StepProof:
+    """Compares steps of a divided module with those on the whole module.
+
+    All ranks of all replicas construct it, and call `prove`, at the same points.
+
+    Args:
+        runs: Runs a step both ways.
+        remembers: Whether to leave out what was verified before, in this process or beside the run's checkpoints.
+    """
+
+    def __init__(self, runs: StepRuns, remembers: bool = True) -> None:
+        self.runs = runs
+        self.remembers = remembers
+        self.module = runs.module
+        self.replica = runs.groups.replica
+
+    def prove(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the step `name` on the first samples of its first batch; prints what was verified.
+
+        Args:
+            name: `training_step`, `validation_step`, `test_step` or `predict_step`.
+            args, kwargs: Of the step.
+
+        Raises:
+            ProofError: On every rank, if it differs from that of one process.
+        """
+        begun_s = time.perf_counter()
+        batch, *rest = args
+        key = _key(self.runs, name, batch)
+        if self.remembers and self._is_known(key):
+            return
+        call = StepCall(name, self._first_samples(batch), tuple(rest), kwargs)
+        with self.runs.nothing_left():
+            verdict = _Comparison(self.runs, call)
+            if verdict.failure and call.batch is not batch:
+                # Some steps are made for one size of batch.
+                verdict = _Comparison(self.runs, replace(call, batch=batch))
+        text = self._report(verdict, time.perf_counter() - begun_s)
+        if text:
+            _proven[key] = text
+
+    def _is_known(self, key: str) -> bool:
+        """Tell whether a step was verified before; the first rank decides for all."""
+        is_known = False
+        if self.runs.groups.world.rank == 0:
+            for folder in _folders(self.module.trainer):
+                _proven.update(_read(folder / PROOF_FILE))
+            is_known = key in _proven
+        return comm.broadcast_object(is_known, self.runs.groups.world)
+
+    def _first_samples(self, batch: Any) -> Any:
+        steps = self.runs.steps
+        try:
+            if steps is None or steps.options.split_batch is split_batch:
+                return take_samples(batch, _SAMPLES)
+            # A function of the user's: what it makes two microbatches of.
+            return split_by(steps.options.split_batch, batch, max(1, steps.engine.schedule.num_microbatches // 2))[0]
+        except ValueError:
+            return batch
+
+    def _report(self, verdict: _Comparison, seconds: float) -> str:
+        """Raise or warn on all ranks together; returns what was verified, empty if nothing was."""
+        mine = (verdict.failure, verdict.differences, verdict.hint, verdict.varying)
+        everyone = comm.all_gather_object(mine, self.runs.groups.world)
+        found = [difference for _, differences, _, _ in everyone for difference in differences]
+        failure = next((text for text, _, _, _ in everyone if text), "")
+        hint = next((text for _, _, text, _ in everyone if text), "")
+        varying = sorted({text for _, _, _, texts in everyone for text in texts})
+        name = verdict.call.name
+        if found:
+            raise ProofError(_message(verdict.call, found, hint))
+        if failure:
+            rank_zero_warn(f"`{name}` was not compared with that of one process: {failure}")
+            return ""
+        of = "" if name == "training_step" else f"`{name}` "
+        left_out = f"; not {', '.join(varying)}, which each run on one process gives anew" if varying else ""
+        text = f"{of}verified on {verdict.summary}{left_out}"
+        rank_zero_info(f"{text} ({seconds:.1f} s)")
+        return text
+
+
+def _message(call: StepCall, found: Sequence[StepDifference], hint: str) -> str:
+    unique = list({(difference.kind, difference.name): difference for difference in found}.values())
+    unique.sort(key=lambda difference: _ORDER.index(difference.kind))
+    lines = [f"  {difference}" for difference in unique[:_SHOWN]]
+    if len(unique) > _SHOWN:
+        lines.append(f"  and {len(unique) - _SHOWN} more")
+    return (
+        f"`{call.name}` does not compute the same divided as on one process. Both were run on {_described(call.batch)}"
+        " before the first batch, and differ in\n" + "\n".join(lines) + (f"\n{hint}" if hint else "")
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the record
+
+_proven: dict[str, str] = {}
+"""What has been verified in this process, and beside its checkpoints: key and text."""
+
+
+def save_proofs(checkpoint: str | Path) -> None:
+    """Write what has been verified into the folder of a checkpoint on a local disk."""
+    folder = Path(checkpoint).parent
+    if _proven and folder.is_dir():
+        (folder / PROOF_FILE).write_text(json.dumps(_proven, indent=1))
+
+
+def _folders(trainer: Any) -> list[Path]:
+    """Return where this run's checkpoints are, and the one it resumes from."""
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+    paths = [Path(callback.dirpath) for callback in callbacks if callback.dirpath]
+    resumed = checkpoint_of_run(trainer)
+    return [*paths, *([Path(resumed).parent] if resumed else [])]
+
+
+def _read(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_text())
+        return {str(key): str(text) for key, text in found.items()}
+    except (OSError, ValueError, AttributeError):  # none, or not ours: verified anew
+        return {}
+
+
+def _key(runs: StepRuns, name: str, batch: Any) -> str:
+    """Hash all that decides whether a step computes the same divided: code, plan, sizes, versions."""
+    leaves, tree = pytree.tree_flatten(batch)
+    kinds = [(str(leaf.dtype), leaf.dim()) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
+    tensors = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in runs.module.named_parameters()]
+    facts = (
+        [_version(package) for package in ("torch", "lightning", "pytorch-lightning", "lightning-parallel")],
+        (name, str(tree), kinds),
+        runs.skeleton.fingerprint(),
+        tensors,
+        runs.groups.mesh,
+        type(runs.precision).__name__,
+        runs.device.type,
+        sorted((path, repr(rule)) for path, rule in runs.rules.items()),
+        None if runs.engine is None else runs.engine.plan.outline(),
+        # Splitting functions of the user's decide what a microbatch is.
+        None if runs.steps is None else runs.steps.options.split_batch.__qualname__,
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+# --------------------------------------------------------------------------------------------------- one comparison
+
+
+class _Comparison:
+    """Runs a step both ways and compares.
+
+    Attributes:
+        failure: Why they could not be compared.
+        differences: What differs on this rank.
+        hint: Why, and what to do.
+        summary: What was compared.
+        varying: What was left out, as runs on one process do not agree in it.
+    """
+
+    def __init__(self, runs: StepRuns, call: StepCall) -> None:
+        self.runs = runs
+        self.call = call
+        self.replica = runs.groups.replica
+        self.failure = ""
+        self.differences: list[StepDifference] = []
+        self.hint = ""
+        self.summary = ""
+        self.varying: list[str] = []
+        self._run()
+
+    def _run(self) -> None:
+        way = Way()
+        whole = self.runs.whole(self.call, way)
+        if whole.failure:
+            self.failure = f"it cannot be run by one rank alone ({whole.failure})"
+            return
+        if self.runs.engine is not None and (whole.draws or self._has_batch_norm()):
+            way = Way(splits=False)
+        divided = self.runs.divided(self.call, way)
+        self.differences = self._found(whole, divided)
+        self.summary = self._counted(whole)
+        if self._anywhere(self.differences):
+            self._explain(way, whole, divided)
+        elif whole.dropout:
+            self._compare_dropout()
+
+    def _has_batch_norm(self) -> bool:
+        return any(isinstance(child, BatchNormalization) and child.training for child in self.runs.module.modules())
+
+    def _anywhere(self, differences: Sequence[StepDifference]) -> bool:
+        return any(comm.all_gather_object(bool(differences), self.replica))
+
+    # ------------------------------------------------------------------------------------------------- differences
+
+    def _found(self, whole: WholeRun, divided: DividedRun) -> list[StepDifference]:
+        tolerance = tolerance_of(whole.precisions)
+        differences = self._effect_differences(whole, divided, tolerance)
+        if self.call.name == "training_step":
+            differences += self._gradient_differences(whole, divided, tolerance)
+        return differences + self._buffer_differences(whole, divided, tolerance)
+
+    def _effect_differences(
+        self, whole: WholeRun, other: WholeRun | DividedRun, tolerance: float
+    ) -> list[StepDifference]:
+        expected, found = whole.effects, other.effects
+        differences = compare("loss", _loss(found), _loss(expected), tolerance)
+        differences += compare("logged value", found.logged, expected.logged, tolerance)
+        differences += compare("attribute", found.attributes, expected.attributes, tolerance)
+        if self.replica.rank == 0:
+            differences += compare("output", found.output, expected.output, tolerance)
+        return differences
+
+    def _gradient_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
+        mine = max((float(g.abs().nan_to_num().max()) for g in whole.gradients.values() if g.numel()), default=0.0)
+        largest = max(comm.all_gather_object(mine, self.replica))
+        differences = []
+        for name, found in divided.gradients.items():
+            expected = whole.gradients.get(name)
+            if expected is None and found is None:
+                continue
+            # One that is not there and one of zeros are compared as zeros.
+            one = torch.zeros_like(expected) if found is None else found  # type: ignore[arg-type]
+            one = one.to_dense() if one.is_sparse else one
+            two = torch.zeros_like(one) if expected is None else expected
+            relative = relative_difference(one, two, _SMALL * largest)
+            if relative > tolerance:
+                differences.append(StepDifference("gradient", name, relative))
+        return differences
+
+    def _buffer_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
+        """Compare buffers that changed; where several stages hold one, one of them has to be right."""
+        held = dict(self.runs.module.named_buffers())
+        found: dict[str, float] = {}
+        for name in {*whole.buffers, *divided.buffers}:
+            expected = whole.buffers.get(name, held[name])
+            found[name] = relative_difference(divided.buffers.get(name, held[name]), expected, 1e-2)
+        best: dict[str, float] = {}
+        for theirs in comm.all_gather_object(found, self.replica):
+            for name, relative in theirs.items():
+                best[name] = min(relative, best.get(name, math.inf))
+        return [StepDifference("buffer", name, relative) for name, relative in best.items() if relative > tolerance]
+
+    def _counted(self, whole: WholeRun) -> str:
+        names = comm.all_gather_object((list(whole.gradients), list(whole.buffers)), self.replica)
+        gradients = len({name for found, _ in names for name in found})
+        buffers = len({name for _, found in names for name in found})
+        effects = whole.effects
+        parts = [] if effects.loss is None else ["loss"]
+        parts += [_count(gradients, "gradient")] if gradients else []
+        parts += [_count(len(effects.logged), "logged value")] if effects.logged else []
+        parts += ["the output"] if effects.output else []
+        parts += [_count(len(effects.attributes), "attribute")] if effects.attributes else []
+        parts += [_count(buffers, "buffer")] if buffers else []
+        text = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + (parts[-1] if parts else "nothing")
+        return f"{_described(self.call.batch)}: {text} {'equals' if len(parts) == 1 else 'equal'} one process"
+
+    # ------------------------------------------------------------------------------------------------- dropout
+
+    def _compare_dropout(self) -> None:
+        """Compare once more with dropout: with one process, or the ranks of divided layers with each other."""
+        way = Way(dropout=True, splits=False)
+        tensor_group = self.runs.groups.tensor_parallel
+        if tensor_group.size == 1:
+            whole = self.runs.whole(self.call, way)
+            if not whole.failure:
+                self.differences = self._found(whole, self.runs.divided(self.call, way))
+                self.hint = "They differ with dropout only: the stages draw other numbers than one process."
+            return
+        divided = self.runs.divided(self.call, way)
+        mine = {
+            name: float(gradient.double().abs().sum())
+            for name, gradient in divided.gradients.items()
+            if gradient is not None and name not in self.runs.rules
+        }
+        for loss, sums in comm.all_gather_object((divided.effects.loss, mine), tensor_group):
+            pairs = [("loss", "loss", loss, divided.effects.loss)]
+            pairs += [("gradient", name, total, mine.get(name)) for name, total in sums.items()]
+            for kind, name, theirs, own in pairs:
+                if theirs is not None and not math.isclose(theirs, own or 0.0, rel_tol=1e-3, abs_tol=1e-12):
+                    detail = "differs between tensor-parallel ranks"
+                    self.differences.append(StepDifference(kind, name, math.inf, detail))
+        self.hint = (
+            "With dropout, what all ranks hold alike must draw the same numbers on all of them: seed all ranks alike,"
+            " and draw nothing on some of them only."
+        )
+
+    # ------------------------------------------------------------------------------------------------- explanations
+
+    def _explain(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
+        """Leave out what differs from run to run anyway, and find out what makes the rest differ."""
+        varying = self._varying(whole, self.runs.whole(self.call, Way()))
+        self.differences = [entry for entry in self.differences if (entry.kind, entry.name) not in varying]
+        self.varying = sorted(name if kind == "loss" else f"{kind} `{name}`" for kind, name in varying)
+        if not self._anywhere(self.differences):
+            return
+        if any(comm.all_gather_object(divided.draws_apart, self.replica)):
+            self.differences = []
+            self.failure = (
+                "random numbers are drawn inside divided layers, other than by dropout; each rank draws them for its"
+                " own part, so no two layouts draw alike"
+            )
+            return
+        one = replace(way, splits=False)
+        can_split = self.runs.engine is not None and way.splits
+        if can_split and not self._anywhere(self._found(whole, self.runs.divided(self.call, one))):
+            self.hint = _MICROBATCHES
+            return
+        self.hint = self._audited() or self._first_module(replace(one, traces=True))
+
+    def _varying(self, one: WholeRun, two: WholeRun) -> set[tuple[str, str]]:
+        """Return what two runs on one process do not agree in, as kinds and names."""
+        if two.failure:
+            return set()
+        tolerance = tolerance_of(one.precisions)
+        found = {(entry.kind, entry.name) for entry in self._effect_differences(one, two, tolerance)}
+        for name in one.gradients.keys() & two.gradients.keys():
+            if relative_difference(two.gradients[name], one.gradients[name], 0.0) > tolerance:
+                found.add(("gradient", name))
+        return {entry for theirs in comm.all_gather_object(found, self.replica) for entry in theirs}
+
+    def _audited(self) -> str:
+        """Return what the audit of divided layers has to say about the step."""
+        if self.runs.sharding is None or self.runs.engine is not None:
+            return ""
+        audit = StepAudit(self.runs.module, self.runs.sharding)
+        found = ""
+        try:
+            self.runs.divided(self.call, Way(), audit.wrap)
+        except RuntimeError as error:
+            found = str(error)
+        # The audit communicates nothing, and refuses the same on all ranks.
+        return next((text for text in comm.all_gather_object(found, self.replica) if text), "")
+
+    def _first_module(self, way: Way) -> str:
+        whole = self.runs.whole(self.call, way)
+        divided = self.runs.divided(self.call, way)
+        traces = [trace for trace in comm.all_gather_object(divided.trace, self.replica) if trace is not None]
+        if whole.trace is None:
+            return ""
+        path, text = first_difference(whole.trace, traces, tolerance_of(whole.precisions))
+        if not path:
+            # Outputs and their gradients agree: a gradient goes astray on its way to a parameter.
+            names = [entry.name for entry in self.differences if entry.kind == "gradient"]
+            names = [name for theirs in comm.all_gather_object(names, self.replica) for name in theirs]
+            first = next((name for name, _ in self.runs.module.named_parameters() if name in names), "")
+            path = first.rpartition(".")[0]
+            text = f"`{path}`, by the gradient of its parameters"
+        if not path:
+            return (
+                "The outputs of all modules are equal: it is what the step computes from them, or with parameters,"
+                " outside of modules."
+            )
+        block = re.sub(r"\b\d+\b", "*", path.rpartition(".")[0] or path)
+        remedy = "cut the model elsewhere (`balance`, fewer stages)"
+        if self.runs.sharding is not None:
+            remedy = f"keep what is around it whole by plan={{..., '{block}*': 'replicate'}}"
+        return f"The first module that differs is {text}. A way out: {remedy}."
+
+
+def _loss(effects: ObservedStep) -> dict[str, float]:
+    return {} if effects.loss is None else {"loss": effects.loss}
+
+
+def _described(batch: Any) -> str:
+    try:
+        return _count(num_samples(batch), "sample")
+    except ValueError:
+        return "the first batch"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,279 @@
+"""A module as it was before it was divided, without its data: its classes and attributes, to be put on for a while."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, parameters_of
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+
+__all__ = ["FetchParameter", "Skeleton", "close_skeleton", "keep_skeleton"]
+
+FetchParameter = Callable[[str], Tensor]
+"""Returns a parameter of the whole model by its first name."""
+
+
+class _Named(NamedTuple):
+    """Stands for a parameter in an attribute, by its first name."""
+
+    name: str
+
+
+@dataclass
+class _Change:
+    """What dividing has changed in one module: how it was.
+
+    Attributes:
+        kind: Its class.
+        attributes: Attributes that had another value, or are gone.
+        added: Attributes that it did not have.
+        entries: Of dicts among its attributes (hooks, children): entries that had another value, or are gone.
+        added_entries: Of these dicts: keys that they did not have.
+        parameters, buffers: First name of each own parameter and buffer, by key.
+        lists: Lists with parameters in them, as recurrent layers keep.
+    """
+
+    kind: type
+    attributes: dict[str, Any] = field(default_factory=dict)
+    added: list[str] = field(default_factory=list)
+    entries: dict[str, dict[Any, Any]] = field(default_factory=dict)
+    added_entries: dict[str, list[Any]] = field(default_factory=dict)
+    parameters: dict[str, str | None] = field(default_factory=dict)
+    buffers: dict[str, str | None] = field(default_factory=dict)
+    lists: dict[str, list[Any]] = field(default_factory=dict)
+
+
+class Skeleton:
+    """A module as it was before it was divided, without its data.
+
+    Args:
+        module: The module, whole; `close` is called when it has been divided.
+
+    Attributes:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        named = [*module.named_parameters(), *module.named_buffers()]
+        self._first = {id(tensor): name for name, tensor in named}
+        # Lists and no dicts: the hash of a metric changes with its state.
+        self._changes: list[tuple[nn.Module, _Change]] = []
+        self._before: list[dict[str, Any]] = []
+        for child in module.modules():
+            before = {name: self._captured(value) for name, value in _attributes(child).items()}
+            lists = {
+                name: value
+                for name, value in before.items()
+                if isinstance(value, list) and any(isinstance(item, _Named) for item in value)
+            }
+            own = (self._names(parameters_of(child)), self._names(buffers_of(child)))
+            self._changes.append((child, _Change(type(child), parameters=own[0], buffers=own[1], lists=lists)))
+            self._before.append(before)
+
+    def close(self) -> None:
+        """Keep only what has been changed since: everything else of the module stays the user's, and alive."""
+        for (child, change), before in zip(self._changes, self._before):
+            after = {name: self._captured(value) for name, value in _attributes(child).items()}
+            change.added = [name for name in after if name not in before]
+            for name, old in before.items():
+                if name in change.lists or _same(old, after.get(name, _GONE)):
+                    continue
+                new = after.get(name, _GONE)
+                if isinstance(old, dict) and isinstance(new, dict):
+                    change.entries[name] = {k: v for k, v in old.items() if k not in new or new[k] is not v}
+                    change.added_entries[name] = [key for key in new if key not in old]
+                else:
+                    change.attributes[name] = old
+        self._before.clear()
+        self._first.clear()
+
+    def _names(self, tensors: Mapping[str, Tensor | None]) -> dict[str, str | None]:
+        return {key: None if value is None else self._first[id(value)] for key, value in tensors.items()}
+
+    def _captured(self, value: Any) -> Any:
+        if isinstance(value, nn.Parameter):
+            return _Named(self._first[id(value)]) if id(value) in self._first else value
+        if type(value) is list:
+            return [self._captured(item) if isinstance(item, nn.Parameter) else item for item in value]
+        return copy.copy(value) if isinstance(value, dict) else value
+
+    def fingerprint(self) -> str:
+        """Hash what decides how the module computes, besides its data; equal in another process with the same code."""
+        digest = hashlib.sha256()
+        for child, change in self._changes:
+            digest.update(_described(child, change).encode())
+        return digest.hexdigest()
+
+    @contextmanager
+    def put_on(self, parameters: FetchParameter, buffers: Mapping[str, Tensor]) -> Iterator[None]:
+        """Give the module its former classes and attributes inside the block; afterwards it is as it was before."""
+        current = [(child, type(child), dict(vars(child))) for child, _ in self._changes]
+        try:
+            for child, change in self._changes:
+                _put_on(child, change, parameters, buffers)
+            yield
+        finally:
+            for child, kind, attributes in current:
+                child.__class__ = kind
+                vars(child).clear()
+                vars(child).update(attributes)
+
+
+def keep_skeleton(module: nn.Module) -> None:
+    """Note how `module` is, before it is divided for the first time."""
+    state = ParallelState.of(module)
+    if state.whole is None:
+        state.whole = Skeleton(module)
+
+
+def close_skeleton(module: nn.Module) -> None:
+    """Note what has been divided."""
+    state = ParallelState.of(module)
+    if state.whole is not None:
+        state.whole.close()
+
+
+_GONE = object()
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    own = {PARAMETERS, BUFFERS, "_parallel_state"}
+    return {name: value for name, value in vars(module).items() if name not in own}
+
+
+def _same(old: Any, new: Any) -> bool:
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, dict):
+        return old.keys() == new.keys() and all(new[key] is value for key, value in old.items())
+    if type(old) is list:
+        return len(old) == len(new) and all(a is b or isinstance(a, _Named) and a == b for a, b in zip(old, new))
+    return old is new or isinstance(old, _Named) and bool(old == new)
+
+
+def _put_on(child: nn.Module, change: _Change, parameters: FetchParameter, buffers: Mapping[str, Tensor]) -> None:
+    child.__class__ = change.kind
+    own = vars(child)
+    for name in change.added:
+        own.pop(name, None)
+    own.update({name: value for name, value in change.attributes.items() if not isinstance(value, _Named)})
+    for name, entries in change.entries.items():
+        # Not what was there then: the user may have registered more hooks since.
+        kept = copy.copy(own[name])
+        for key in change.added_entries[name]:
+            kept.pop(key, None)
+        kept.update(entries)
+        own[name] = kept
+    for name, items in change.lists.items():
+        own[name] = _FetchedList(items, parameters)
+        own["forward"] = _with_plain_list(child, name, own.get("forward"))
+    # Freed parameters and buffers are placeholders in attributes, which would hide those of the dicts.
+    for key in (*change.parameters, *change.buffers):
+        if isinstance(own.get(key), PlaceholderTensor):
+            del own[key]
+    own[PARAMETERS] = _FetchedParameters(change.parameters, parameters)
+    own[BUFFERS] = {key: None if name is None else buffers[name] for key, name in change.buffers.items()}
+
+
+def _with_plain_list(child: nn.Module, name: str, forward: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a `forward` for a module whose kernel reads a list of parameters in C, as those of recurrent layers do."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        fetched = vars(child)[name]
+        vars(child)[name] = list(fetched)
+        try:
+            return (forward or partial(type(child).forward, child))(*args, **kwargs)
+        finally:
+            vars(child)[name] = fetched
+
+    return call
+
+
+class _FetchedParameters(dict[str, Any]):
+    """The parameters of one module, each fetched when it is read."""
+
+    def __init__(self, names: Mapping[str, str | None], source: FetchParameter) -> None:
+        super().__init__(names)
+        self._source = source
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        return self._source(value) if isinstance(value, str) else value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401  (`dict.get` would not fetch it)
+
+    def values(self) -> Any:
+        return (self[key] for key in self)
+
+    def items(self) -> Any:
+        return ((key, self[key]) for key in self)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+
+class _FetchedList(list[Any]):
+    """A list with parameters in it, each fetched when it is read from Python."""
+
+    def __init__(self, items: Sequence[Any], source: FetchParameter) -> None:
+        super().__init__(items)
+        self._source = source
+
+    def __getitem__(self, key: Any) -> Any:
+        value = super().__getitem__(key)
+        if isinstance(key, slice):
+            return [self._fetched(item) for item in value]
+        return self._fetched(value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._fetched(item) for item in super().__iter__())
+
+    def _fetched(self, item: Any) -> Any:
+        return self._source(item.name) if isinstance(item, _Named) else item
+
+
+# ------------------------------------------------------------------------------------------------------ fingerprint
+
+
+def _described(child: nn.Module, change: _Change) -> str:
+    """Describe what decides how a module computes: its class with its code, plain attributes, names of parameters."""
+    plain = {
+        name: value
+        for name, value in {**vars(child), **change.attributes}.items()
+        if not name.startswith("_") and (value is None or isinstance(value, (bool, int, float, str, tuple)))
+    }
+    codes = [
+        _code(function)
+        for kind in change.kind.__mro__
+        if kind.__module__.partition(".")[0] not in _FOREIGN
+        for _, function in sorted(vars(kind).items())
+    ]
+    return repr((change.kind.__qualname__, sorted(plain.items()), sorted(change.parameters), codes))
+
+
+_FOREIGN = {"torch", "lightning", "pytorch_lightning", "builtins", "lightning_parallel"}
+
+
+def _code(value: Any) -> str:
+    """Return the byte code of a function, with its constants and those of functions inside it."""
+    value = getattr(value, "__func__", getattr(value, "fget", value))
+    if not isinstance(value, FunctionType):
+        return repr(value) if isinstance(value, (bool, int, float, str)) else ""
+    return _code_of(value.__code__)
+
+
+def _code_of(code: CodeType) -> str:
+    constants = [_code_of(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts]
+    return code.co_code.hex() + repr(code.co_names) + repr(constants)

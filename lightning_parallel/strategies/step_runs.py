@@ -1,0 +1,406 @@
+"""The two runs that the proof compares: a step on the whole model, and as the run will do it. Neither leaves a trace.
+
+whole       on the first rank of the replica, with the module as it was before it was divided (see `reference`)
+divided     on all ranks: in shards, and in stages on one or several microbatches
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import MeshGroups
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import pytree
+from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.pipeline.microbatch import OwnGenerators, random_state_kept, seed_all
+from lightning_parallel.pipeline.runtime import loss_of
+from lightning_parallel.strategies.observed_step import (
+    ModuleTrace,
+    ObservedStep,
+    changed_attributes,
+    followed_attributes,
+    numbers_in,
+)
+from lightning_parallel.strategies.pinned import SEED, Draws, KeptState, StageStreams, without_dropout
+from lightning_parallel.strategies.pipeline_steps import PipelineSteps
+from lightning_parallel.strategies.reference import Owners, run_reference
+from lightning_parallel.strategies.skeleton import Skeleton
+from lightning_parallel.strategies.step_effects import LogCall, log_recorded
+from lightning_parallel.tensor.plan import Sharding
+from lightning_parallel.tensor.regions import RandomRegion
+from lightning_parallel.tensor.sharding import Shard, reduce_partial_
+
+__all__ = ["DividedRun", "StepCall", "StepRuns", "Way", "WholeRun"]
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """A step: its name, and what it is called with."""
+
+    name: str
+    batch: Any
+    rest: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How both steps are run.
+
+    Attributes:
+        dropout: Whether it is on.
+        splits: Whether a pipeline cuts the samples into microbatches.
+        traces: Whether the outputs of modules are recorded.
+    """
+
+    dropout: bool = False
+    splits: bool = True
+    traces: bool = False
+
+
+@dataclass
+class WholeRun:
+    """What the step gave on the whole model, on every rank of the replica.
+
+    Attributes:
+        failure: Why it could not be run; empty if it was.
+        effects: What it gave; its output on the first rank only.
+        gradients, buffers: Of what this rank holds: gradients of its parts, and buffers that the step changed.
+        precisions: In what it computed.
+        draws: Whether it drew random numbers.
+        dropout: Whether there was dropout to turn off.
+        trace: What its modules returned, if it was asked for.
+    """
+
+    failure: str
+    effects: ObservedStep
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    precisions: set[torch.dtype]
+    draws: bool = False
+    dropout: bool = False
+    trace: ModuleTrace | None = None
+
+
+@dataclass
+class DividedRun:
+    """What the divided step gave on this rank.
+
+    Attributes:
+        effects: What it gave.
+        gradients: Of all parameters here that are trained; None for those that the step did not use.
+        buffers: Those that the step changed.
+        draws_apart: Whether random numbers were drawn inside divided layers, where each rank has its own.
+        trace: What its modules returned, if it was asked for.
+    """
+
+    effects: ObservedStep
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    draws_apart: bool = False
+    trace: ModuleTrace | None = None
+
+
+class StepRuns:
+    """Runs steps of a module whole and divided; all ranks of a replica call its methods at the same points.
+
+    Args:
+        skeleton: The module as it was.
+        groups: The mesh's groups.
+        rules: How tensors are sharded over the tensor axis, by name.
+        sharding: What was divided how.
+        steps: The module's steps in a pipeline; None without one.
+        reducer: Of the gradients over the replicas, during `fit`.
+        precision: Gives the context in which Lightning runs each step.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        groups: MeshGroups,
+        rules: Mapping[str, Shard],
+        sharding: Sharding | None,
+        steps: PipelineSteps | None,
+        reducer: GradientReducer | None,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        assert isinstance(skeleton.module, LightningModule)
+        self.skeleton = skeleton
+        self.module = skeleton.module
+        self.groups = groups
+        self.rules = rules
+        self.sharding = sharding
+        self.steps = steps
+        self.reducer = reducer
+        self.precision = precision
+        self.device = device
+
+    @property
+    def engine(self) -> PipelineEngine | None:
+        """The pipeline, if there is one."""
+        return None if self.steps is None else self.steps.engine
+
+    # ------------------------------------------------------------------------------------------------ the two runs
+
+    def whole(self, call: StepCall, way: Way) -> WholeRun:
+        """Run a step on the whole model; its failure is in the result, on all ranks."""
+        owners = Owners(self.module, self.rules, self.groups, self.device)
+        output: dict[str, Any] = {}
+
+        def run() -> tuple[ObservedStep, bool, bool, ModuleTrace | None]:
+            effects, draws, dropout, trace = self._run_whole(call, way)
+            # It may be large, and is compared on this rank only.
+            output.update(effects.output)
+            return replace(effects, output={}), draws, dropout, trace
+
+        with self._state_kept():
+            found = run_reference(self.skeleton, owners, run)
+        effects, draws, dropout, trace = found.result or (ObservedStep(), False, False, None)
+        return WholeRun(
+            found.failure,
+            replace(effects, output=output),
+            found.gradients,
+            found.buffers,
+            found.precisions,
+            draws,
+            dropout,
+            trace,
+        )
+
+    def _run_whole(self, call: StepCall, way: Way) -> tuple[ObservedStep, bool, bool, ModuleTrace | None]:
+        generators = OwnGenerators(self.module.modules()) if self.engine is None else self.engine.generators
+        draws = Draws(generators)
+        trace = ModuleTrace(self.module) if way.traces else None
+        with ExitStack() as stack:
+            quiet = None if way.dropout else stack.enter_context(without_dropout(self.module))
+            if self.engine is None:
+                seed_all(SEED)
+                draws.mark()
+            else:
+                stack.enter_context(StageStreams(self.engine, draws).followed())
+            if trace is not None:
+                stack.enter_context(trace.recording())
+            effects = self._run_step(call)
+            draws.check()
+        return effects, draws.found, quiet is not None and quiet.found, trace
+
+    def divided(self, call: StepCall, way: Way, around: Callable[..., Any] | None = None) -> DividedRun:
+        """Run a step as it is about to be run, without the mean over the replicas.
+
+        Args:
+            call: The step.
+            way: How to run it.
+            around: Wraps the step of a module that is not cut into stages.
+        """
+        parameters = dict(self.module.named_parameters())
+        buffers = {key: value.clone() for key, value in self.module.named_buffers() if type(value) is Tensor}
+        trace = ModuleTrace(self.module, self._elsewhere()) if way.traces else None
+        drawn = RandomRegion.draws
+        with self._state_kept(), ExitStack() as stack:
+            if not way.dropout:
+                stack.enter_context(without_dropout(self.module))
+            if trace is not None:
+                stack.enter_context(trace.recording())
+            if self.steps is None:
+                seed_all(SEED)
+                effects = self._run_step(call, around)
+            else:
+                effects = self._run_stages(self.steps, call, way)
+            if call.name == "training_step":
+                self._complete_gradients(parameters)
+            gradients = {key: p.grad for key, p in parameters.items() if p.requires_grad}
+            changed = {
+                key: value.clone()
+                for key, value in self.module.named_buffers()
+                if key in buffers and not torch.equal(value, buffers[key])
+            }
+        return DividedRun(effects, gradients, changed, RandomRegion.draws > drawn, trace)
+
+    def _run_step(self, call: StepCall, around: Callable[..., Any] | None = None) -> ObservedStep:
+        """Run the module's own step on this rank, as the module is now, with its backward pass.
+
+        Args:
+            call: The step.
+            around: Wraps it.
+        """
+        module = self.module
+        before = followed_attributes(module)
+        calls: list[LogCall] = []
+        step = getattr(module, call.name)
+        with log_recorded(module, calls), self._manual(), self._context(call.name)():
+            output = (step if around is None else around(step))(copied(call.batch), *call.rest, **call.kwargs)
+        loss = None
+        if call.name == "training_step" and module.automatic_optimization and output is not None:
+            loss = loss_of(output)
+        # Before backward, which may free what they refer to.
+        effects = self._effects(calls, output, loss, before)
+        if loss is not None:
+            module.backward(loss)
+        return effects
+
+    def _effects(
+        self, calls: Sequence[LogCall], output: Any, loss: Tensor | None, before: Mapping[str, Any]
+    ) -> ObservedStep:
+        logged: dict[str, Any] = {}
+        for name, value, _ in calls:
+            # A metric object stands for its value of this batch.
+            for key, number in numbers_in(getattr(value, "cache", value), name).items():
+                while key in logged:
+                    key += "'"
+                logged[key] = number
+        return ObservedStep(
+            None if loss is None else float(loss.detach()),
+            logged,
+            {} if isinstance(output, Tensor) and loss is not None else numbers_in(output, ""),
+            changed_attributes(before, followed_attributes(self.module)),
+        )
+
+    def _run_stages(self, steps: PipelineSteps, call: StepCall, way: Way) -> ObservedStep:
+        before = followed_attributes(self.module)
+        calls: list[LogCall] = []
+        patches = Patches()
+        patches.replace(steps.engine, "next_seed", lambda: SEED)
+        patches.replace(steps, "gradient_scale", lambda: 1.0)
+        if not way.splits:
+            patches.replace(steps.engine, "split_batch", lambda batch, _: [batch])
+        arguments = (copied(call.batch), *call.rest)
+        try:
+            with log_recorded(self.module, calls):
+                if call.name == "training_step":
+                    output = steps.training_step(arguments, call.kwargs, None)
+                    steps.restore_gradients()
+                else:
+                    output = steps.evaluate(call.name, arguments, call.kwargs)
+        finally:
+            patches.undo()
+        loss = loss_of(output) if call.name == "training_step" else None
+        return self._effects(calls, output, loss, before)
+
+    def _complete_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum partial gradients over the tensor axis, and those of tied parameters over the stages."""
+        group = self.groups.tensor_parallel
+        if self.sharding is not None:
+            mine = [name for name, p in parameters.items() if name in self.sharding.partial and p.grad is not None]
+            names = sorted({name for found in comm.all_gather_object(mine, group) for name in found})
+            gradients: dict[str, Tensor] = {}
+            for name in names:
+                gradient = parameters[name].grad
+                gradients[name] = torch.zeros_like(parameters[name]) if gradient is None else gradient
+                parameters[name].grad = gradients[name]
+            with torch.no_grad():
+                reduce_partial_(gradients, self.rules, group)
+        if self.engine is not None:
+            self.engine.reduce_tied_gradients()
+
+    def _elsewhere(self) -> set[int]:
+        """Return the modules, by `id`, of which this rank has a stub only."""
+        if self.engine is None:
+            return set()
+        plan = self.engine.plan
+        names = [name for name, stage in zip(plan.layers, plan.stage_of) if stage not in self.engine.stages]
+        names += [
+            name
+            for name in self.engine.model.outer_names
+            if not set(plan.module_stages[name]) & set(self.engine.stages)
+        ]
+        return {id(child) for name in names for child in self.module.get_submodule(name).modules()}
+
+    # --------------------------------------------------------------------------------------------------- the frame
+
+    @contextmanager
+    def nothing_left(self) -> Iterator[None]:
+        """Run steps inside the block without autocast, and without anybody who waits for gradients."""
+        patches = Patches()
+        if isinstance(self.precision, MixedPrecision):
+            # Single precision throughout: what autocast rounds would hide differences.
+            patches.replace(self.precision, "forward_context", nullcontext)
+        try:
+            with random_state_kept(), nullcontext() if self.reducer is None else self.reducer.paused():
+                yield
+        finally:
+            patches.undo()
+
+    @contextmanager
+    def _state_kept(self) -> Iterator[None]:
+        """Put back what a run of the step changes, gradients included."""
+        state = KeptState(self.module)
+        gradients = {parameter: parameter.grad for parameter in self.module.parameters()}
+        for parameter in gradients:
+            parameter.grad = None
+        try:
+            with OwnGenerators(self.module.modules()).preserved():
+                yield
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+            state.restore()
+
+    def _context(self, name: str) -> Callable[[], AbstractContextManager[Any]]:
+        contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+            "training_step": self.precision.train_step_context,
+            "validation_step": self.precision.val_step_context,
+            "test_step": self.precision.test_step_context,
+            "predict_step": self.precision.predict_step_context,
+        }
+        return contexts[name]
+
+    @contextmanager
+    def _manual(self) -> Iterator[None]:
+        """Let a module that optimizes manually compute its gradients, but take no step."""
+        module = self.module
+        if module.automatic_optimization or not module.trainer.training:
+            yield
+            return
+        optimizers: Any = module.optimizers()
+        inert = [_Inert(each) for each in optimizers] if isinstance(optimizers, list) else _Inert(optimizers)
+        schedulers: Any = module.lr_schedulers()
+        calm = [_Inert(each) for each in schedulers] if isinstance(schedulers, list) else _Inert(schedulers)
+        patches = Patches()
+        patches.replace(module, "optimizers", lambda *_, **__: inert)
+        patches.replace(module, "lr_schedulers", lambda: calm)
+        patches.replace(module, "manual_backward", lambda loss, *args, **kwargs: loss.backward(*args, **kwargs))
+        try:
+            yield
+        finally:
+            patches.undo()
+
+
+class _Inert:
+    """An optimizer, or scheduler, whose steps do nothing."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def step(self, closure: Any = None, *_: Any, **__: Any) -> Any:
+        """Only compute what the closure does."""
+        if callable(closure):
+            with torch.enable_grad():
+                return closure()
+        return None
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """Let gradients add up over the whole step."""
+
+
+def copied(batch: Any) -> Any:
+    """Return a copy of a batch, which a step may write into."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # an object of the user's that cannot be copied
+        return pytree.tree_map_only(Tensor, torch.clone, batch)
