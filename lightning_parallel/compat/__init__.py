@@ -81,6 +81,8 @@ class ParallelState:
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
         logged: By name of what a step logs in microbatches: whether it is a mean over samples although microbatches are
             weighted by something else, and whether its `batch_size` is that of the whole batch.
+        attributes: By name of what a step keeps on the module: `mean`, if one step sets the mean of what microbatches
+            set, or `count`, if it goes up by the mean of what they add.
     """
 
     tensor_ranks: tuple[int, ...] = ()
@@ -91,6 +93,7 @@ class ParallelState:
     pending: Any = None
     skipped_steps: int = 0
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)
+    attributes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: Any) -> ParallelState:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,19 +21,12 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import BatchNormalization, version_of
-from lightning_parallel.pipeline.microbatch import (
-    OwnGenerators,
-    SplitBatch,
-    StepResult,
-    num_samples,
-    own_copy,
-    random_state_kept,
-    split_batch,
-    split_by,
-)
+from lightning_parallel.pipeline.microbatch import SplitBatch, StepResult, num_samples, own_copy, split_batch, split_by
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
+from lightning_parallel.pipeline.random_streams import OwnGenerators, random_state_kept
 from lightning_parallel.pipeline.runtime import ScheduleRun, split_linears
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
 from lightning_parallel.pipeline.stage import PipelineStages, StageInputs, TiedParameter
@@ -249,6 +243,18 @@ class PipelineEngine:
         result = run()
         step_on_copies.write_back()
         return result
+
+    @contextmanager
+    def other_precision(self, dtype: torch.dtype) -> Iterator[None]:
+        """Expect floating-point parameters, which the caller has converted, and activations of `dtype` in the block."""
+        patches = Patches()
+        patches.replace(self, "_layouts", MessageLayouts())
+        patches.replace(self, "_stage_inputs", {})
+        try:
+            with self.model.other_precision(dtype):
+                yield
+        finally:
+            patches.undo()
 
     def share_seed(self) -> None:
         """Let the first rank's global generator decide the random numbers of the steps that follow, on every rank."""

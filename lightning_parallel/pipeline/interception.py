@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from lightning_parallel.compat import PartialModule
 from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
-from lightning_parallel.pipeline.microbatch import seed_all
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, UnknownValue, reveal
+from lightning_parallel.pipeline.random_streams import seed_all
 
 __all__ = [
     "ActiveHandler",

@@ -23,8 +23,8 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import buffers_of, parameters_of, pytree
 from lightning_parallel.pipeline.interception import Call, has_listeners, parameter_lists, replaced
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
-from lightning_parallel.pipeline.microbatch import seeded
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
+from lightning_parallel.pipeline.random_streams import seeded
 from lightning_parallel.pipeline.runtime import WeightGradients, deferring, split_linears
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.stage import InterceptedModel

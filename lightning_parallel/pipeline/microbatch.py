@@ -1,26 +1,18 @@
-"""Microbatches: split a batch of any structure, merge what a step gave for its parts, seed random numbers for each.
+"""Microbatches: split a batch of any structure, merge what a step gave for its parts.
 
 batch      {"ids": (7, 32), "mask": (7, 32), "names": 7 strings, "temperature": 0.5}   into 3
 parts      {"ids": (3, 32), "mask": (3, 32), "names": 3 strings, "temperature": 0.5}, (2, ...), (2, ...)
 
 outputs    {"loss": 0.5, "logits": (3, 10)}, {"loss": 0.7, "logits": (2, 10)}   weights .6, .4
 merged     {"loss": 0.58, "logits": (5, 10)}
-
-Every stage runs the user's step on every microbatch. A mask that the step draws before the layers must be the same on
-all stages, so each microbatch has a seed, and so has what follows each call of a module before the layers, which draws
-on the stage that has it and nowhere else. From the first layer of a stage on, numbers come from the stage's own seed.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
-import pickle
-import random
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import accumulate, pairwise
 from typing import Any
@@ -31,23 +23,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
-    "OwnGenerators",
     "SplitBatch",
     "StepResult",
-    "call_seed",
     "merge_outputs",
-    "stage_seed",
+    "map_tensors",
     "merge_entries",
     "num_samples",
     "own_copy",
-    "random_state_kept",
     "reduce_logged",
-    "seed_all",
-    "seed_torch",
-    "seeded",
     "split_batch",
     "split_by",
-    "take_samples",
+    "two_samples",
 ]
 
 
@@ -92,17 +78,31 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         return [batch]
     size, longer = divmod(samples, count)
     bounds = accumulate([size + (part < longer) for part in range(count)], initial=0)
-    return [_part(batch, start, stop, samples) for start, stop in pairwise(bounds)]
+    return [_part(batch, slice(start, stop), samples) for start, stop in pairwise(bounds)]
 
 
-def take_samples(batch: Any, count: int) -> Any:
-    """Return the first `count` samples of a batch, or all if it has fewer.
+def two_samples(batch: Any) -> Any:
+    """Return the first sample of a batch and the one that is least like it in what it leaves out.
+
+    How many tokens are padded, masked or ignored is what shows whether a loss is a mean over samples or over tokens.
 
     Raises:
         ValueError: As `split_batch`.
     """
     samples = num_samples(batch)
-    return batch if samples <= count else _part(batch, 0, count, samples)
+    if samples <= 2:
+        return batch
+    counts = torch.zeros(samples, dtype=torch.int64)
+    for _, value in _entries(batch, ""):
+        tensor = torch.as_tensor(value)
+        if tensor.dim() > 1 and not (tensor.is_floating_point() or tensor.is_complex()):
+            counts += ((tensor != 0) & (tensor != _IGNORED)).flatten(1).sum(1).cpu()
+    other = max(1, int((counts - counts[0]).abs().argmax()))
+    return _part(batch, slice(0, other + 1, other), samples)
+
+
+# The label that `cross_entropy` leaves out by default.
+_IGNORED = -100
 
 
 def split_by(split: SplitBatch, batch: Any, num_microbatches: int) -> Sequence[Any]:
@@ -170,14 +170,14 @@ def _quote(key: str) -> str:
     return f"`{key}`" if key else "the batch"
 
 
-def _part(value: Any, start: int, stop: int, samples: int) -> Any:
+def _part(value: Any, chosen: slice, samples: int) -> Any:
     if isinstance(value, (Tensor, np.ndarray)):
-        return value[start:stop] if len(value.shape) else value
+        return value[chosen] if len(value.shape) else value
     # A list such as one string per sample; with tensors of samples inside, its length equals theirs by chance.
     is_plain = isinstance(value, (tuple, list)) and not hasattr(value, "_fields")
     if is_plain and len(value) == samples and not any(len(entry.shape) for _, entry in _entries(value, "")):
-        return value[start:stop]
-    return _rebuilt(value, lambda item: _part(item, start, stop, samples))
+        return value[chosen]
+    return _rebuilt(value, lambda item: _part(item, chosen, samples))
 
 
 def own_copy(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
@@ -193,6 +193,13 @@ def own_copy(value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
             copies[id(value)] = (value, value.clone() if isinstance(value, Tensor) else value.copy())
         return copies[id(value)][1]
     return _rebuilt(value, lambda item: own_copy(item, copies))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with new containers and changed tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return _rebuilt(value, lambda item: map_tensors(item, change))
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -329,158 +336,3 @@ def reduce_logged(values: Tensor, sizes: Sequence[float], reduce_fx: str | Calla
         return getattr(torch, kind if kind == "sum" else f"a{kind}")(values, 0)
     assert callable(reduce_fx)
     return reduce_fx(values)
-
-
-# 2^64 divided by the golden ratio, whose multiples are spread evenly over 64 bits.
-_GOLDEN = 0x9E3779B97F4A7C15
-_PRIME = 0xC2B2AE3D27D4EB4F  # another odd number with bits as mixed, so that seeds of calls are not those of stages
-
-
-def stage_seed(seed: int, stage: int) -> int:
-    """Return another seed for each stage."""
-    return (seed ^ (_GOLDEN * stage)) & (2**63 - 1)
-
-
-def call_seed(seed: int, number: int) -> int:
-    """Return another seed for what follows each call of a module outside of the layers; 0 is before the first."""
-    return (seed ^ (_PRIME * number)) & (2**63 - 1)
-
-
-def seed_torch(seed: int) -> None:
-    """Seed torch's generators, those of CUDA if it is in use."""
-    # `torch.manual_seed` takes a millisecond if CUDA is available but not initialized, and this runs for each action.
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
-
-
-def seed_all(seed: int) -> None:
-    """Seed every global generator."""
-    seed_torch(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # numpy takes 32 bits
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Restore the global generators after the block. Takes as long as seeding ten times: not for every action."""
-    torch_state = torch.get_rng_state()
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    # Asking for the state would initialize CUDA, in a process that may compute on the CPU only.
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw random numbers from `seed` inside the block, and restore the generators after it."""
-    with random_state_kept():
-        seed_all(seed)
-        yield
-
-
-_Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-
-
-class OwnGenerators:
-    """The generators that modules keep as attributes, besides the global ones.
-
-    In a step each of them gives one number, from which it is seeded for each microbatch. So a microbatch draws the same
-    numbers on all stages, however often each of them runs the step, and a generator that the user seeds still decides.
-
-    Args:
-        modules: Where to look.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module] = ()) -> None:
-        found = {id(value): value for module in modules for value in _generators(vars(module).values())}
-        self._generators = list(found.values())
-        self._seeds: list[int] = []
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Take a number from each, and restore its state after the block."""
-        self._seeds = [_draw(generator) for generator in self._generators]
-        states = [_state(generator) for generator in self._generators]
-        try:
-            yield
-        finally:
-            for generator, state in zip(self._generators, states):
-                _restore(generator, state)
-
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Restore the state of each after the block."""
-        states = self.states()
-        try:
-            yield
-        finally:
-            self.restore(states)
-
-    def states(self) -> list[bytes]:
-        """Return the state of each, in a form that can be compared."""
-        return [pickle.dumps(_state(generator)) for generator in self._generators]
-
-    def restore(self, states: Sequence[bytes]) -> None:
-        """Set the state of each to one that `states` gave."""
-        for generator, state in zip(self._generators, states):
-            _restore(generator, pickle.loads(state))
-
-    def seed(self, key: int) -> None:
-        """Seed each by its number and `key`."""
-        for generator, seed in zip(self._generators, self._seeds):
-            _seed(generator, (seed ^ key) & (2**63 - 1))
-
-
-def _generators(values: Iterable[Any]) -> Iterator[_Generator]:
-    """Find generators among attributes, and in lists, tuples and dicts among these."""
-    for value in values:
-        entries = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-        for entry in entries:
-            if isinstance(entry, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
-                yield entry
-
-
-def _draw(generator: _Generator) -> int:
-    if isinstance(generator, torch.Generator):
-        # Its state is on the CPU; to read the number from a GPU would wait for all that was launched there before.
-        state = generator.get_state().numpy().tobytes()
-        torch.rand((), generator=generator, device=generator.device)
-        return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little") >> 2
-    if isinstance(generator, np.random.Generator):
-        return int(generator.integers(2**62))
-    if isinstance(generator, np.random.RandomState):
-        return int(generator.randint(2**62, dtype=np.int64))
-    return generator.getrandbits(62)
-
-
-def _seed(generator: _Generator, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-    else:
-        generator.seed(seed % 2**32)
-
-
-def _state(generator: _Generator) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _restore(generator: _Generator, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)

@@ -30,15 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_parallel import tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import parameters_of, pytree
-from lightning_parallel.pipeline.microbatch import (
-    OwnGenerators,
-    StepResult,
-    call_seed,
-    random_state_kept,
-    seed_all,
-    seed_torch,
-    stage_seed,
-)
+from lightning_parallel.pipeline.microbatch import StepResult
 from lightning_parallel.pipeline.p2p import (
     Message,
     MessageGroups,
@@ -48,6 +40,14 @@ from lightning_parallel.pipeline.p2p import (
     TensorSpec,
 )
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers, missing
+from lightning_parallel.pipeline.random_streams import (
+    OwnGenerators,
+    call_seed,
+    random_state_kept,
+    seed_all,
+    seed_torch,
+    stage_seed,
+)
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.stage import (
     REENTRANT,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
 from lightning_parallel.pipeline.interception import (
     ActiveHandler,
@@ -31,9 +32,9 @@ from lightning_parallel.pipeline.interception import (
     intercept,
 )
 from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
-from lightning_parallel.pipeline.microbatch import seeded
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, UnknownValue, missing, reveal
+from lightning_parallel.pipeline.random_streams import seeded
 from lightning_parallel.pipeline.stubs import StubOutputs, free_parameters
 
 __all__ = [
@@ -396,6 +397,27 @@ class PipelineStages:
             self._intercepted.restore_forwards()
             self.show()
             self.stubs.forget_arguments()
+
+    @contextmanager
+    def other_precision(self, dtype: torch.dtype) -> Iterator[None]:
+        """Let placeholders stand for floating-point tensors of `dtype` inside the block."""
+        patches = Patches()
+        placeholders: list[tuple[nn.Module, str, PlaceholderTensor]] = []
+        for child in self.module.modules():
+            for key, value in vars(child).items():
+                if isinstance(value, PlaceholderTensor) and value.dtype.is_floating_point:
+                    placeholders.append((child, key, value))
+        stack = LayerStack.at(self.module, self.plan.container)
+        patches.replace(self, "stubs", StubOutputs(self.device))
+        patches.replace(self, "_hidden", self._stand_ins(stack))
+        for child, key, value in placeholders:
+            vars(child)[key] = PlaceholderTensor.like(value.meta.to(dtype), value.provenance, self.device)
+        try:
+            yield
+        finally:
+            patches.undo()
+            for child, key, value in placeholders:
+                vars(child)[key] = value
 
     def show(self) -> None:
         """Undo what hides parameters from a stage that is not entered yet."""

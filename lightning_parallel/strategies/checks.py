@@ -337,6 +337,8 @@ def _is_other_than_mean(
             whole, logged = _with_logs(module, run, batch)
             again = _loss(run, batch, seed=1)
             parts = [_with_logs(module, run, part) for part in microbatches]
+            if whole.dim() or not whole.is_floating_point():
+                return False  # no loss: what `predict_step` returns
             losses = torch.stack([loss.to(whole) for loss, _ in parts])
             mean = torch.tensor(shares).to(whole) @ losses / sum(shares)
             _learn_logged(module, logged, [logs for _, logs in parts], shares, microbatches)

@@ -34,8 +34,8 @@ from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.initialization import initialize_tensors, set_data
 from lightning_parallel.compat.torch import buffers_of, mark_as_parameter, move_tensor_hooks, swap_tensor_impl
-from lightning_parallel.pipeline.microbatch import random_state_kept
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.random_streams import random_state_kept
 from lightning_parallel.strategies.deferred_records import META, StorageLayout, memory_reused
 from lightning_parallel.strategies.deferred_tensor import BuildMode, DeferredTensor, is_deferred, materialize
 from lightning_parallel.tensor.plan import Sharding, materialize_shards

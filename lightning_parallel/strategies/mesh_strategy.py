@@ -52,7 +52,8 @@ from lightning_parallel.strategies.optimization import (
 )
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
-from lightning_parallel.strategies.proof import FirstBatches, Verify, save_proofs
+from lightning_parallel.strategies.proof import FirstBatches, Verify
+from lightning_parallel.strategies.proof_record import save_proofs
 from lightning_parallel.strategies.setup import (
     PipelineOptions,
     TensorOptions,

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import buffers_of
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.microbatch import OwnGenerators, call_seed, seed_all, seed_torch, stage_seed
+from lightning_parallel.pipeline.random_streams import OwnGenerators, call_seed, seed_all, seed_torch, stage_seed
 
 __all__ = [
     "SEED",
@@ -27,6 +28,7 @@ __all__ = [
     "StageStreams",
     "UnprovableError",
     "communication_refused",
+    "in_double",
     "without_dropout",
 ]
 
@@ -99,6 +101,37 @@ def _is_users(value: Any) -> bool:
     kind = type(value)
     is_plain = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
     return is_plain and kind.__module__.partition(".")[0] not in _FOREIGN
+
+
+@contextmanager
+def in_double(module: nn.Module, with_parameters: bool) -> Iterator[None]:
+    """Hold floating-point buffers and tensors of `module`, and parameters, in double precision inside the block.
+
+    What the block changes in them is lost.
+    """
+    parameters = []
+    if with_parameters:
+        parameters = [(value, value.data) for value in module.parameters() if value.is_floating_point()]
+    entries: list[tuple[dict[str, Any], str, Tensor]] = []
+    for child in module.modules():
+        for registry in (buffers_of(child), vars(child)):
+            for key, value in registry.items():
+                if type(value) is Tensor and value.is_floating_point():
+                    entries.append((registry, key, value))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        for value, data in parameters:
+            value.data = data.double()
+        for registry, key, value in entries:
+            registry[key] = value.double()
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        for value, data in parameters:
+            value.data = data
+        for registry, key, value in entries:
+            registry[key] = value
 
 
 # ------------------------------------------------------------------------------------------------- random numbers

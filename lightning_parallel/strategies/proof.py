@@ -14,27 +14,22 @@ left out; then it is seen whether the microbatches make it, what code uses piece
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compat.lightning import checkpoint_of_run
-from lightning_parallel.compat.torch import BatchNormalization, pytree
-from lightning_parallel.pipeline.microbatch import num_samples, split_batch, split_by, take_samples
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.torch import BatchNormalization
+from lightning_parallel.pipeline.microbatch import num_samples, split_batch, split_by, two_samples
 from lightning_parallel.strategies.checks import check_same_batch
 from lightning_parallel.strategies.observed_step import (
     ObservedStep,
@@ -44,27 +39,24 @@ from lightning_parallel.strategies.observed_step import (
     relative_difference,
     tolerance_of,
 )
+from lightning_parallel.strategies.proof_record import record, recorded, step_key
 from lightning_parallel.strategies.step_runs import DividedRun, StepCall, StepRuns, Way, WholeRun
 from lightning_parallel.tensor.verify import StepAudit
 
-__all__ = ["PROOF_FILE", "FirstBatches", "ProofError", "StepProof", "Verify", "save_proofs"]
-
-PROOF_FILE = "proof.json"
-"""Name of the file, in the folder of checkpoints, that says what has been verified."""
+__all__ = ["FirstBatches", "ProofError", "StepProof", "Verify"]
 
 Verify = Literal["auto", "always", "off"]
 
-_SAMPLES = 2
 _SHOWN = 6
 
 _SMALL = 1e-4
 """A gradient this far below the largest one is compared as if it were this large: zero up to rounding."""
 
 _MICROBATCHES = (
-    "As one microbatch they are equal: it is the cutting of the batch that makes the difference. A loss must be a mean"
-    " over samples (where it is a mean over tokens, count them by `microbatch_weight`; divide a sum by the number of"
-    " samples); what is logged, returned or kept must have its samples in the first dimension. Where the samples of a"
-    " batch depend on each other, set `num_microbatches=1`."
+    "As one microbatch they are equal: it is the cutting of the batch that makes the difference. A loss that is not a"
+    " mean over samples trains another model: where it is a mean over tokens, count them by `microbatch_weight`; divide"
+    " a sum by the number of samples. What is logged, returned or kept must have its samples in the first dimension."
+    " Where the samples of a batch depend on each other, set `num_microbatches=1`."
 )
 _ORDER = ("loss", "logged value", "output", "attribute", "gradient", "buffer")
 
@@ -142,7 +134,7 @@ class StepProof:
         """
         begun_s = time.perf_counter()
         batch, *rest = args
-        key = _key(self.runs, name, batch)
+        key = step_key(self.runs, name, batch)
         if self.remembers and self._is_known(key):
             return
         call = StepCall(name, self._first_samples(batch), tuple(rest), kwargs)
@@ -153,22 +145,21 @@ class StepProof:
                 verdict = _Comparison(self.runs, replace(call, batch=batch))
         text = self._report(verdict, time.perf_counter() - begun_s)
         if text:
-            _proven[key] = text
+            record(key, text, ParallelState.of(self.module).attributes)
 
     def _is_known(self, key: str) -> bool:
-        """Tell whether a step was verified before; the first rank decides for all."""
-        is_known = False
-        if self.runs.groups.world.rank == 0:
-            for folder in _folders(self.module.trainer):
-                _proven.update(_read(folder / PROOF_FILE))
-            is_known = key in _proven
-        return comm.broadcast_object(is_known, self.runs.groups.world)
+        """Tell whether a step was verified before, and take over what was learned then; the first rank decides."""
+        known = recorded(key, self.module.trainer) if self.runs.groups.world.rank == 0 else None
+        known = comm.broadcast_object(known, self.runs.groups.world)
+        if known is not None:
+            ParallelState.of(self.module).attributes.update(known)
+        return known is not None
 
     def _first_samples(self, batch: Any) -> Any:
         steps = self.runs.steps
         try:
             if steps is None or steps.options.split_batch is split_batch:
-                return take_samples(batch, _SAMPLES)
+                return two_samples(batch)
             # A function of the user's: what it makes two microbatches of.
             return split_by(steps.options.split_batch, batch, max(1, steps.engine.schedule.num_microbatches // 2))[0]
         except ValueError:
@@ -207,63 +198,6 @@ def _message(call: StepCall, found: Sequence[StepDifference], hint: str) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------------ the record
-
-_proven: dict[str, str] = {}
-"""What has been verified in this process, and beside its checkpoints: key and text."""
-
-
-def save_proofs(checkpoint: str | Path) -> None:
-    """Write what has been verified into the folder of a checkpoint on a local disk."""
-    folder = Path(checkpoint).parent
-    if _proven and folder.is_dir():
-        (folder / PROOF_FILE).write_text(json.dumps(_proven, indent=1))
-
-
-def _folders(trainer: Any) -> list[Path]:
-    """Return where this run's checkpoints are, and the one it resumes from."""
-    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-    paths = [Path(callback.dirpath) for callback in callbacks if callback.dirpath]
-    resumed = checkpoint_of_run(trainer)
-    return [*paths, *([Path(resumed).parent] if resumed else [])]
-
-
-def _read(path: Path) -> dict[str, str]:
-    try:
-        found = json.loads(path.read_text())
-        return {str(key): str(text) for key, text in found.items()}
-    except (OSError, ValueError, AttributeError):  # none, or not ours: verified anew
-        return {}
-
-
-def _key(runs: StepRuns, name: str, batch: Any) -> str:
-    """Hash all that decides whether a step computes the same divided: code, plan, sizes, versions."""
-    leaves, tree = pytree.tree_flatten(batch)
-    kinds = [(str(leaf.dtype), leaf.dim()) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
-    tensors = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in runs.module.named_parameters()]
-    facts = (
-        [_version(package) for package in ("torch", "lightning", "pytorch-lightning", "lightning-parallel")],
-        (name, str(tree), kinds),
-        runs.skeleton.fingerprint(),
-        tensors,
-        runs.groups.mesh,
-        type(runs.precision).__name__,
-        runs.device.type,
-        sorted((path, repr(rule)) for path, rule in runs.rules.items()),
-        None if runs.engine is None else runs.engine.plan.outline(),
-        # Splitting functions of the user's decide what a microbatch is.
-        None if runs.steps is None else runs.steps.options.split_batch.__qualname__,
-    )
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 # --------------------------------------------------------------------------------------------------- one comparison
 
 
@@ -287,16 +221,20 @@ class _Comparison:
         self.hint = ""
         self.summary = ""
         self.varying: list[str] = []
+        self.way = Way()
         self._run()
 
     def _run(self) -> None:
-        way = Way()
-        whole = self.runs.whole(self.call, way)
-        if whole.failure:
+        for way in self.runs.precisions():
+            whole = self.runs.whole(self.call, way)
+            if not whole.failure:
+                break
+        else:
             self.failure = f"it cannot be run by one rank alone ({whole.failure})"
             return
+        self.way = way
         if self.runs.engine is not None and (whole.draws or self._has_batch_norm()):
-            way = Way(splits=False)
+            way = replace(way, splits=False)
         divided = self.runs.divided(self.call, way)
         self.differences = self._found(whole, divided)
         self.summary = self._counted(whole)
@@ -379,7 +317,7 @@ class _Comparison:
 
     def _compare_dropout(self) -> None:
         """Compare once more with dropout: with one process, or the ranks of divided layers with each other."""
-        way = Way(dropout=True, splits=False)
+        way = replace(self.way, dropout=True, splits=False)
         tensor_group = self.runs.groups.tensor_parallel
         if tensor_group.size == 1:
             whole = self.runs.whole(self.call, way)
@@ -409,7 +347,7 @@ class _Comparison:
 
     def _explain(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
         """Leave out what differs from run to run anyway, and find out what makes the rest differ."""
-        varying = self._varying(whole, self.runs.whole(self.call, Way()))
+        varying = self._varying(whole, self.runs.whole(self.call, self.way))
         self.differences = [entry for entry in self.differences if (entry.kind, entry.name) not in varying]
         self.varying = sorted(name if kind == "loss" else f"{kind} `{name}`" for kind, name in varying)
         if not self._anywhere(self.differences):
@@ -424,9 +362,39 @@ class _Comparison:
         one = replace(way, splits=False)
         can_split = self.runs.engine is not None and way.splits
         if can_split and not self._anywhere(self._found(whole, self.runs.divided(self.call, one))):
+            self._learn_attributes(way, whole)
             self.hint = _MICROBATCHES
             return
         self.hint = self._audited() or self._first_module(replace(one, traces=True))
+
+    def _learn_attributes(self, way: Way, whole: WholeRun) -> None:
+        """Find out how the values that microbatches leave in attributes give that of one step."""
+        mine = {entry.name for entry in self.differences if entry.kind == "attribute"}
+        names = sorted({name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs})
+        rules = ParallelState.of(self.runs.module).attributes
+        for rule in ("mean", "count"):
+            # Entries of lists and the like have a path behind their name, and no rule.
+            names = [name for name in names if isinstance(vars(self.runs.module).get(name, 0), (int, float, Tensor))]
+            rules.update(dict.fromkeys(names, rule))
+            if names:
+                self.differences = self._found(whole, self.runs.divided(self.call, way))
+                wrong = {entry.name for entry in self.differences if entry.kind == "attribute"}
+                wrong = {name for theirs in comm.all_gather_object(wrong, self.replica) for name in theirs}
+                names = [name for name in names if name in wrong]
+        for name in names:
+            del rules[name]
+        self._warn_of_buffers()
+
+    def _warn_of_buffers(self) -> None:
+        """Leave out buffers that are updated once per microbatch, as in batch normalisation, with a warning."""
+        names = [entry.name for entry in self.differences if entry.kind == "buffer"]
+        self.differences = [entry for entry in self.differences if entry.kind != "buffer"]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            rank_zero_warn(
+                f"the buffer `{names[0]}`{more} is updated once per microbatch, and so has other values than in one"
+                " process, where it is updated once per batch"
+            )
 
     def _varying(self, one: WholeRun, two: WholeRun) -> set[tuple[str, str]]:
         """Return what two runs on one process do not agree in, as kinds and names."""
@@ -446,7 +414,7 @@ class _Comparison:
         audit = StepAudit(self.runs.module, self.runs.sharding)
         found = ""
         try:
-            self.runs.divided(self.call, Way(), audit.wrap)
+            self.runs.divided(self.call, self.way, audit.wrap)
         except RuntimeError as error:
             found = str(error)
         # The audit communicates nothing, and refuses the same on all ranks.

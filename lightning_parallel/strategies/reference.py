@@ -260,13 +260,15 @@ class WholeModel:
 
     Args:
         owners: Where they are.
+        double: Whether floating-point parameters are converted to double precision.
 
     Attributes:
         precisions: In what the step has computed, as far as autograd saw it.
     """
 
-    def __init__(self, owners: Owners) -> None:
+    def __init__(self, owners: Owners, double: bool) -> None:
         self._owners = owners
+        self._double = double
         self._chunk_of: dict[str, list[str]] = {}
         self._data: OrderedDict[str, Tensor] = OrderedDict()
         self._num_bytes = 0
@@ -308,8 +310,8 @@ class WholeModel:
         if name not in self._data:
             with torch.no_grad(), torch.inference_mode(False):
                 fetched = self._owners.fetch(self._chunk_of[name])
-            for other, full in fetched.items():
-                self._data[other] = full
+            for other, value in fetched.items():
+                full = self._data[other] = value.double() if self._double and value.is_floating_point() else value
                 self._names[full.untyped_storage().data_ptr()] = other
                 self._num_bytes += full.numel() * full.element_size()
             self._make_room(set(fetched))
@@ -404,17 +406,18 @@ class Reference:
     buffers: dict[str, Tensor]
 
 
-def run_reference(skeleton: Skeleton, owners: Owners, run: Callable[[], Any]) -> Reference:
+def run_reference(skeleton: Skeleton, owners: Owners, run: Callable[[], Any], double: bool) -> Reference:
     """Run `run` on the whole model on the first rank of the replica; all its ranks call this.
 
     Args:
         skeleton: The module as it was.
         owners: Where its tensors are.
         run: Runs the step, forward and backward, and returns what is to be compared.
+        double: Whether floating-point parameters and buffers are in double precision.
     """
     owners.taken = {}
     if owners.replica.rank == 0:
-        result, failure, precisions = _run_alone(skeleton, owners, run)
+        result, failure, precisions = _run_alone(skeleton, owners, run, double)
         owners.end((result, failure, precisions))
     else:
         result, failure, precisions = owners.serve()
@@ -424,10 +427,14 @@ def run_reference(skeleton: Skeleton, owners: Owners, run: Callable[[], Any]) ->
     return Reference(result, failure, precisions, gradients, buffers)
 
 
-def _run_alone(skeleton: Skeleton, owners: Owners, run: Callable[[], Any]) -> tuple[Any, str, set[torch.dtype]]:
-    model = WholeModel(owners)
+def _run_alone(
+    skeleton: Skeleton, owners: Owners, run: Callable[[], Any], double: bool
+) -> tuple[Any, str, set[torch.dtype]]:
+    model = WholeModel(owners, double)
     with torch.inference_mode(False):
         before = owners.fetch(owners.buffer_names)
+        if double:
+            before = {name: value.double() if value.is_floating_point() else value for name, value in before.items()}
         buffers = {name: value.clone() for name, value in before.items()}
     # Gradients of parameters that the user's code holds by other ways than the module.
     known = {name: parameter.grad for name, parameter in owners.parameters.items()}

@@ -46,14 +46,23 @@ class StepEffects:
         self.logged: list[list[LogCall]] = []
         self._before = _snapshots(module)
         self._attributes = dict(vars(module))
+        self._rules = ParallelState.of(module).attributes
+        self._values: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Record one microbatch inside the block: calls of `self.log` count if the step runs to its end."""
         calls: list[LogCall] = []
+        before = self._ruled_values()
         with log_recorded(self.module, calls):
             yield
         self.logged.append(calls)
+        self._values.append((before, self._ruled_values()))
+
+    def _ruled_values(self) -> dict[str, Any]:
+        """Return the attributes for which the proof has found how microbatches give the value of one step."""
+        values = {name: vars(self.module)[name] for name in self._rules if name in vars(self.module)}
+        return pytree.tree_map_only(Tensor, lambda value: value.detach().clone(), values)
 
     def merged(self, samples: Sequence[int], weights: Sequence[float]) -> tuple[list[LogCall], dict[str, Any]]:
         """Return calls of `self.log`, and attributes, as one step on the whole batch would have left them."""
@@ -67,8 +76,25 @@ class StepEffects:
             if missing(value) and value is not self._attributes.get(name):
                 shape, dtype = value.signature
                 attributes[name] = _Elsewhere(shape, dtype, value.provenance)
+        for name in attributes.keys() & self._rules.keys():
+            attributes[name] = self._by_rule(name, weights)
         known = ParallelState.of(self.module).logged
         return _merge_calls(self.logged, samples, weights, known), attributes
+
+    def _by_rule(self, name: str, weights: Sequence[float]) -> Any:
+        """Return what one step on the whole batch would leave in an attribute, by the mean over microbatches.
+
+        A value that is set is the mean of those that are set; one that is counted up goes up by the mean.
+        """
+        pairs = [(before.get(name, 0), after[name]) for before, after in self._values]
+        if self._rules[name] == "mean":
+            result = sum(weight * after for weight, (_, after) in zip(weights, pairs))
+        else:
+            changes = sum(weight * (after - before) for weight, (before, after) in zip(weights, pairs))
+            result = pairs[0][0] + changes
+        if isinstance(result, Tensor):
+            return result.detach().cpu()
+        return round(result) if isinstance(pairs[-1][1], int) else result
 
     def repeat(self, calls: Sequence[LogCall], attributes: Mapping[str, Any], device: torch.device) -> None:
         """Log and remember on this rank what the last stage logged and remembered."""

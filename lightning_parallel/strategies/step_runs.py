@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import pytree
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.microbatch import OwnGenerators, random_state_kept, seed_all
+from lightning_parallel.pipeline.microbatch import map_tensors
+from lightning_parallel.pipeline.random_streams import OwnGenerators, random_state_kept, seed_all
 from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.strategies.observed_step import (
     ModuleTrace,
@@ -32,7 +32,7 @@ from lightning_parallel.strategies.observed_step import (
     followed_attributes,
     numbers_in,
 )
-from lightning_parallel.strategies.pinned import SEED, Draws, KeptState, StageStreams, without_dropout
+from lightning_parallel.strategies.pinned import SEED, Draws, KeptState, StageStreams, in_double, without_dropout
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 from lightning_parallel.strategies.reference import Owners, run_reference
 from lightning_parallel.strategies.skeleton import Skeleton
@@ -62,11 +62,15 @@ class Way:
         dropout: Whether it is on.
         splits: Whether a pipeline cuts the samples into microbatches.
         traces: Whether the outputs of modules are recorded.
+        double: Whether it computes in double precision, whatever the run does.
+        plain: Whether it computes in the precision of its parameters, without autocast.
     """
 
     dropout: bool = False
     splits: bool = True
     traces: bool = False
+    double: bool = False
+    plain: bool = False
 
 
 @dataclass
@@ -110,6 +114,10 @@ class DividedRun:
     buffers: dict[str, Tensor]
     draws_apart: bool = False
     trace: ModuleTrace | None = None
+
+
+_DOUBLE_BYTES = 1 << 30
+"""Parameters of a rank up to this size are converted to double precision for the proof."""
 
 
 class StepRuns:
@@ -167,7 +175,7 @@ class StepRuns:
             return replace(effects, output={}), draws, dropout, trace
 
         with self._state_kept():
-            found = run_reference(self.skeleton, owners, run)
+            found = run_reference(self.skeleton, owners, run, way.double)
         effects, draws, dropout, trace = found.result or (ObservedStep(), False, False, None)
         return WholeRun(
             found.failure,
@@ -185,6 +193,8 @@ class StepRuns:
         draws = Draws(generators)
         trace = ModuleTrace(self.module) if way.traces else None
         with ExitStack() as stack:
+            if way.double:
+                stack.enter_context(in_double(self.module, with_parameters=False))
             quiet = None if way.dropout else stack.enter_context(without_dropout(self.module))
             if self.engine is None:
                 seed_all(SEED)
@@ -193,7 +203,7 @@ class StepRuns:
                 stack.enter_context(StageStreams(self.engine, draws).followed())
             if trace is not None:
                 stack.enter_context(trace.recording())
-            effects = self._run_step(call)
+            effects = self._run_step(call, way)
             draws.check()
         return effects, draws.found, quiet is not None and quiet.found, trace
 
@@ -210,13 +220,20 @@ class StepRuns:
         trace = ModuleTrace(self.module, self._elsewhere()) if way.traces else None
         drawn = RandomRegion.draws
         with self._state_kept(), ExitStack() as stack:
+            if way.double:
+                stack.enter_context(in_double(self.module, with_parameters=True))
+                buffers = {
+                    key: value.double() if value.is_floating_point() else value for key, value in buffers.items()
+                }
+                if self.engine is not None:
+                    stack.enter_context(self.engine.other_precision(torch.float64))
             if not way.dropout:
                 stack.enter_context(without_dropout(self.module))
             if trace is not None:
                 stack.enter_context(trace.recording())
             if self.steps is None:
                 seed_all(SEED)
-                effects = self._run_step(call, around)
+                effects = self._run_step(call, way, around)
             else:
                 effects = self._run_stages(self.steps, call, way)
             if call.name == "training_step":
@@ -229,19 +246,21 @@ class StepRuns:
             }
         return DividedRun(effects, gradients, changed, RandomRegion.draws > drawn, trace)
 
-    def _run_step(self, call: StepCall, around: Callable[..., Any] | None = None) -> ObservedStep:
+    def _run_step(self, call: StepCall, way: Way, around: Callable[..., Any] | None = None) -> ObservedStep:
         """Run the module's own step on this rank, as the module is now, with its backward pass.
 
         Args:
             call: The step.
+            way: How to run it.
             around: Wraps it.
         """
         module = self.module
         before = followed_attributes(module)
         calls: list[LogCall] = []
         step = getattr(module, call.name)
-        with log_recorded(module, calls), self._manual(), self._context(call.name)():
-            output = (step if around is None else around(step))(copied(call.batch), *call.rest, **call.kwargs)
+        batch = copied(call.batch, way.double)
+        with log_recorded(module, calls), self._manual(), self._precision(way), self._context(call.name)():
+            output = (step if around is None else around(step))(batch, *call.rest, **call.kwargs)
         loss = None
         if call.name == "training_step" and module.automatic_optimization and output is not None:
             loss = loss_of(output)
@@ -276,9 +295,9 @@ class StepRuns:
         patches.replace(steps, "gradient_scale", lambda: 1.0)
         if not way.splits:
             patches.replace(steps.engine, "split_batch", lambda batch, _: [batch])
-        arguments = (copied(call.batch), *call.rest)
+        arguments = (copied(call.batch, way.double), *call.rest)
         try:
-            with log_recorded(self.module, calls):
+            with log_recorded(self.module, calls), self._precision(way):
                 if call.name == "training_step":
                     output = steps.training_step(arguments, call.kwargs, None)
                     steps.restore_gradients()
@@ -322,16 +341,34 @@ class StepRuns:
 
     @contextmanager
     def nothing_left(self) -> Iterator[None]:
-        """Run steps inside the block without autocast, and without anybody who waits for gradients."""
+        """Run steps inside the block without anybody who waits for their gradients."""
+        with random_state_kept(), nullcontext() if self.reducer is None else self.reducer.paused():
+            yield
+
+    @contextmanager
+    def _precision(self, way: Way) -> Iterator[None]:
         patches = Patches()
-        if isinstance(self.precision, MixedPrecision):
-            # Single precision throughout: what autocast rounds would hide differences.
+        if way.plain or way.double:
+            # What autocast rounds would hide differences.
             patches.replace(self.precision, "forward_context", nullcontext)
         try:
-            with random_state_kept(), nullcontext() if self.reducer is None else self.reducer.paused():
-                yield
+            yield
         finally:
             patches.undo()
+
+    def precisions(self) -> list[Way]:
+        """Return in which precisions to run, the best first; a step may not work in all of them."""
+        parameters = [value for value in self.module.parameters() if value.is_floating_point()]
+        num_bytes = sum(value.numel() * 8 for value in parameters)
+        is_double = all(value.dtype == torch.float64 for value in parameters)
+        everyone = comm.all_gather_object((num_bytes, is_double), self.groups.replica)
+        ways = []
+        fits = max(size for size, _ in everyone) <= _DOUBLE_BYTES and self.device.type != "mps"
+        if fits and not all(double for _, double in everyone):
+            ways.append(Way(double=True))
+        if isinstance(self.precision, MixedPrecision):
+            ways.append(Way(plain=True))
+        return [*ways, Way()]
 
     @contextmanager
     def _state_kept(self) -> Iterator[None]:
@@ -398,9 +435,14 @@ class _Inert:
         """Let gradients add up over the whole step."""
 
 
-def copied(batch: Any) -> Any:
-    """Return a copy of a batch, which a step may write into."""
+def copied(batch: Any, double: bool) -> Any:
+    """Return a copy of a batch, which a step may write into; in double precision if asked."""
     try:
-        return copy.deepcopy(batch)
+        batch = copy.deepcopy(batch)
     except Exception:  # an object of the user's that cannot be copied
-        return pytree.tree_map_only(Tensor, torch.clone, batch)
+        batch = map_tensors(batch, torch.clone)
+    return map_tensors(batch, _doubled) if double else batch
+
+
+def _doubled(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value

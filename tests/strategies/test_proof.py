@@ -1,0 +1,404 @@
+"""The proof: steps are compared with those of one process before their first batch."""
+
+import json
+import logging
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
+from lightning_parallel.strategies import proof_record
+from lightning_parallel.strategies.proof import ProofError
+from lightning_parallel.strategies.reference import Owners, WholeModel, run_reference
+from lightning_parallel.strategies.skeleton import Skeleton
+from tests.harness import distributed
+from tests.strategies.models import loader, trainer_for
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Tokens(LightningModule):
+    """Blocks on three tokens of 16 features, from 12 features."""
+
+    def __init__(self, block=Mlp, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Linear(12, 48)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.head = nn.Linear(16, 5)
+        self.to(dtype)
+
+    def hidden(self, x):
+        return self.embed(x.to(self.embed.weight.dtype)).view(-1, 3, 16)
+
+    def forward(self, x):
+        hidden = self.hidden(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.mean(1))
+
+    def loss(self, x, y):
+        return F.cross_entropy(self(x), y)
+
+    def training_step(self, batch, index):
+        return self.loss(*batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def strategy(layout, **options):
+    if layout == "tensor":
+        return TensorParallelStrategy(tensor_parallel_size=2, **options)
+    if layout == "pipeline":
+        return PipelineParallelStrategy(pipeline_parallel_size=2, **options)
+    return HybridParallelStrategy(pipeline_parallel_size=2, tensor_parallel_size=2, **options)
+
+
+def fit(module, layout, verify="always", **options):
+    """Train for a step; returns what was said about the proof."""
+    said = []
+
+    class Listener(logging.Handler):
+        def emit(self, entry):
+            said.append(entry.getMessage())
+
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    listener = Listener()
+    logger.addHandler(listener)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            devices = 4 if layout == "hybrid" else 2
+            trainer = trainer_for(strategy(layout, verify=verify), devices, max_steps=1, **options)
+            trainer.fit(module, loader(), loader())
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(level)
+    said += [str(warning.message) for warning in caught]
+    return [text for text in said if "verified" in text or "not compared" in text]
+
+
+# -- steps that are right ----------------------------------------------------------------------------------------------
+
+
+class Logging(Tokens):
+    """Logs, returns, keeps and counts."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.seen_losses, self.last, self.steps = [], 0.0, 0
+
+    def training_step(self, batch, index):
+        loss = self.loss(*batch)
+        self.log("loss", loss)
+        self.log("time", time.perf_counter())
+        self.seen_losses.append(loss.item())
+        self.last = loss.item()
+        self.steps += 1
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("validation", self.loss(*batch))
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_what_is_verified_is_said(group, layout):
+    module = Logging()
+    said = fit(module, layout, limit_val_batches=1, max_epochs=1, val_check_interval=1)
+    if group.rank == 0:
+        assert said[0].startswith(
+            "verified on 2 samples: loss, 20 gradients, 2 logged values and 2 attributes equal one"
+        )
+        assert "not logged value `time`, which each run on one process gives anew" in said[0]
+        assert said[1].startswith("`validation_step` verified on 2 samples: 1 logged value equals one process")
+    # The proof's own runs leave nothing, and what microbatches leave in attributes is that of one step.
+    assert len(module.seen_losses) == module.steps == 1
+    assert module.last == pytest.approx(module.seen_losses[0])
+
+
+class Dropout(Tokens):
+    """Dropout before, in and after the layers, and noise that the step draws itself."""
+
+    def __init__(self, **kwargs):
+        super().__init__(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True), **kwargs)
+
+    def hidden(self, x):
+        return F.dropout(super().hidden(x), 0.2, self.training)
+
+    def loss(self, x, y):
+        noise = torch.randn_like(x)
+        return F.cross_entropy(F.dropout(self(x + noise), 0.1), y) + noise.pow(2).mean()
+
+
+class Recurrent(Tokens):
+    """A layer that keeps its parameters in a list, and a penalty on parameters read one by one."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.rnn = nn.LSTM(12, 12, 2, batch_first=True, dropout=0.1).to(self.head.weight.dtype)
+
+    def forward(self, x):
+        return super().forward(self.rnn(x[:, None].to(self.head.weight.dtype))[0][:, 0])
+
+
+class Checkpointed(Tokens):
+    def forward(self, x):
+        hidden = self.hidden(x)
+        for block in self.blocks:
+            hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
+        return self.head(hidden.mean(1))
+
+
+class Tied(Tokens):
+    """Computes with the weights of the embedding in the head, and leaves a parameter unused."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.unused = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        hidden = self.hidden(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden.mean(1)) + (hidden.flatten(1) @ self.embed.weight)[:, :5]
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@pytest.mark.parametrize("kind", [Dropout, Recurrent, Checkpointed])
+@distributed(world_size=2)
+def test_steps_that_are_right_are_not_refused(group, layout, kind):
+    said = fit(kind(), layout)
+    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss, ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_low_precision_is_compared_in_double(group, layout, dtype):
+    module = Tokens(dtype=dtype)
+    said = fit(module, layout)
+    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss, 20 gradients")
+    assert all(parameter.dtype == dtype for parameter in module.parameters())
+
+
+@distributed(world_size=2)
+def test_parameters_on_several_stages(group):
+    said = fit(Tied(), "pipeline")
+    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss, 20 gradients")
+
+
+@distributed(world_size=4)
+def test_both_axes(group):
+    said = fit(Logging(), "hybrid")
+    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss, 20 gradients")
+
+
+class Manual(Tokens):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def objective(self, batch):
+        return self.loss(*batch)
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.objective(batch))
+            optimizer.step()
+
+
+@distributed(world_size=2)
+def test_manual_optimization(group):
+    module = Manual()
+    said = fit(module, "tensor")
+    assert group.rank > 0 or said[0].startswith("verified on 2 samples: 20 gradients equal one process")
+    assert module.trainer.global_step == 2
+
+
+# -- steps that are not ------------------------------------------------------------------------------------------------
+
+
+class Pieces(Manual):
+    """Matches hidden features, of which each rank has a part: the audit of the automatic step does not see it."""
+
+    def objective(self, batch):
+        return super().objective(batch) + self.blocks[0].up(self.hidden(batch[0])).pow(2).mean()
+
+
+class LogsPieces(Tokens):
+    def loss(self, x, y):
+        self.log("hidden", self.blocks[0].up(self.hidden(x)).abs().mean())
+        return super().loss(x, y)
+
+
+class RanksDiffer(Tokens):
+    def loss(self, x, y):
+        return super().loss(x, y) * (1 + self.global_rank)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [(Pieces, "gradient `embed.weight`"), (LogsPieces, "logged value `hidden` is"), (RanksDiffer, "loss is")],
+)
+@distributed(world_size=2)
+def test_steps_that_compute_with_pieces_are_refused_on_every_rank(kind, named):
+    module = kind()
+    with pytest.raises((ProofError, RuntimeError), match=named):
+        fit(module, "tensor")
+    assert module.trainer.global_step == 0
+
+
+class SumLoss(Tokens):
+    def loss(self, x, y):
+        return F.cross_entropy(self(x), y, reduction="sum")
+
+
+class Contrast(Tokens):
+    def loss(self, x, y):
+        logits = self(x)
+        return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+class Flat(Tokens):
+    def training_step(self, batch, index):
+        logits = self(batch[0])
+        return {"loss": F.cross_entropy(logits, batch[1]), "all": logits.detach().flatten()}
+
+
+@pytest.mark.parametrize(("kind", "named"), [(SumLoss, "loss is"), (Contrast, "loss is")])
+@distributed(world_size=2)
+def test_steps_that_microbatches_change_are_refused(kind, named):
+    with pytest.raises(ProofError, match=f"(?s){named}.*not a mean over samples"):
+        fit(kind(), "pipeline")
+
+
+@distributed(world_size=2)
+def test_the_first_module_that_differs_is_named(monkeypatch):
+    def broken(x, *args, **kwargs):
+        return forward(x, *args, **kwargs) * 1.01
+
+    module = Tokens()
+    forward = module.blocks[2].down.forward
+
+    def break_it(trainer, module):
+        down = module.blocks[2].down
+        whole = type(down).forward
+        monkeypatch.setattr(type(down), "forward", lambda self, x: whole(self, x) * (1.01 if self is down else 1))
+
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    with pytest.raises(ProofError, match=r"(?s)first module that differs is `blocks\.2\.down`.*plan=.*'blocks\.\*\*'"):
+        fit(module, "tensor", callbacks=[LambdaCallback(on_train_start=break_it)])
+
+
+# -- what cannot be compared -------------------------------------------------------------------------------------------
+
+
+class Communicating(Tokens):
+    def loss(self, x, y):
+        loss = super().loss(x, y)
+        torch.distributed.all_reduce(loss.detach())
+        return loss
+
+
+@distributed(world_size=2)
+def test_a_step_that_communicates_is_not_compared_and_says_so(group):
+    said = fit(Communicating(), "tensor")
+    if group.rank == 0:
+        assert "the step communicates by itself (`torch.distributed.all_reduce`)" in said[0]
+
+
+@distributed(world_size=2)
+def test_the_argument():
+    with pytest.raises(ValueError, match="`verify` must be 'auto', 'always' or 'off', got 'no'"):
+        TensorParallelStrategy(verify="no")
+    assert fit(LogsPieces(), "tensor", verify="off") == []
+
+
+@distributed(world_size=2)
+def test_a_verified_step_is_remembered_beside_its_checkpoints(group):
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+
+    def callbacks():
+        return [ModelCheckpoint(folder, every_n_train_steps=1)]
+
+    class Remembered(Tokens):
+        pass
+
+    options = {"enable_checkpointing": True}
+    first = fit(Remembered(), "tensor", "auto", callbacks=callbacks(), **options)
+    written = json.loads((folder / proof_record.PROOF_FILE).read_text())
+    proof_record.forget()
+    again = fit(Remembered(), "tensor", "auto", callbacks=callbacks(), **options)
+    Remembered.loss = lambda self, x, y: F.cross_entropy(self(x), y, label_smoothing=0.1)
+    proof_record.forget()
+    other = fit(Remembered(), "tensor", "auto", callbacks=callbacks(), **options)
+    if group.rank == 0:
+        assert first[0].startswith("verified on 2 samples")
+        assert first[0].rpartition(" (")[0] in [entry["text"] for entry in written.values()]
+        assert again == []
+        assert other[0].startswith("verified on 2 samples")
+
+
+# -- the whole model ---------------------------------------------------------------------------------------------------
+
+
+@distributed(world_size=2)
+def test_the_reference_never_holds_the_whole_model(group, monkeypatch):
+    from lightning_parallel.strategies import reference
+
+    # As if one layer were a large part of a device.
+    monkeypatch.setattr(reference, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(reference, "_CACHE_BYTES", 1)
+    held = []
+
+    class Watched(WholeModel):
+        def _make_room(self, kept):
+            super()._make_room(kept)
+            held.append(sum(value.numel() for value in self._data.values()))
+
+    monkeypatch.setattr(reference, "WholeModel", Watched)
+    said = fit(Checkpointed(), "pipeline")
+    if group.rank == 0:
+        assert said[0].startswith("verified on 2 samples: loss, 20 gradients")
+        largest = 12 * 48
+        assert max(held) <= 2 * largest, "a few tensors at a time"
+
+
+@distributed(world_size=2)
+def test_a_failure_on_the_first_rank_is_known_on_all(group):
+    from lightning_parallel.comm import MeshGroups
+    from lightning_parallel.mesh import Mesh
+
+    module = nn.Sequential(nn.Linear(3, 3))
+    skeleton = Skeleton(module)
+    skeleton.close()
+    groups = MeshGroups(Mesh(pipeline_parallel=2))
+    owners = Owners(module, {}, groups, torch.device("cpu"))
+
+    def fail():
+        raise KeyError("lost")
+
+    assert run_reference(skeleton, owners, fail, double=False).failure == "KeyError: 'lost'"
