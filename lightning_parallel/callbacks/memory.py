@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parallel import tracing
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, rank_info
 from lightning_parallel.compat.lightning import ddp_hook_state
 from lightning_parallel.compat.torch import (
@@ -389,7 +390,7 @@ class ActivationMeter:
     def _pack(self, tensor: Tensor) -> _SavedTensor:
         storage = _storage(tensor)
         # `_unpack` is given whatever is returned here, so tensors that do not count are wrapped, too.
-        if storage is None or storage in self._held:
+        if storage is None or storage in self._held or tracing.is_suspended():
             return _SavedTensor(tensor)
         return _CountedTensor(tensor, self, storage_address(storage), storage.nbytes())
 

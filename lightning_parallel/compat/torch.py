@@ -49,6 +49,9 @@ from torch.utils import _pytree as pytree
 # Sees every operator; a public name in a private module, and no public module has it.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+# Takes all modes that see operators away for a block; torch does so itself, for what it runs on its own account.
+from torch.utils._python_dispatch import _disable_current_modes as dispatch_modes_suspended
+
 from lightning_parallel.compat import Patches
 
 __all__ = [
@@ -71,6 +74,7 @@ __all__ = [
     "ddp_ignored_names",
     "default_store",
     "device_of_scaler",
+    "dispatch_modes_suspended",
     "flight_recorder_entries",
     "forbid_data_access",
     "forward_hooks_of",

@@ -26,7 +26,7 @@ from lightning_parallel.compat.torch import BatchNormalization, version_of
 from lightning_parallel.pipeline.microbatch import SplitBatch, StepResult, num_samples, own_copy, split_batch, split_by
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
-from lightning_parallel.pipeline.random_streams import OwnGenerators, random_state_kept
+from lightning_parallel.pipeline.random_streams import OwnGenerators
 from lightning_parallel.pipeline.runtime import ScheduleRun, split_linears
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
 from lightning_parallel.pipeline.stage import PipelineStages, StageInputs, TiedParameter
@@ -264,11 +264,11 @@ class PipelineEngine:
 
     def next_seed(self) -> int:
         """Return the seed of the next step, the same on every rank."""
+        # Drawn in each step, so that the global generator goes on; but code that draws on some ranks only, such as
+        # under `is_global_zero`, leaves those of the ranks in different states.
+        mine = int(torch.randint(2**62, ()).item())
         if self._seeds is None:
-            # The global generator stays where it is: the layers draw nothing from it, and the order of shuffled data in
-            # the next epoch would be another than in one process. So where it has not gone on, a number does.
-            with random_state_kept():
-                mine = int(torch.randint(2**62, ()).item())
+            # Where somebody has put the generator back since, a number goes on.
             self._shared_seeds += 1
             self._seeds = random.Random(comm.broadcast_object(mine, self.seed_group) ^ self._shared_seeds)
         return self._seeds.getrandbits(62)

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 __all__ = [
     "SplitBatch",
+    "few_samples",
     "StepResult",
     "merge_outputs",
     "map_tensors",
@@ -33,7 +34,6 @@ __all__ = [
     "reduce_logged",
     "split_batch",
     "split_by",
-    "two_samples",
 ]
 
 
@@ -81,24 +81,28 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     return [_part(batch, slice(start, stop), samples) for start, stop in pairwise(bounds)]
 
 
-def two_samples(batch: Any) -> Any:
-    """Return the first sample of a batch and the one that is least like it in what it leaves out.
+def few_samples(batch: Any, count: int) -> Any:
+    """Return `count` samples of a batch: the first ones, but in the middle of them the one least like the first.
 
-    How many tokens are padded, masked or ignored is what shows whether a loss is a mean over samples or over tokens.
+    That is, in what it leaves out: how many tokens are padded, masked or ignored shows whether a loss is a mean over
+    samples or over tokens.
 
     Raises:
         ValueError: As `split_batch`.
     """
     samples = num_samples(batch)
-    if samples <= 2:
+    if samples <= count:
         return batch
     counts = torch.zeros(samples, dtype=torch.int64)
     for _, value in _entries(batch, ""):
         tensor = torch.as_tensor(value)
         if tensor.dim() > 1 and not (tensor.is_floating_point() or tensor.is_complex()):
             counts += ((tensor != 0) & (tensor != _IGNORED)).flatten(1).sum(1).cpu()
-    other = max(1, int((counts - counts[0]).abs().argmax()))
-    return _part(batch, slice(0, other + 1, other), samples)
+    chosen = list(range(count))
+    other = int((counts - counts[0]).abs().argmax())
+    if other >= count:
+        chosen[count // 2] = other
+    return _part(batch, chosen, samples)
 
 
 # The label that `cross_entropy` leaves out by default.
@@ -170,13 +174,13 @@ def _quote(key: str) -> str:
     return f"`{key}`" if key else "the batch"
 
 
-def _part(value: Any, chosen: slice, samples: int) -> Any:
+def _part(value: Any, chosen: slice | list[int], samples: int) -> Any:
     if isinstance(value, (Tensor, np.ndarray)):
         return value[chosen] if len(value.shape) else value
     # A list such as one string per sample; with tensors of samples inside, its length equals theirs by chance.
     is_plain = isinstance(value, (tuple, list)) and not hasattr(value, "_fields")
     if is_plain and len(value) == samples and not any(len(entry.shape) for _, entry in _entries(value, "")):
-        return value[chosen]
+        return value[chosen] if isinstance(chosen, slice) else type(value)(value[index] for index in chosen)
     return _rebuilt(value, lambda item: _part(item, chosen, samples))
 
 
@@ -262,7 +266,7 @@ def merge_outputs(values: Sequence[Any], samples: Sequence[int], weights: Sequen
     if isinstance(first, (list, tuple)):
         return _merge_sequences(values, samples, weights)
     if isinstance(first, float):
-        return sum(weight * value for weight, value in zip(weights, values))
+        return sum(weight * value for weight, value in zip(weights, values) if weight)
     # A number of samples or tokens is added up; a constant such as the number of classes is not.
     if type(first) is int and (len(set(values)) > 1 or list(values) == list(samples)):
         return sum(values)
@@ -277,7 +281,8 @@ def _merge_tensors(values: list[Tensor], samples: Sequence[int], weights: Sequen
     if len({value.shape for value in values}) > 1:
         return values
     if values[0].is_floating_point() or values[0].is_complex():
-        return torch.stack([weight * value for weight, value in zip(weights, values)]).sum(0)
+        # A microbatch without weight (no tokens in it) may have given 0 / 0.
+        return torch.stack([weight * value for weight, value in zip(weights, values) if weight]).sum(0)
     if values[0].dtype != torch.bool:
         return torch.stack(values).sum(0)
     return values[0] if all(torch.equal(value, values[0]) for value in values) else values

@@ -57,12 +57,14 @@ class ObservedStep:
         logged: Name and value of each call of `self.log`.
         output: Numbers and tensors among what it returned, by key.
         attributes: Those of the module that it changed.
+        unknown: Attributes whose value is on another stage; to read one raises an error.
     """
 
     loss: float | None = None
     logged: dict[str, Any] = field(default_factory=dict)
     output: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
+    unknown: frozenset[str] = frozenset()
 
 
 def numbers_in(value: Any, name: str) -> dict[str, Any]:

@@ -180,6 +180,9 @@ class PipelineSteps:
         step = _StageStep(self._step(name, tuple(rest), kwargs), effects, audit)
         # Metrics that are computed inside the step must not wait for stages that are not there yet.
         self._is_running = True
+        # The layers draw nothing from the global generator, so it stays where it is: the order of shuffled data in the
+        # next epoch would be another than in one process.
+        state = torch.get_rng_state()
         try:
             if name == "training_step":
                 # Tied gradients are summed in `backward`, after their means over the replicas.
@@ -188,6 +191,7 @@ class PipelineSteps:
                 result = self.engine.forward(step, batch)
         finally:
             self._is_running = False
+            torch.set_rng_state(state)
         return self._shared(name, result, effects)
 
     def _shared(self, name: str, result: StepResult, effects: StepEffects) -> Any:

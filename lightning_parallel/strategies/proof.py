@@ -29,7 +29,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import BatchNormalization
-from lightning_parallel.pipeline.microbatch import num_samples, split_batch, split_by, two_samples
+from lightning_parallel.pipeline.microbatch import few_samples, num_samples, split_batch, split_by
 from lightning_parallel.strategies.checks import check_same_batch
 from lightning_parallel.strategies.observed_step import (
     ObservedStep,
@@ -156,12 +156,18 @@ class StepProof:
         return known is not None
 
     def _first_samples(self, batch: Any) -> Any:
+        """Return two samples; in a pipeline two microbatches, of two samples if the run's have several."""
         steps = self.runs.steps
         try:
-            if steps is None or steps.options.split_batch is split_batch:
-                return two_samples(batch)
+            if steps is None:
+                return few_samples(batch, 2)
+            parts = steps.engine.schedule.num_microbatches
+            if self.runs.microbatches > 2:
+                return batch
+            if steps.options.split_batch is split_batch:
+                return few_samples(batch, 2 * min(2, max(1, num_samples(batch) // parts)))
             # A function of the user's: what it makes two microbatches of.
-            return split_by(steps.options.split_batch, batch, max(1, steps.engine.schedule.num_microbatches // 2))[0]
+            return split_by(steps.options.split_batch, batch, max(1, parts // 2))[0]
         except ValueError:
             return batch
 
@@ -180,7 +186,7 @@ class StepProof:
             rank_zero_warn(f"`{name}` was not compared with that of one process: {failure}")
             return ""
         of = "" if name == "training_step" else f"`{name}` "
-        left_out = f"; not {', '.join(varying)}, which each run on one process gives anew" if varying else ""
+        left_out = f", but for {', '.join(varying)}, which differ from run to run on one process too" if varying else ""
         text = f"{of}verified on {verdict.summary}{left_out}"
         rank_zero_info(f"{text} ({seconds:.1f} s)")
         return text
@@ -222,6 +228,7 @@ class _Comparison:
         self.summary = ""
         self.varying: list[str] = []
         self.way = Way()
+        self._ignored: set[tuple[str, str]] = set()
         self._run()
 
     def _run(self) -> None:
@@ -233,15 +240,15 @@ class _Comparison:
             self.failure = f"it cannot be run by one rank alone ({whole.failure})"
             return
         self.way = way
-        if self.runs.engine is not None and (whole.draws or self._has_batch_norm()):
+        if self.runs.microbatches == 1 or whole.draws or self._has_batch_norm():
             way = replace(way, splits=False)
         divided = self.runs.divided(self.call, way)
         self.differences = self._found(whole, divided)
-        self.summary = self._counted(whole)
         if self._anywhere(self.differences):
             self._explain(way, whole, divided)
         elif whole.dropout:
             self._compare_dropout()
+        self.summary = self._counted(whole)
 
     def _has_batch_norm(self) -> bool:
         return any(isinstance(child, BatchNormalization) and child.training for child in self.runs.module.modules())
@@ -256,7 +263,8 @@ class _Comparison:
         differences = self._effect_differences(whole, divided, tolerance)
         if self.call.name == "training_step":
             differences += self._gradient_differences(whole, divided, tolerance)
-        return differences + self._buffer_differences(whole, divided, tolerance)
+        differences += self._buffer_differences(whole, divided, tolerance)
+        return [entry for entry in differences if (entry.kind, entry.name) not in self._ignored]
 
     def _effect_differences(
         self, whole: WholeRun, other: WholeRun | DividedRun, tolerance: float
@@ -264,7 +272,8 @@ class _Comparison:
         expected, found = whole.effects, other.effects
         differences = compare("loss", _loss(found), _loss(expected), tolerance)
         differences += compare("logged value", found.logged, expected.logged, tolerance)
-        differences += compare("attribute", found.attributes, expected.attributes, tolerance)
+        known = {name: value for name, value in expected.attributes.items() if name not in found.unknown}
+        differences += compare("attribute", found.attributes, known, tolerance)
         if self.replica.rank == 0:
             differences += compare("output", found.output, expected.output, tolerance)
         return differences
@@ -306,12 +315,14 @@ class _Comparison:
         effects = whole.effects
         parts = [] if effects.loss is None else ["loss"]
         parts += [_count(gradients, "gradient")] if gradients else []
-        parts += [_count(len(effects.logged), "logged value")] if effects.logged else []
+        logged = effects.logged.keys() - {name for _, name in self._ignored}
+        parts += [_count(len(logged), "logged value")] if logged else []
         parts += ["the output"] if effects.output else []
         parts += [_count(len(effects.attributes), "attribute")] if effects.attributes else []
         parts += [_count(buffers, "buffer")] if buffers else []
         text = ", ".join(parts[:-1]) + (" and " if len(parts) > 1 else "") + (parts[-1] if parts else "nothing")
-        return f"{_described(self.call.batch)}: {text} {'equals' if len(parts) == 1 else 'equal'} one process"
+        is_one = len(parts) < 2 and not text.endswith("s")
+        return f"{_described(self.call.batch)}: {text} {'equals' if is_one else 'equal'} one process"
 
     # ------------------------------------------------------------------------------------------------- dropout
 
@@ -347,7 +358,7 @@ class _Comparison:
 
     def _explain(self, way: Way, whole: WholeRun, divided: DividedRun) -> None:
         """Leave out what differs from run to run anyway, and find out what makes the rest differ."""
-        varying = self._varying(whole, self.runs.whole(self.call, self.way))
+        varying = self._ignored = self._varying(whole, self.runs.whole(self.call, self.way))
         self.differences = [entry for entry in self.differences if (entry.kind, entry.name) not in varying]
         self.varying = sorted(name if kind == "loss" else f"{kind} `{name}`" for kind, name in varying)
         if not self._anywhere(self.differences):

@@ -448,6 +448,7 @@ def _run_alone(
             communication_refused(others, lambda: owners.is_talking),
         ):
             result = run()
+            buffers = skeleton.buffers()
         model.deliver()
         strays = {name: p.grad for name, p in owners.parameters.items() if p.grad is not None}
         if any(name in owners.rules for name in strays):

@@ -98,6 +98,15 @@ class Skeleton:
         self._before.clear()
         self._first.clear()
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers by name, of the module as it is: what it has put in their place, too."""
+        return {
+            name: value
+            for child, change in self._changes
+            for key, name in change.buffers.items()
+            if name is not None and (value := buffers_of(child).get(key)) is not None
+        }
+
     def _names(self, tensors: Mapping[str, Tensor | None]) -> dict[str, str | None]:
         return {key: None if value is None else self._first[id(value)] for key, value in tensors.items()}
 

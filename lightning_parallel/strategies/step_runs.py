@@ -17,14 +17,17 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 
-from lightning_parallel import comm
+from lightning_parallel import comm, tracing
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import dispatch_modes_suspended
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.microbatch import map_tensors
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.random_streams import OwnGenerators, random_state_kept, seed_all
 from lightning_parallel.pipeline.runtime import loss_of
+from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.strategies.observed_step import (
     ModuleTrace,
     ObservedStep,
@@ -161,6 +164,14 @@ class StepRuns:
         """The pipeline, if there is one."""
         return None if self.steps is None else self.steps.engine
 
+    @property
+    def microbatches(self) -> int:
+        """Into how many microbatches a pipeline cuts the samples: two, or as many as its schedule can do only."""
+        if self.engine is None:
+            return 1
+        count = self.engine.schedule.num_microbatches
+        return min(2, count) if self.engine.schedule.name in SCHEDULES else count
+
     # ------------------------------------------------------------------------------------------------ the two runs
 
     def whole(self, call: StepCall, way: Way) -> WholeRun:
@@ -283,8 +294,9 @@ class StepRuns:
         return ObservedStep(
             None if loss is None else float(loss.detach()),
             logged,
-            {} if isinstance(output, Tensor) and loss is not None else numbers_in(output, ""),
+            {key: value for key, value in numbers_in(output, "").items() if loss is None or key not in _LOSS},
             changed_attributes(before, followed_attributes(self.module)),
+            frozenset(name for name, value in vars(self.module).items() if isinstance(value, PlaceholderTensor)),
         )
 
     def _run_stages(self, steps: PipelineSteps, call: StepCall, way: Way) -> ObservedStep:
@@ -293,8 +305,8 @@ class StepRuns:
         patches = Patches()
         patches.replace(steps.engine, "next_seed", lambda: SEED)
         patches.replace(steps, "gradient_scale", lambda: 1.0)
-        if not way.splits:
-            patches.replace(steps.engine, "split_batch", lambda batch, _: [batch])
+        split, count = steps.engine.split_batch, self.microbatches if way.splits else 1
+        patches.replace(steps.engine, "split_batch", lambda batch, _: [batch] if count == 1 else split(batch, count))
         arguments = (copied(call.batch, way.double), *call.rest)
         try:
             with log_recorded(self.module, calls), self._precision(way):
@@ -341,9 +353,17 @@ class StepRuns:
 
     @contextmanager
     def nothing_left(self) -> Iterator[None]:
-        """Run steps inside the block without anybody who waits for their gradients."""
-        with random_state_kept(), nullcontext() if self.reducer is None else self.reducer.paused():
+        """Run steps inside the block that nobody counts, records, or waits for the gradients of."""
+        with ExitStack() as stack:
+            stack.enter_context(random_state_kept())
+            if self.reducer is not None:
+                stack.enter_context(self.reducer.paused())
+            # Profilers see operators and spans of time.
+            stack.enter_context(dispatch_modes_suspended())
+            stack.enter_context(tracing.suspended())
             yield
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     @contextmanager
     def _precision(self, way: Way) -> Iterator[None]:
@@ -433,6 +453,10 @@ class _Inert:
 
     def zero_grad(self, *_: Any, **__: Any) -> None:
         """Let gradients add up over the whole step."""
+
+
+# Where a training step returns its loss.
+_LOSS = ("", "['loss']")
 
 
 def copied(batch: Any, double: bool) -> Any:

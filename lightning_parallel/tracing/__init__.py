@@ -21,7 +21,9 @@ from lightning_parallel.tracing.recorder import (
     Recorder,
     activate,
     active,
+    is_suspended,
     span,
+    suspended,
 )
 from lightning_parallel.tracing.spans import OTHER, CallCounter, Ledger, Span, StepSampler, Window
 
@@ -38,5 +40,7 @@ __all__ = [
     "Window",
     "activate",
     "active",
+    "is_suspended",
     "span",
+    "suspended",
 ]

@@ -21,7 +21,9 @@ __all__ = [
     "Recorder",
     "activate",
     "active",
+    "is_suspended",
     "span",
+    "suspended",
 ]
 
 SpanFields = tuple[Any, ...]
@@ -351,6 +353,25 @@ def activate(recorder: Recorder) -> Iterator[Recorder]:
         yield recorder
     finally:
         _active = before
+
+
+_suspended = False
+
+
+def is_suspended() -> bool:
+    """Tell whether what runs now is not of the run that is measured."""
+    return _suspended
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Record nothing inside the block."""
+    global _active, _suspended
+    before, _active, _suspended = (_active, _suspended), None, True
+    try:
+        yield
+    finally:
+        _active, _suspended = before
 
 
 def span(
