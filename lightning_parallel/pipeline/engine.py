@@ -23,7 +23,15 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import BatchNormalization, version_of
-from lightning_parallel.pipeline.microbatch import SplitBatch, StepResult, num_samples, own_copy, split_batch, split_by
+from lightning_parallel.pipeline.microbatch import (
+    SplitBatch,
+    StepResult,
+    map_tensors,
+    num_samples,
+    own_copy,
+    split_batch,
+    split_by,
+)
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
 from lightning_parallel.pipeline.random_streams import OwnGenerators
@@ -45,19 +53,45 @@ class StepOnCopies:
 
     Args:
         step: The user's step.
+        copies: Whether to copy; a step that has left its batch alone so far is run on the microbatch itself, as a copy
+            lives as long as autograd keeps it.
+        is_final: Whether each microbatch is run once only.
     """
 
-    def __init__(self, step: Callable[[Any], Any]) -> None:
+    def __init__(self, step: Callable[[Any], Any], copies: bool = True, is_final: bool = False) -> None:
         self.step = step
+        self._copies = copies
+        self._is_final = is_final
         self._changed: dict[int, tuple[Any, Any]] = {}
 
+    @property
+    def changes_batch(self) -> bool:
+        """Whether the step has changed a copy of its batch in place."""
+        return bool(self._changed)
+
     def __call__(self, microbatch: Any) -> Any:
+        if not self._copies:
+            return self._watched(microbatch)
         copies: dict[int, tuple[Any, Any]] = {}
         given = own_copy(microbatch, copies)
         try:
             return self.step(given)
         finally:
             self._changed.update({key: pair for key, pair in copies.items() if _is_changed(*pair)})
+
+    def _watched(self, microbatch: Any) -> Any:
+        tensors: list[Tensor] = []
+        map_tensors(microbatch, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        before = list(map(version_of, tensors))
+        try:
+            return self.step(microbatch)
+        finally:
+            if not self._is_final and list(map(version_of, tensors)) != before:
+                raise RuntimeError(
+                    "the step changes its batch in place, but did not do so in its first batch; stages of a rank run it"
+                    " on the same microbatch. Let it change a copy (`x = x.clone()`)"
+                )
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -132,6 +166,7 @@ class PipelineEngine:
         # Kept from step to step: layouts that have not changed are not sent again, and dry runs are not repeated.
         self._layouts = MessageLayouts()
         self._seeds: random.Random | None = None
+        self._changes_batch: bool | None = None
         self._shared_seeds = 0
         self._stage_inputs: dict[int, list[StageInputs]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}
@@ -225,7 +260,7 @@ class PipelineEngine:
         sizes = [float(self.microbatch_weight(microbatch)) for microbatch in microbatches]
         if not 0 < sum(sizes) < math.inf or min(sizes) < 0:
             raise ValueError(f"expected microbatches of a positive weight, none negative or infinite, got {sizes}")
-        step_on_copies = StepOnCopies(step)
+        step_on_copies = StepOnCopies(step, self._changes_batch is not False, len(self.stages) == 1)
         run = ScheduleRun(
             self.model,
             self.group,
@@ -241,6 +276,8 @@ class PipelineEngine:
             message_groups=self.message_groups,
         )
         result = run()
+        # Known from the first batch, which the proof has run before; arrays have no version that would tell later.
+        self._changes_batch = bool(self._changes_batch) or step_on_copies.changes_batch
         step_on_copies.write_back()
         return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -103,8 +104,10 @@ def changed_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> d
     for name, value in after.items():
         old = before.get(name)
         if isinstance(value, list):
-            start = len(old) if isinstance(old, list) else 0
-            changed.update(numbers_in(value[start:], name))
+            # Entries that were exchanged are new as well.
+            known = old if isinstance(old, list) else []
+            is_kept = len(value) >= len(known) and all(map(operator.is_, known, value))
+            changed.update(numbers_in(value[len(known) :] if is_kept else value, name))
         elif isinstance(value, Tensor):
             if not isinstance(old, Tensor) or old.shape != value.shape or not torch.equal(old, value):
                 changed[name] = value.cpu()

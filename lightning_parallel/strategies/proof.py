@@ -361,6 +361,7 @@ class _Comparison:
         varying = self._ignored = self._varying(whole, self.runs.whole(self.call, self.way))
         self.differences = [entry for entry in self.differences if (entry.kind, entry.name) not in varying]
         self.varying = sorted(name if kind == "loss" else f"{kind} `{name}`" for kind, name in varying)
+        self._warn_of_pieces()
         if not self._anywhere(self.differences):
             return
         if any(comm.all_gather_object(divided.draws_apart, self.replica)):
@@ -377,6 +378,18 @@ class _Comparison:
             self.hint = _MICROBATCHES
             return
         self.hint = self._audited() or self._first_module(replace(one, traces=True))
+
+    def _warn_of_pieces(self) -> None:
+        """Leave out attributes in which hooks keep what divided layers compute, with a warning."""
+        if self.runs.sharding is None:
+            return
+        pieces = {entry.name for entry in self.differences if entry.kind == "attribute" and math.isinf(entry.relative)}
+        self.differences = [entry for entry in self.differences if entry.name not in pieces]
+        self._ignored = self._ignored | {("attribute", name) for name in pieces}
+        if pieces:
+            rank_zero_warn(
+                f"the attribute `{min(pieces)}` holds a piece of what it holds in one process, a part per rank"
+            )
 
     def _learn_attributes(self, way: Way, whole: WholeRun) -> None:
         """Find out how the values that microbatches leave in attributes give that of one step."""
