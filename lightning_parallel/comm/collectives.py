@@ -346,7 +346,13 @@ def raise_together(error: Exception | None, group: Group) -> None:
 
     A rank that brings an error raises that one; the others raise one of the same type that names the failed ranks.
     """
-    found = all_gather_object(None if error is None else (type(error).__name__, str(error)), group)
+    try:
+        found = all_gather_object(None if error is None else (type(error).__name__, str(error)), group)
+    except RuntimeError as failure:
+        if error is None:
+            raise
+        # A rank that has heard of the error already is gone: that it is must not hide the error itself.
+        raise error from failure
     if error is not None:
         raise error
     failed = {rank: failure for rank, failure in zip(group.ranks, found) if failure is not None}
