@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.compat import Patches
-from lightning_parallel.compat.torch import buffers_of
+from lightning_parallel.compat.torch import buffers_of, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.random_streams import OwnGenerators, call_seed, seed_all, seed_torch, stage_seed
 
@@ -35,8 +35,8 @@ __all__ = [
 SEED = 20_240_229
 """Of the steps that are compared."""
 
-_COPY_BYTES = 1 << 30
-"""Parameters up to this size are copied, so that a step that writes into them is undone."""
+_COPY_BYTES = 64 << 20
+"""Parameters up to this size are copied, so that a step that writes into them is undone; larger ones are watched."""
 
 _FOLLOWED_ITEMS = 10_000
 """Longer containers, such as data sets, are copied as they are, without what is in them."""
@@ -52,11 +52,10 @@ class KeptState:
         self._objects: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._seen: set[int] = set()
-        parameters = list(module.parameters())
-        skipped = {id(value) for value in parameters}
-        if sum(value.numel() * value.element_size() for value in parameters) <= _COPY_BYTES:
-            skipped = set()
-        self._skipped = skipped
+        parameters = dict(module.named_parameters())
+        is_large = sum(value.numel() * value.element_size() for value in parameters.values()) > _COPY_BYTES
+        self._watched = [(name, value, version_of(value)) for name, value in parameters.items()] if is_large else []
+        self._skipped = {id(value) for _, value, _ in self._watched}
         for child in module.modules():
             self._keep(vars(child))
 
@@ -71,6 +70,8 @@ class KeptState:
         if isinstance(value, (dict, list, set, deque)):
             self._seen.add(id(value))
             self._objects.append((value, copy.copy(value)))
+            if len(value) > _FOLLOWED_ITEMS:
+                return
             for item in list(value.values() if isinstance(value, dict) else value):
                 self._keep(item)
         elif _is_users(value):
@@ -78,7 +79,17 @@ class KeptState:
             self._keep(vars(value))
 
     def restore(self) -> None:
-        """Put everything back, in place."""
+        """Put everything back, in place.
+
+        Raises:
+            RuntimeError: If a parameter was changed of which there is no copy.
+        """
+        for name, value, version in self._watched:
+            if version_of(value) != version:
+                raise RuntimeError(
+                    f"the step writes into the parameter `{name}`, which cannot be undone for a model of this size, so"
+                    " that the step cannot be compared with one process; set `verify='off'`"
+                )
         with torch.no_grad(), torch.inference_mode(False):
             for tensor, before in self._tensors:
                 if tensor.shape != before.shape:

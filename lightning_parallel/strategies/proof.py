@@ -289,7 +289,7 @@ class _Comparison:
             # One that is not there and one of zeros are compared as zeros.
             one = torch.zeros_like(expected) if found is None else found  # type: ignore[arg-type]
             one = one.to_dense() if one.is_sparse else one
-            two = torch.zeros_like(one) if expected is None else expected
+            two = torch.zeros_like(one) if expected is None else expected.to(one.device)
             relative = relative_difference(one, two, _SMALL * largest)
             if relative > tolerance:
                 differences.append(StepDifference("gradient", name, relative))
@@ -300,7 +300,7 @@ class _Comparison:
         held = dict(self.runs.module.named_buffers())
         found: dict[str, float] = {}
         for name in {*whole.buffers, *divided.buffers}:
-            expected = whole.buffers.get(name, held[name])
+            expected = whole.buffers.get(name, held[name]).to(held[name].device)
             found[name] = relative_difference(divided.buffers.get(name, held[name]), expected, 1e-2)
         best: dict[str, float] = {}
         for theirs in comm.all_gather_object(found, self.replica):

@@ -234,7 +234,8 @@ class Owners:
 
     def _add(self, name: str, part: Tensor) -> None:
         known = self.taken.get(name)
-        self.taken[name] = part.clone() if known is None else known + part
+        # In the host's memory: the device has to hold those of the divided step beside the parameters.
+        self.taken[name] = part.to("cpu", copy=True) if known is None else known.add_(part.cpu())
 
     def _by_dtype(self, names: Sequence[str]) -> dict[torch.dtype, list[str]]:
         kinds: dict[torch.dtype, list[str]] = {}
