@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 
@@ -23,16 +23,22 @@ class Group:
         ranks: Global ranks, in the order of their position in the group.
         rank: Position of this process in `ranks`.
         process_group: The torch group; None for a group of one.
+        gate: Called before each collective on tensors.
     """
 
     axis: str
     ranks: tuple[int, ...]
     rank: int
     process_group: dist.ProcessGroup | None
+    gate: Callable[[], None] | None = None
 
     def __deepcopy__(self, memo: object) -> Group:
         # Layers hold their group. A copied layer communicates with the same ranks, and process groups cannot be copied.
         return self
+
+    def guarded_by(self, gate: Callable[[], None]) -> Group:
+        """Return the same ranks with a gate."""
+        return replace(self, gate=gate)
 
     @property
     def size(self) -> int:

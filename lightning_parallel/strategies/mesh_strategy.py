@@ -50,6 +50,7 @@ from lightning_parallel.strategies.optimization import (
     check_optimizers,
     span_replica,
 )
+from lightning_parallel.strategies.outside_calls import in_step
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.proof import FirstBatches, Verify
@@ -179,7 +180,8 @@ class MeshStrategy(MeshProcesses):
         self._end_on_sigterm = agree_on_sigterm(trainer, self._any_rank, self._patches)
         self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         self.setup_precision_plugin()
-        norm = ReplicaNorm(module, self._rules, self.groups, self._counted_by_others)
+        elsewhere = frozenset() if self.engine is None else self.engine.counted_by_others
+        norm = ReplicaNorm(module, self._rules, self.groups, elsewhere)
         norm.use_in_torch(self._patches)
         span_replica(self.precision_plugin, norm, self.root_device, self._patches)
         if fitting:
@@ -268,10 +270,6 @@ class MeshStrategy(MeshProcesses):
         """Name of each parameter of the module, by `id`."""
         return {id(parameter): name for name, parameter in self.module.named_parameters()}
 
-    @property
-    def _counted_by_others(self) -> frozenset[str]:
-        return frozenset() if self.engine is None else self.engine.counted_by_others
-
     @override
     def teardown(self) -> None:
         if self._reducer is not None:
@@ -289,6 +287,7 @@ class MeshStrategy(MeshProcesses):
     # -------------------------------------------------------------------------------------------------- the steps
 
     @override
+    @in_step
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._begin_step(args, kwargs)
         # To watch every function slows a step down several times; the graph is checked in each `backward`.
@@ -367,6 +366,7 @@ class MeshStrategy(MeshProcesses):
             raise RuntimeError("gradients are reduced during `fit` only")
         return self._reducer
 
+    @in_step
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._end_on_sigterm()
         assert self._first_batches is not None
@@ -376,6 +376,7 @@ class MeshStrategy(MeshProcesses):
         return getattr(super(), name)(*args, **kwargs)
 
     @override
+    @in_step
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
         if self._audit is not None and self._steps is None:
             # Each time: a term may join after a warmup, or for some batches only.
