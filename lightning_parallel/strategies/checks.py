@@ -428,7 +428,9 @@ def first_batch(trainer: Trainer) -> Any | None:
             undo.enter_context(_rewound(each))
             return _copied(loaders, each, kept)
 
-        entry = take_first_entry(loop, copied)
+        # The loop waits for all ranks there: one whose loader fails would leave the others waiting.
+        with patched(trainer.strategy, "barrier", lambda *_, **__: None):
+            entry = take_first_entry(loop, copied)
     if entry is None or entry[0] is None:
         return None
     return prepared_batch(trainer, entry[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,7 +105,7 @@ def changed_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> d
         if isinstance(value, list):
             # Entries that were exchanged are new as well.
             known = old if isinstance(old, list) else []
-            is_kept = len(value) >= len(known) and all(map(operator.is_, known, value))
+            is_kept = len(value) >= len(known) and all(map(_is_same, known, value))
             changed.update(numbers_in(value[len(known) :] if is_kept else value, name))
         elif isinstance(value, Tensor):
             if not isinstance(old, Tensor) or old.shape != value.shape or not torch.equal(old, value):
@@ -114,6 +113,13 @@ def changed_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> d
         elif type(value) is not type(old) or value != old:
             changed.update(numbers_in(value, name))
     return changed
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    # Lists that were sent from another stage hold copies.
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return old is new or (old.shape == new.shape and torch.equal(old, new))
+    return old is new or (type(old) is type(new) and isinstance(old, (bool, int, float, str)) and old == new)
 
 
 # --------------------------------------------------------------------------------------------------- comparison
