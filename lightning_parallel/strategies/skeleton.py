@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -258,11 +259,8 @@ class _FetchedList(list[Any]):
 
 def _described(child: nn.Module, change: _Change) -> str:
     """Describe what decides how a module computes: its class with its code, plain attributes, names of parameters."""
-    plain = {
-        name: value
-        for name, value in {**vars(child), **change.attributes}.items()
-        if not name.startswith("_") and (value is None or isinstance(value, (bool, int, float, str, tuple)))
-    }
+    attributes = {**vars(child), **change.attributes}
+    plain = {name: _setting(value) for name, value in attributes.items() if not name.startswith("_")}
     codes = [
         _code(function)
         for kind in change.kind.__mro__
@@ -271,6 +269,20 @@ def _described(child: nn.Module, change: _Change) -> str:
     ]
     return repr((change.kind.__qualname__, sorted(plain.items()), sorted(change.parameters), codes))
 
+
+def _setting(value: Any) -> str:
+    """Describe an attribute: its value, the code of a function, the entries of a configuration."""
+    if isinstance(value, (Tensor, nn.Module)) or (hasattr(value, "__len__") and len(value) > _MOST_ENTRIES):
+        return type(value).__qualname__
+    if isinstance(value, FunctionType):
+        # What a function of the user's is closed over decides what it computes.
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return _code(value) + repr([_setting(cell) for cell in cells if not callable(cell)])
+    return re.sub(r"0x[0-9a-f]+", "", repr(value))
+
+
+_MOST_ENTRIES = 1000
+"""Longer containers are data, such as a data set, and do not decide how a module computes."""
 
 _FOREIGN = {"torch", "lightning", "pytorch_lightning", "builtins", "lightning_parallel"}
 

@@ -147,7 +147,7 @@ def _wait_for_end(processes):
 
 @pytest.mark.parametrize(
     ("layout", "when"),
-    [("tensor", "training"), ("hybrid", "training"), ("data", "training"), ("pipeline", "validation")],
+    [("hybrid", "training"), ("pipeline", "validation")],
 )
 def test_sigterm_to_all_ranks_at_once(script, layout, when):
     started = _start_ranks(script, layout, when)
@@ -161,7 +161,7 @@ def test_sigterm_to_all_ranks_at_once(script, layout, when):
         assert "DONE" not in out
 
 
-@pytest.mark.parametrize(("layout", "signum"), [("tensor", signal.SIGKILL), ("pipeline", signal.SIGINT)])
+@pytest.mark.parametrize(("layout", "signum"), [("tensor", signal.SIGINT), ("pipeline", signal.SIGKILL)])
 def test_a_signal_to_one_rank(script, layout, signum):
     started = _start_ranks(script, layout)
     processes = _wait_for_steps(script.parent, len(started), *started)
@@ -176,7 +176,6 @@ def test_a_signal_to_one_rank(script, layout, signum):
 @pytest.mark.parametrize(
     ("method", "signum", "to_group"),
     [
-        ("popen", signal.SIGTERM, False),
         ("fork", signal.SIGTERM, False),
         ("torchrun", signal.SIGTERM, True),
     ],
@@ -197,9 +196,7 @@ def test_a_signal_to_the_launching_process(script, method, signum, to_group):
     ("layout", "when"),
     [
         ("tensor", "setup hook"),
-        ("pipeline", "move"),
         ("pipeline", "loader"),
-        ("tensor", "fit start"),
         ("pipeline", "step"),
     ],
 )
