@@ -293,8 +293,9 @@ def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], ru
             sharded = [name for name in (names.get(id(value), "") for value in group["params"]) if name in rules]
             if not sharded:
                 continue
-            verdict = _is_elementwise(optimizer, group)
-            if verdict is None and not _is_known_to_need_whole_tensors(optimizer):
+            # Those that are known are not tried: the first step of an LBFGS imports torch's compiler.
+            verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
+            if verdict is None:
                 _warn_untried(optimizer, "single elements, and not with norms or products of whole tensors")
             elif not verdict:
                 raise ValueError(
@@ -316,8 +317,8 @@ def _check_staged(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that need all parameters at once: a stage holds only some."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            verdict = _is_tensorwise(optimizer, group)
-            if isinstance(optimizer, LBFGS) or verdict is False:
+            verdict = False if isinstance(optimizer, LBFGS) else _is_tensorwise(optimizer, group)
+            if verdict is False:
                 raise ValueError(
                     f"`{type(optimizer).__name__}` computes with all parameters at once, which are on several pipeline"
                     " stages; use one that treats each parameter by itself (SGD, Adam, AdamW, ...)"

@@ -60,7 +60,10 @@ def loader(replicas=1, rank=0, batch=BATCH, dtype=torch.float64, shuffle=False):
     return DataLoader(data, batch_size=batch // replicas, sampler=sampler)
 
 
-def trainer_for(strategy="auto", devices=1, **kwargs):
+def trainer_for(strategy="auto", devices=1, verifies=False, **kwargs):
+    """Make a trainer; its strategy leaves the proof out, which takes longer than these runs, unless it is asked for."""
+    if getattr(strategy, "verify", "") == "auto" and not verifies:
+        strategy.verify = "off"
     defaults = {
         "accelerator": "cpu",
         "max_epochs": 2,

@@ -73,7 +73,7 @@ trainer.fit(Net().double(), loader(), loader())
 """
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end"])
 def test_a_call_on_one_rank_is_refused_and_named(hook, tmp_path):
     script = tmp_path / "sampling.py"
     script.write_text(SCRIPT)

@@ -80,7 +80,9 @@ def train(name, strategy, devices, replicas=1, **trainer_options):
     batch = tree_map(lambda tensor: tensor[: len(tensor) // 2 * 2], batch)  # replicas of equal size
     rows = Rows(batch, replicas, rank // (devices // replicas))
     loader = DataLoader(rows, batch_size=len(rows))
-    trainer = trainer_for(strategy, devices, gradient_clip_val=0.3, use_distributed_sampler=False, **trainer_options)
+    trainer = trainer_for(
+        strategy, devices, True, gradient_clip_val=0.3, use_distributed_sampler=False, **trainer_options
+    )
     trainer.fit(module, loader)
     return module, trainer
 

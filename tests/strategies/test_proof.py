@@ -87,7 +87,7 @@ def fit(module, layout, verify="always", **options):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             devices = 4 if layout == "hybrid" else 2
-            trainer = trainer_for(strategy(layout, verify=verify), devices, max_steps=1, **options)
+            trainer = trainer_for(strategy(layout, verify=verify), devices, True, max_steps=1, **options)
             trainer.fit(module, loader(), loader())
     finally:
         logger.removeHandler(listener)
