@@ -330,12 +330,17 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
     """Return the attributes on which the behaviour of a module may depend, in addition to its class."""
     settings: list[object] = []
     for name, value in sorted(vars(module).items()):
-        if name in POSITIONS and not _reads_attribute(type(module), name):
+        if name in POSITIONS and (_is_of_transformers(module) or not _reads_attribute(type(module), name)):
             continue
         if "hooks" in name and isinstance(value, dict):
             value = list(value.values())  # the keys number all hooks of the process
         settings.append((name, _fingerprint(value)))
     return tuple(settings)
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    # Its layers read their number for the cache of generation only, and a large model would have each of them tried.
+    return type(module).__module__.partition(".")[0] == "transformers"
 
 
 def _fingerprint(value: Any, depth: int = 0) -> object:
@@ -359,6 +364,8 @@ def _fingerprint(value: Any, depth: int = 0) -> object:
         return (type(value), tuple((inner(key), inner(item)) for key, item in value.items()))
     if isinstance(value, (list, tuple)):
         return (type(value), tuple(map(inner, value)))
+    if isinstance(value, (set, frozenset)):
+        return (type(value), frozenset(map(inner, value)))
     if inspect.isfunction(value):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
         return (value.__code__, inner(cells), inner(value.__defaults__), inner(value.__kwdefaults__))

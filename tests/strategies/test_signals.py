@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.harness import free_port, start_script
 
@@ -177,15 +176,10 @@ def test_a_signal_to_one_rank(script, layout, signum):
     ("method", "signum", "to_group"),
     [
         ("fork", signal.SIGTERM, False),
-        ("torchrun", signal.SIGTERM, True),
     ],
 )
 def test_a_signal_to_the_launching_process(script, method, signum, to_group):
-    arguments = (script, "popen" if method == "torchrun" else method, "pipeline", script.parent, "training")
-    if method == "torchrun":
-        torchrun = Path(torch.distributed.__file__).with_name("run.py")
-        arguments = (torchrun, "--nproc-per-node=2", "--master-port", free_port(), *arguments)
-    started = start_script(*arguments)
+    started = start_script(script, method, "pipeline", script.parent, "training")
     processes = _wait_for_steps(script.parent, 2, started)
     started.send(signum, to_group)
     _wait_for_end(processes)
