@@ -279,7 +279,10 @@ class _Comparison:
         return differences
 
     def _gradient_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
-        mine = max((float(g.abs().nan_to_num().max()) for g in whole.gradients.values() if g.numel()), default=0.0)
+        norms = [
+            float(torch.linalg.vector_norm(value, math.inf)) for value in whole.gradients.values() if value.numel()
+        ]
+        mine = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
         largest = max(comm.all_gather_object(mine, self.replica))
         differences = []
         for name, found in divided.gradients.items():

@@ -119,7 +119,7 @@ class DividedRun:
     trace: ModuleTrace | None = None
 
 
-_DOUBLE_BYTES = 1 << 30
+_DOUBLE_BYTES = 256 << 20
 """Parameters of a rank up to this size are converted to double precision for the proof."""
 
 
