@@ -3,8 +3,7 @@
     python benchmarks/proof.py [--steps 10] [--width 256] [--layers 8] [--batch 16]
 
 A GPT of the example trains in each layout; the time of the proof of its training step is divided by the median time of
-the steps that follow. Target: at most 10. With `--memory` the most bytes that the first rank ever held of parameters of
-the whole model are printed, too.
+the steps that follow. Target: at most 10.
 """
 
 from __future__ import annotations

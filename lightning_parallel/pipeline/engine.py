@@ -71,7 +71,7 @@ class StepOnCopies:
 
     def __call__(self, microbatch: Any) -> Any:
         if not self._copies:
-            return self._watched(microbatch)
+            return self.step(microbatch) if self._is_final else self._watched(microbatch)
         copies: dict[int, tuple[Any, Any]] = {}
         given = own_copy(microbatch, copies)
         try:
@@ -87,7 +87,7 @@ class StepOnCopies:
         try:
             return self.step(microbatch)
         finally:
-            if not self._is_final and list(map(version_of, tensors)) != before:
+            if list(map(version_of, tensors)) != before:
                 raise RuntimeError(
                     "the step changes its batch in place, but did not do so in its first batch; stages of a rank run it"
                     " on the same microbatch. Let it change a copy (`x = x.clone()`)"
@@ -166,7 +166,7 @@ class PipelineEngine:
         # Kept from step to step: layouts that have not changed are not sent again, and dry runs are not repeated.
         self._layouts = MessageLayouts()
         self._seeds: random.Random | None = None
-        self._changes_batch: bool | None = None
+        self._changes_batch: dict[bool, bool] = {}  # in training, in evaluation
         self._shared_seeds = 0
         self._stage_inputs: dict[int, list[StageInputs]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}
@@ -260,7 +260,7 @@ class PipelineEngine:
         sizes = [float(self.microbatch_weight(microbatch)) for microbatch in microbatches]
         if not 0 < sum(sizes) < math.inf or min(sizes) < 0:
             raise ValueError(f"expected microbatches of a positive weight, none negative or infinite, got {sizes}")
-        step_on_copies = StepOnCopies(step, self._changes_batch is not False, len(self.stages) == 1)
+        step_on_copies = StepOnCopies(step, self._changes_batch.get(training, True), len(self.stages) == 1)
         run = ScheduleRun(
             self.model,
             self.group,
@@ -277,7 +277,8 @@ class PipelineEngine:
         )
         result = run()
         # Known from the first batch, which the proof has run before; arrays have no version that would tell later.
-        self._changes_batch = bool(self._changes_batch) or step_on_copies.changes_batch
+        known = self._changes_batch.get(training, False)
+        self._changes_batch[training] = known or step_on_copies.changes_batch
         step_on_copies.write_back()
         return result
 
@@ -296,6 +297,8 @@ class PipelineEngine:
     def share_seed(self) -> None:
         """Let the first rank's global generator decide the random numbers of the steps that follow, on every rank."""
         self._seeds = None
+        # Another kind of run may begin, whose step is not known.
+        self._changes_batch.clear()
         # Here and not in each step: modules may keep long lists, which are searched too.
         self.generators = OwnGenerators(self.model.outside_of_layers)
 

@@ -66,9 +66,9 @@ from lightning_parallel.strategies.setup import (
 from lightning_parallel.strategies.skeleton import close_skeleton, keep_skeleton
 from lightning_parallel.strategies.step_effects import side_effects_discarded
 from lightning_parallel.strategies.step_runs import StepRuns
+from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard
-from lightning_parallel.tensor.verify import StepAudit
 
 __all__ = ["MeshStrategy"]
 

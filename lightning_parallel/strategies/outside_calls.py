@@ -80,6 +80,8 @@ class OutsideCalls:
                 " rank holds a part of its layers, so all ranks have to call it, or none: leave out the condition on"
                 " the rank there (`is_global_zero`, `rank_zero_only`), and let only what follows depend on it"
             ) from error
+        # All have read the keys before these: the store of a long run must not fill up.
+        store.delete_key(f"{self._name}/{self._count - 1}/{mine}")
         places = {rank: store.get(key).decode() for rank, key in keys.items()}
         if len(set(places.values())) > 1:
             listed = ", ".join(f"in {where} on rank {rank}" for rank, where in places.items())

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import buffers_of, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.random_streams import OwnGenerators, call_seed, seed_all, seed_torch, stage_seed
+from lightning_parallel.strategies.skeleton import FOREIGN
+from lightning_parallel.tensor.verify import DropoutOff
 
 __all__ = [
     "SEED",
@@ -28,6 +28,7 @@ __all__ = [
     "StageStreams",
     "UnprovableError",
     "communication_refused",
+    "doubled",
     "in_double",
     "without_dropout",
 ]
@@ -104,14 +105,16 @@ class KeptState:
                 value.extend(before)
 
 
-_FOREIGN = ("torch", "lightning", "pytorch_lightning", "builtins", "torchmetrics", "lightning_parallel", "numpy")
-
-
 def _is_users(value: Any) -> bool:
     """Tell whether an object is of a class of the user's, with attributes."""
     kind = type(value)
     is_plain = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
-    return is_plain and kind.__module__.partition(".")[0] not in _FOREIGN
+    return is_plain and kind.__module__.partition(".")[0] not in FOREIGN
+
+
+def doubled(value: Tensor) -> Tensor:
+    """Return a floating-point tensor in double precision, others as they are."""
+    return value.double() if value.is_floating_point() else value
 
 
 @contextmanager
@@ -148,56 +151,11 @@ def in_double(module: nn.Module, with_parameters: bool) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------- random numbers
 
 
-class _DropoutOff(TorchFunctionMode):
-    """Lets dropout pass its input on, in functions and modules of torch.
-
-    Attributes:
-        found: Whether there was any.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUTS:
-            training = kwargs.get("training", args[2] if len(args) > 2 else kwargs.get("train", True))
-            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            self.found |= bool(training) and p > 0
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args, kwargs["dropout_p"] = args[:4], args[4]
-            self.found |= kwargs.get("dropout_p", 0.0) > 0
-            kwargs["dropout_p"] = 0.0
-        elif func is F.multi_head_attention_forward:
-            # Called by position up to `dropout_p`, the eleventh.
-            self.found |= args[10] > 0 and kwargs.get("training", True)
-            args = (*args[:10], 0.0, *args[11:])
-        return func(*args, **kwargs)
-
-
-_DROPOUTS = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-    torch.dropout_,
-    torch.feature_dropout,
-    torch.alpha_dropout,
-    torch.feature_alpha_dropout,
-}
-
-
 @contextmanager
-def without_dropout(module: nn.Module) -> Iterator[_DropoutOff]:
+def without_dropout(module: nn.Module) -> Iterator[DropoutOff]:
     """Turn dropout off inside the block; recurrent layers have theirs in C."""
     patches = Patches()
-    mode = _DropoutOff()
+    mode = DropoutOff()
     for child in module.modules():
         if isinstance(child, nn.RNNBase) and child.dropout:
             mode.found |= child.training

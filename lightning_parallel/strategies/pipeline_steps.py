@@ -38,7 +38,7 @@ from lightning_parallel.pipeline.stage import StageExit
 from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
 from lightning_parallel.strategies.setup import PipelineOptions
 from lightning_parallel.strategies.step_effects import StepEffects, to_device
-from lightning_parallel.tensor.verify import StepAudit
+from lightning_parallel.tensor.audit import StepAudit
 
 __all__ = ["PipelineSteps", "share_metrics"]
 

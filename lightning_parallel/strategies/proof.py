@@ -41,7 +41,7 @@ from lightning_parallel.strategies.observed_step import (
 )
 from lightning_parallel.strategies.proof_record import record, recorded, step_key
 from lightning_parallel.strategies.step_runs import DividedRun, StepCall, StepRuns, Way, WholeRun
-from lightning_parallel.tensor.verify import StepAudit
+from lightning_parallel.tensor.audit import StepAudit
 
 __all__ = ["FirstBatches", "ProofError", "StepProof", "Verify"]
 

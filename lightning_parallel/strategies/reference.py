@@ -32,7 +32,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat.torch import mark_as_parameter
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
-from lightning_parallel.strategies.pinned import UnprovableError, communication_refused
+from lightning_parallel.strategies.pinned import UnprovableError, communication_refused, doubled
 from lightning_parallel.strategies.skeleton import Skeleton
 from lightning_parallel.tensor.sharding import Shard
 
@@ -312,7 +312,7 @@ class WholeModel:
             with torch.no_grad(), torch.inference_mode(False):
                 fetched = self._owners.fetch(self._chunk_of[name])
             for other, value in fetched.items():
-                full = self._data[other] = value.double() if self._double and value.is_floating_point() else value
+                full = self._data[other] = doubled(value) if self._double else value
                 self._names[full.untyped_storage().data_ptr()] = other
                 self._num_bytes += full.numel() * full.element_size()
             self._make_room(set(fetched))
@@ -435,7 +435,7 @@ def _run_alone(
     with torch.inference_mode(False):
         before = owners.fetch(owners.buffer_names)
         if double:
-            before = {name: value.double() if value.is_floating_point() else value for name, value in before.items()}
+            before = {name: doubled(value) for name, value in before.items()}
         buffers = {name: value.clone() for name, value in before.items()}
     # Gradients of parameters that the user's code holds by other ways than the module.
     known = {name: parameter.grad for name, parameter in owners.parameters.items()}

@@ -18,7 +18,7 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, parameters_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 
-__all__ = ["FetchParameter", "Skeleton", "close_skeleton", "keep_skeleton"]
+__all__ = ["FOREIGN", "FetchParameter", "Skeleton", "close_skeleton", "keep_skeleton"]
 
 FetchParameter = Callable[[str], Tensor]
 """Returns a parameter of the whole model by its first name."""
@@ -264,7 +264,7 @@ def _described(child: nn.Module, change: _Change) -> str:
     codes = [
         _code(function)
         for kind in change.kind.__mro__
-        if kind.__module__.partition(".")[0] not in _FOREIGN
+        if kind.__module__.partition(".")[0] not in FOREIGN
         for _, function in sorted(vars(kind).items())
     ]
     return repr((change.kind.__qualname__, sorted(plain.items()), sorted(change.parameters), codes))
@@ -284,7 +284,8 @@ def _setting(value: Any) -> str:
 _MOST_ENTRIES = 1000
 """Longer containers are data, such as a data set, and do not decide how a module computes."""
 
-_FOREIGN = {"torch", "lightning", "pytorch_lightning", "builtins", "lightning_parallel"}
+FOREIGN = {"torch", "lightning", "pytorch_lightning", "builtins", "torchmetrics", "lightning_parallel", "numpy"}
+"""Packages whose classes are not the user's."""
 
 
 def _code(value: Any) -> str:

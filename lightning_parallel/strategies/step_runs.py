@@ -35,7 +35,15 @@ from lightning_parallel.strategies.observed_step import (
     followed_attributes,
     numbers_in,
 )
-from lightning_parallel.strategies.pinned import SEED, Draws, KeptState, StageStreams, in_double, without_dropout
+from lightning_parallel.strategies.pinned import (
+    SEED,
+    Draws,
+    KeptState,
+    StageStreams,
+    doubled,
+    in_double,
+    without_dropout,
+)
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 from lightning_parallel.strategies.reference import Owners, run_reference
 from lightning_parallel.strategies.skeleton import Skeleton
@@ -233,9 +241,7 @@ class StepRuns:
         with self._state_kept(), ExitStack() as stack:
             if way.double:
                 stack.enter_context(in_double(self.module, with_parameters=True))
-                buffers = {
-                    key: value.double() if value.is_floating_point() else value for key, value in buffers.items()
-                }
+                buffers = {key: doubled(value) for key, value in buffers.items()}
                 if self.engine is not None:
                     stack.enter_context(self.engine.other_precision(torch.float64))
             if not way.dropout:
@@ -465,8 +471,4 @@ def copied(batch: Any, double: bool) -> Any:
         batch = copy.deepcopy(batch)
     except Exception:  # an object of the user's that cannot be copied
         batch = map_tensors(batch, torch.clone)
-    return map_tensors(batch, _doubled) if double else batch
-
-
-def _doubled(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value
+    return map_tensors(batch, doubled) if double else batch

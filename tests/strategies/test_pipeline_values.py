@@ -105,16 +105,25 @@ class Changing(Deep):
         self.batches.append([entry.clone() for entry in batch])
 
 
+class ChangingInTraining(Changing):
+    """Validates first, by a step that leaves its batch alone."""
+
+    def validation_step(self, batch, index):
+        x, y = batch
+        self.outs.append(F.cross_entropy(self(x), y))
+
+
+@pytest.mark.parametrize("kind", [Changing, ChangingInTraining])
 @pytest.mark.parametrize(
     "options", [{}, {"schedule": "interleaved_1f1b", "virtual_stages": 2}], ids=["1f1b", "virtual"]
 )
 @distributed(world_size=2)
-def test_a_batch_that_the_step_changes_in_place_is_changed_once(group, options):
+def test_a_batch_that_the_step_changes_in_place_is_changed_once(group, options, kind):
     def trained(strategy, size):
-        module = Changing()
+        module = kind()
         # These loaders give the same tensors in each epoch: what is changed in them stays.
         data, others = (DataLoader([list(batch) for batch in loader()], batch_size=None) for _ in range(2))
-        trainer = trainer_for(strategy, size, max_epochs=2)
+        trainer = trainer_for(strategy, size, max_epochs=2, num_sanity_val_steps=1)
         trainer.fit(module, data, others)
         return module, trainer.callback_metrics["val_by_hand"], trainer.strategy.lightning_module_state_dict()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
@@ -296,18 +296,12 @@ def test_steps_that_microbatches_change_are_refused(kind, named):
 
 @distributed(world_size=2)
 def test_the_first_module_that_differs_is_named(monkeypatch):
-    def broken(x, *args, **kwargs):
-        return forward(x, *args, **kwargs) * 1.01
-
     module = Tokens()
-    forward = module.blocks[2].down.forward
 
     def break_it(trainer, module):
         down = module.blocks[2].down
         whole = type(down).forward
         monkeypatch.setattr(type(down), "forward", lambda self, x: whole(self, x) * (1.01 if self is down else 1))
-
-    from lightning.pytorch.callbacks import LambdaCallback
 
     with pytest.raises(ProofError, match=r"(?s)first module that differs is `blocks\.2\.down`.*plan=.*'blocks\.\*\*'"):
         fit(module, "tensor", callbacks=[LambdaCallback(on_train_start=break_it)])

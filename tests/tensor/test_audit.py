@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import apply_plan
-from lightning_parallel.tensor.verify import StepAudit
 from tests.harness import distributed
 
 
