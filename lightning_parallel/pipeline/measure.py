@@ -35,6 +35,7 @@ __all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "mea
 T = TypeVar("T")
 Step = Callable[[Any], Any]
 _REPEATS = 3
+_LONG_S = 0.1  # a run of a layer that is not lost in noise
 STATE_COPIES = 4
 """Bytes held per byte of a trained parameter where the optimizer is not known: itself, its gradient, two moments."""
 
@@ -223,10 +224,8 @@ class TruncatedModel:
         return {**loaded, **parameter_lists(module, by_original)}
 
     def _parameter(self, name: str, parameter: Tensor) -> Tensor:
-        if parameter.is_meta:
-            value = _random(name, parameter, self.device)
-        else:
-            value = parameter.detach().to(self.device)
+        is_meta = parameter.is_meta
+        value = _random(name, parameter, self.device) if is_meta else parameter.detach().to(self.device)
         # Another parameter with the same data: gradients must not reach those of the model.
         loaded = nn.Parameter(value, parameter.requires_grad)
         if loaded.requires_grad:
@@ -357,13 +356,20 @@ class _CostMeter(TruncatedModel):
 
     def _measured(self, noted: _NotedCall) -> Cost:
         # The least of a few: other programs can only make a run longer.
-        whole = [self._run(noted) for _ in range(_REPEATS)]
+        whole = self._runs(noted, lambda: None)
         with _splitting(noted.call.module):
-            put_off = [self._run(noted, WeightGradients()) for _ in range(_REPEATS)]
+            put_off = self._runs(noted, WeightGradients)
         forward_s = min(run.forward_s for run in whole)
         backward_s = min(run.input_gradient_s for run in whole)
         input_s = min(backward_s, *(run.input_gradient_s for run in put_off))
         return replace(whole[0], forward_s=forward_s, input_gradient_s=input_s, weight_gradient_s=backward_s - input_s)
+
+    def _runs(self, noted: _NotedCall, later: Callable[[], WeightGradients | None]) -> list[Cost]:
+        """Run a layer a few times; twice if it takes long, when what disturbs a run weighs little."""
+        runs: list[Cost] = []
+        while len(runs) < _REPEATS and (len(runs) < 2 or runs[-1].total_s < _LONG_S):
+            runs.append(self._run(noted, later()))
+        return runs
 
     def _run(self, noted: _NotedCall, later: WeightGradients | None = None) -> Cost:
         """Time forward and backward, noted as an I, without what can be left for `later`."""
@@ -432,10 +438,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _held_bytes(parameters: Any) -> int:
-    held = 0
-    for parameter in parameters:
-        held += parameter.numel() * parameter.element_size() * (STATE_COPIES if parameter.requires_grad else 1)
-    return held
+    return sum(parameter.nbytes * (STATE_COPIES if parameter.requires_grad else 1) for parameter in parameters)
 
 
 # ------------------------------------------------------------------------------------------------------------- links

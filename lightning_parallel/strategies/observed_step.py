@@ -26,6 +26,7 @@ __all__ = [
     "compare",
     "first_difference",
     "followed_attributes",
+    "largest_of",
     "numbers_in",
     "relative_difference",
     "tolerance_of",
@@ -159,7 +160,7 @@ def relative_difference(found: Tensor, expected: Tensor, floor: float) -> float:
         return float((found != expected.to(found.dtype)).double().mean())
     if found.dtype == expected.dtype:
         # Few passes over large gradients; what is not finite is looked at below.
-        distance, scale = _largest(found.detach() - expected.detach().to(found.device)), _largest(expected)
+        distance, scale = largest_of(found.detach() - expected.detach().to(found.device)), largest_of(expected)
         if math.isfinite(distance) and math.isfinite(scale):
             return distance / max(scale, floor, 1e-30)
     kind = torch.complex128 if found.is_complex() else torch.float64
@@ -172,8 +173,15 @@ def relative_difference(found: Tensor, expected: Tensor, floor: float) -> float:
     return math.inf if difference.isnan() else float(difference) / scale
 
 
-def _largest(value: Tensor) -> float:
-    return float(torch.linalg.vector_norm(value.detach(), math.inf))
+def largest_of(value: Tensor) -> float:
+    """Return the largest absolute value; not a number if there is one that is none, 0 of no values."""
+    if not value.numel():
+        return 0.0
+    if value.is_complex():
+        return float(value.detach().abs().max())
+    # One fast pass; `vector_norm` takes seven times as long on a CPU.
+    least, greatest = torch.aminmax(value.detach())
+    return max(-float(least), float(greatest))
 
 
 def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> list[StepDifference]:

@@ -36,6 +36,7 @@ from lightning_parallel.strategies.observed_step import (
     StepDifference,
     compare,
     first_difference,
+    largest_of,
     relative_difference,
     tolerance_of,
 )
@@ -140,8 +141,9 @@ class StepProof:
         call = StepCall(name, self._first_samples(batch), tuple(rest), kwargs)
         with self.runs.nothing_left():
             verdict = _Comparison(self.runs, call)
-            if verdict.failure and call.batch is not batch:
-                # Some steps are made for one size of batch.
+            differs = not self.runs.fits_in_double and verdict.anywhere(verdict.differences)
+            if (verdict.failure or differs) and call.batch is not batch:
+                # Some steps are made for one size of batch, or take another path for a single sample.
                 verdict = _Comparison(self.runs, replace(call, batch=batch))
         text = self._report(verdict, time.perf_counter() - begun_s)
         if text:
@@ -156,7 +158,11 @@ class StepProof:
         return known is not None
 
     def _first_samples(self, batch: Any) -> Any:
-        """Return two samples; in a pipeline two microbatches, of two samples if the run's have several."""
+        """Return two samples; in a pipeline two microbatches, of two samples if the run's have several.
+
+        Of one sample where the model is large: a step for which one sample is different, fails or has another loss,
+        and is then compared on the whole batch.
+        """
         steps = self.runs.steps
         try:
             if steps is None:
@@ -165,7 +171,8 @@ class StepProof:
             if self.runs.microbatches > 2:
                 return batch
             if steps.options.split_batch is split_batch:
-                return few_samples(batch, 2 * min(2, max(1, num_samples(batch) // parts)))
+                most = 2 if self.runs.fits_in_double else 1
+                return few_samples(batch, 2 * min(most, max(1, num_samples(batch) // parts)))
             # A function of the user's: what it makes two microbatches of.
             return split_by(steps.options.split_batch, batch, max(1, parts // 2))[0]
         except ValueError:
@@ -244,7 +251,7 @@ class _Comparison:
             way = replace(way, splits=False)
         divided = self.runs.divided(self.call, way)
         self.differences = self._found(whole, divided)
-        if self._anywhere(self.differences):
+        if self.anywhere(self.differences):
             self._explain(way, whole, divided)
         elif whole.dropout:
             self._compare_dropout()
@@ -253,7 +260,8 @@ class _Comparison:
     def _has_batch_norm(self) -> bool:
         return any(isinstance(child, BatchNormalization) and child.training for child in self.runs.module.modules())
 
-    def _anywhere(self, differences: Sequence[StepDifference]) -> bool:
+    def anywhere(self, differences: Sequence[StepDifference]) -> bool:
+        """Tell on all ranks of the replica whether one of them has found any."""
         return any(comm.all_gather_object(bool(differences), self.replica))
 
     # ------------------------------------------------------------------------------------------------- differences
@@ -279,10 +287,8 @@ class _Comparison:
         return differences
 
     def _gradient_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
-        norms = [
-            float(torch.linalg.vector_norm(value, math.inf)) for value in whole.gradients.values() if value.numel()
-        ]
-        mine = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+        finite = filter(math.isfinite, map(largest_of, whole.gradients.values()))
+        mine = max(finite, default=0.0)
         largest = max(comm.all_gather_object(mine, self.replica))
         differences = []
         for name, found in divided.gradients.items():
@@ -365,7 +371,7 @@ class _Comparison:
         self.differences = [entry for entry in self.differences if (entry.kind, entry.name) not in varying]
         self.varying = sorted(name if kind == "loss" else f"{kind} `{name}`" for kind, name in varying)
         self._warn_of_pieces()
-        if not self._anywhere(self.differences):
+        if not self.anywhere(self.differences):
             return
         if any(comm.all_gather_object(divided.draws_apart, self.replica)):
             self.differences = []
@@ -376,7 +382,7 @@ class _Comparison:
             return
         one = replace(way, splits=False)
         can_split = self.runs.engine is not None and way.splits
-        if can_split and not self._anywhere(self._found(whole, self.runs.divided(self.call, one))):
+        if can_split and not self.anywhere(self._found(whole, self.runs.divided(self.call, one))):
             self._learn_attributes(way, whole)
             self.hint = _MICROBATCHES
             return

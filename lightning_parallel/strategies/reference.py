@@ -16,6 +16,7 @@ Autograd keeps no parameter: what it would save of one is saved by name, and fet
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -154,7 +155,13 @@ class Owners:
                 parts[name][0] = self.held[name].detach()
             rule = self.rules.get(name)
             in_order = [parts[name][position] for position in sorted(parts[name])]
-            full[name] = in_order[0].clone() if rule is None else rule.merge(in_order)
+            if rule is not None:
+                full[name] = rule.merge(in_order)
+            else:
+                # Each with memory of its own: what was received alone has it.
+                part = in_order[0]
+                is_alone = 0 not in parts[name] and part.untyped_storage().nbytes() == part.nbytes
+                full[name] = part if is_alone else part.clone()
         return full
 
     def give_back(self, tensors: Mapping[str, Tensor]) -> None:
@@ -179,12 +186,14 @@ class Owners:
             for name in theirs:
                 kinds.setdefault(tensors[name].dtype, []).append(name)
             for of_dtype in kinds.values():
-                flat = torch.cat([self._part(name, tensors[name], position).reshape(-1) for name in of_dtype])
+                flat = _joined([self._part(name, tensors[name], position) for name in of_dtype])
                 if len(flat):
                     comm.isend(flat.to(self.device), self.replica, position, _TAG).wait()
         for name in names:
             if 0 in self._holders[name]:
-                self._add(name, self._part(name, tensors[name], 0))
+                part = self._part(name, tensors[name], 0)
+                # A view would keep all of the full tensor.
+                self._add(name, part.clone() if name in self.rules else part)
 
     def end(self, result: Any) -> None:
         """Let the other ranks return from `serve` with `result`."""
@@ -214,7 +223,7 @@ class Owners:
     def _send(self, names: Sequence[str]) -> None:
         mine = [name for name in names if self.replica.rank in self._sources(name)]
         for of_dtype in self._by_dtype(mine).values():
-            flat = torch.cat([self.held[name].detach().reshape(-1) for name in of_dtype]).to(self.device)
+            flat = _joined([self.held[name].detach() for name in of_dtype]).to(self.device)
             if len(flat):
                 comm.isend(flat, self.replica, 0, _TAG).wait()
 
@@ -235,13 +244,19 @@ class Owners:
     def _add(self, name: str, part: Tensor) -> None:
         known = self.taken.get(name)
         # In the host's memory: the device has to hold those of the divided step beside the parameters.
-        self.taken[name] = part.to("cpu", copy=True) if known is None else known.add_(part.cpu())
+        self.taken[name] = part.cpu() if known is None else known + part.cpu()
 
     def _by_dtype(self, names: Sequence[str]) -> dict[torch.dtype, list[str]]:
         kinds: dict[torch.dtype, list[str]] = {}
         for name in names:
             kinds.setdefault(self._facts[name].dtype, []).append(name)
         return kinds
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the values of tensors of one dtype one after the other; those of one as they are, without a copy."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 # ----------------------------------------------------------------------------------------------- the whole model
@@ -356,7 +371,8 @@ class WholeModel:
         gradient = gradient.detach()
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         known = self._gradients.get(name)
-        self._gradients[name] = gradient.clone() if known is None else known + gradient
+        # Nobody writes into a gradient that is held here; two parameters may have one and the same.
+        self._gradients[name] = gradient if known is None else known + gradient
         self._gradient_bytes += 0 if known is not None else gradient.numel() * gradient.element_size()
         if self._gradient_bytes > _CHUNK_BYTES:
             self.deliver()
@@ -447,6 +463,7 @@ def _run_alone(
             skeleton.put_on(model.parameter, buffers),
             model.saving_by_name(),
             communication_refused(others, lambda: owners.is_talking),
+            _threads_of(owners.replica.size),
         ):
             result = run()
             buffers = skeleton.buffers()
@@ -463,6 +480,18 @@ def _run_alone(
         for name, gradient in known.items():
             owners.parameters[name].grad = gradient
     return result, "", model.precisions
+
+
+@contextmanager
+def _threads_of(ranks: int) -> Iterator[None]:
+    """Compute with the threads of `ranks` processes inside the block: the others wait, with theirs idle."""
+    before = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(before, min(ranks * before, cores)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _equal(one: Tensor, two: Tensor) -> bool:

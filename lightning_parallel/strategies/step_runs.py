@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -382,15 +383,19 @@ class StepRuns:
         finally:
             patches.undo()
 
+    @cached_property
+    def fits_in_double(self) -> bool:
+        """Whether all ranks of the replica, who ask together, may hold their parameters in double precision."""
+        num_bytes = sum(value.numel() * 8 for value in self.module.parameters() if value.is_floating_point())
+        everyone = comm.all_gather_object(num_bytes, self.groups.replica)
+        return self.device.type != "mps" and max(everyone) <= _DOUBLE_BYTES
+
     def precisions(self) -> list[Way]:
         """Return in which precisions to run, the best first; a step may not work in all of them."""
         parameters = [value for value in self.module.parameters() if value.is_floating_point()]
-        num_bytes = sum(value.numel() * 8 for value in parameters)
         is_double = all(value.dtype == torch.float64 for value in parameters)
-        everyone = comm.all_gather_object((num_bytes, is_double), self.groups.replica)
         ways = []
-        fits = max(size for size, _ in everyone) <= _DOUBLE_BYTES and self.device.type != "mps"
-        if fits and not all(double for _, double in everyone):
+        if self.fits_in_double and not all(comm.all_gather_object(is_double, self.groups.replica)):
             ways.append(Way(double=True))
         if isinstance(self.precision, MixedPrecision):
             ways.append(Way(plain=True))
