@@ -23,20 +23,20 @@ class Group:
         ranks: Global ranks, in the order of their position in the group.
         rank: Position of this process in `ranks`.
         process_group: The torch group; None for a group of one.
-        gate: Called before each collective on tensors.
+        gate: Called before each collective on tensors, with its name.
     """
 
     axis: str
     ranks: tuple[int, ...]
     rank: int
     process_group: dist.ProcessGroup | None
-    gate: Callable[[], None] | None = None
+    gate: Callable[[str], None] | None = None
 
     def __deepcopy__(self, memo: object) -> Group:
         # Layers hold their group. A copied layer communicates with the same ranks, and process groups cannot be copied.
         return self
 
-    def guarded_by(self, gate: Callable[[], None]) -> Group:
+    def guarded_by(self, gate: Callable[[str], None]) -> Group:
         """Return the same ranks with a gate."""
         return replace(self, gate=gate)
 

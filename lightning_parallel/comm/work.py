@@ -117,7 +117,7 @@ class Pending:
         if _thread.skips_communication:
             return self
         if self._group.gate is not None:
-            self._group.gate()
+            self._group.gate(self._op)
         flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer, self._tag)
         try:
             with flight:

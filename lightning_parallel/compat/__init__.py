@@ -73,7 +73,7 @@ class ParallelState:
     Attributes:
         tensor_ranks: The tensor-parallel ranks that the module was divided over.
         sharding: What was divided how (`tensor.plan.Sharding`).
-        calls: Watches calls of its layers outside of steps (`strategies.outside_calls.OutsideCalls`).
+        order: Watches the messages of its layers (`strategies.message_order.MessageOrder`).
         engine: Its pipeline (`pipeline.engine.PipelineEngine`).
         names: Names in the whole module, before it was cut (`checkpoint.ModelNames`).
         whole: The module as it was before it was divided (`strategies.reference.Skeleton`).
@@ -88,7 +88,7 @@ class ParallelState:
 
     tensor_ranks: tuple[int, ...] = ()
     sharding: Any = None
-    calls: Any = None
+    order: Any = None
     engine: Any = None
     names: Any = None
     whole: Any = None

@@ -44,13 +44,13 @@ from lightning_parallel.strategies import checks, processes
 from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
+from lightning_parallel.strategies.message_order import in_step
 from lightning_parallel.strategies.optimization import (
     ReplicaNorm,
     WholeGroups,
     check_optimizers,
     span_replica,
 )
-from lightning_parallel.strategies.outside_calls import in_step
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.proof import FirstBatches, Verify

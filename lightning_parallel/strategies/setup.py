@@ -41,7 +41,7 @@ from lightning_parallel.pipeline.search import Balance, Choice, Workload, choose
 from lightning_parallel.pipeline.simulate import simulate
 from lightning_parallel.strategies import processes
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, warn_unless_mean
-from lightning_parallel.strategies.outside_calls import OutsideCalls
+from lightning_parallel.strategies.message_order import MessageOrder
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, sharding_table
 from lightning_parallel.tracing.spans import bytes_text, seconds_text, show
@@ -165,8 +165,8 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     found = make_plan(module, options.plan, group, options.sequence_parallel)
     # Shards of different models would make a model that nobody has initialised.
     processes.start_equal(module, groups.world)
-    state.calls = OutsideCalls(group)
-    state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.calls))
+    state.order = MessageOrder(group)
+    state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))
     state.tensor_ranks = group.ranks
     _print(sharding_table(module, sharding, group.size))
     return sharding

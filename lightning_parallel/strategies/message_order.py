@@ -1,0 +1,191 @@
+"""The order of the messages of divided layers: all ranks of the tensor axis send the same ones, or none.
+
+Code that calls the model on rank zero only, to log samples or a graph, would pair its messages with others of the other
+ranks: wrong numbers on both sides, or a wait for ever. So each rank writes into the rendezvous store where it is before
+a message that may be one of rank zero alone, and goes on when the others are there, too:
+
+    outside of steps       before each message
+    in a step              before the first message, and before each that did not follow on those before it so far:
+                           the ranks agree on every sequence of messages once, and a step that repeats one is free
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.torch import default_store, has_compiled_call
+from lightning_parallel.strategies.skeleton import FOREIGN
+
+__all__ = ["MessageOrder", "in_step"]
+
+WAIT_S = 15.0
+"""How long to wait for the other ranks outside of a step: longer than one is late for a hook that all are to reach."""
+STEP_WAIT_S = 30.0
+"""The same in a step, where one rank may write a picture, or be the first to use a library."""
+COMPILING_S = 900.0
+"""The same where modules are compiled: one rank may find in the cache what another one still compiles."""
+# More ranks than one store has the time for in each step.
+_MOST_RANKS = 64
+_MOST_KNOWN = 1 << 18
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_made: Counter[str] = Counter()
+
+
+class MessageOrder:
+    """Lets divided layers send what all ranks are about to send.
+
+    Args:
+        group: The tensor-parallel group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._block = ""
+        self._is_compiled = False
+        self._is_first = False
+        # The messages since the step began, as a number, and all such numbers that the ranks have agreed on.
+        self._sent = 0
+        self._known: set[int] = set()
+        self._count = 0
+        # Several modules may be divided over one group.
+        self._name = f"order/{group.name}/{_made[group.name]}"
+        _made[group.name] += 1
+
+    @contextmanager
+    def step(self, name: str, module: nn.Module) -> Iterator[None]:
+        """Run a part of a step of `module`, which all ranks run: its messages follow on each other."""
+        before = self._block
+        if not self._known:
+            self._is_compiled = any(has_compiled_call(child) for child in module.modules())
+        if not before:
+            self._sent = hash(name)
+            # Backward follows on a step in which the ranks were together.
+            self._is_first = name != "backward"
+        self._block = name
+        try:
+            yield
+        finally:
+            self._block = before
+
+    def __call__(self, operation: str) -> None:
+        """Wait for the other ranks, if need be; called before each message of a divided layer.
+
+        Args:
+            operation: The name of the collective.
+
+        Raises:
+            RuntimeError: If they do not come, or are somewhere else.
+        """
+        if not self._block:
+            self._meet(_hook(), WAIT_S)
+            return
+        self._sent = hash((self._sent, operation))
+        is_first, self._is_first = self._is_first, False
+        is_known = self._sent in self._known
+        if is_known and not (is_first and dist.get_world_size() <= _MOST_RANKS):
+            return
+        # The other ranks may still wait for their first batch.
+        patience_s = math.inf if is_first else COMPILING_S if self._is_compiled else STEP_WAIT_S
+        self._meet(_line(self._block), patience_s)
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known.add(self._sent)
+
+    def _meet(self, place: str, patience_s: float) -> None:
+        self._count += 1
+        store = default_store()
+        keys = {rank: f"{self._name}/{self._count}/{rank}" for rank in self._group.ranks}
+        mine = self._group.ranks[self._group.rank]
+        store.set(keys[mine], place)
+        if not _all_there(store, list(keys.values()), patience_s):
+            absent = [rank for rank, key in keys.items() if not store.check([key])]
+            raise RuntimeError(
+                f"the model is called in {place} on rank {mine}, but not on rank {', '.join(map(str, absent))}."
+                f" {_WAY_OUT}"
+            )
+        # All have read the keys before these: the store of a long run must not fill up.
+        store.delete_key(f"{self._name}/{self._count - 1}/{mine}")
+        places = dict(zip(keys, [value.decode() for value in store.multi_get(list(keys.values()))]))
+        if len(set(places.values())) > 1:
+            # The store ends with the process that serves it, and this one is about to.
+            store.set(f"{keys[mine]}/read", "")
+            _all_there(store, [f"{key}/read" for key in keys.values()], WAIT_S)
+            listed = ", ".join(f"in {where} on rank {rank}" for rank, where in places.items())
+            raise RuntimeError(f"the model is called at different places at once: {listed}. {_WAY_OUT}")
+
+
+def _all_there(store: dist.Store, keys: list[str], patience_s: float) -> bool:
+    """Wait until all keys are set; tell if they are."""
+    # Asked again and again: a wait inside of the store would keep other threads of this process from it.
+    end_s, pause_s = time.monotonic() + patience_s, 1e-5
+    while not store.check(keys):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+    return True
+
+
+_WAY_OUT = (
+    "Each rank holds a part of its layers, so all ranks have to call it, or none: leave out the condition on the rank"
+    " there (`is_global_zero`, `rank_zero_only`), and let only what follows depend on it"
+)
+
+
+def _hook() -> str:
+    """Name the hook that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        is_hook = name.startswith("on_") or name in ("log_graph", "setup", "configure_optimizers")
+        if is_hook and owner is not None and not isinstance(owner, MessageOrder):
+            return f"`{type(owner).__name__}.{name}`"
+        frame = frame.f_back
+    return "code outside of the training loop"
+
+
+def _line(block: str) -> str:
+    """Name the line of the user's code that runs in a part of a step: the outermost one of it."""
+    found = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "run_in_step":
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in FOREIGN:
+            found = frame
+        frame = frame.f_back
+    if found is None:
+        return f"`{block}`"
+    code = found.f_code
+    return f"`{code.co_name}` ({code.co_filename.rpartition('/')[2]}, line {found.f_lineno})"
+
+
+def in_step(method: Callable[P, R]) -> Callable[P, R]:
+    """Make a method of a strategy, which all ranks run, a part of a step."""
+
+    @wraps(method)
+    def run_in_step(*args: P.args, **kwargs: P.kwargs) -> R:
+        strategy: Any = args[0]
+        with _step_of(strategy.lightning_module, method.__name__):
+            return method(*args, **kwargs)
+
+    return run_in_step
+
+
+def _step_of(module: nn.Module | None, name: str) -> AbstractContextManager[None]:
+    if module is None or ParallelState.of(module).order is None:
+        return nullcontext()
+    return ParallelState.of(module).order.step(name, module)

@@ -1,0 +1,158 @@
+"""Calls of a divided model outside of steps: on all ranks together, or refused at once."""
+
+import re
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_parallel import TensorParallelStrategy
+from lightning_parallel.compat import ParallelState
+from tests.harness import distributed, run_script
+from tests.strategies.models import Net, loader, trainer_for
+
+HOOKS = ["on_fit_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]
+
+
+class Sampling(Callback):
+    """Calls the model in one hook, on some ranks."""
+
+    def __init__(self, hook, ranks):
+        self.outputs = []
+
+        self.hook, self.ranks = hook, ranks
+
+    def sample(self, hook, trainer, module):
+        if hook == self.hook and trainer.global_rank in self.ranks:
+            with torch.no_grad():
+                self.outputs.append(module.net(torch.ones(2, 12, dtype=torch.float64)))
+
+    def on_fit_start(self, trainer, module):
+        self.sample("on_fit_start", trainer, module)
+
+    def on_train_batch_start(self, trainer, module, *_):
+        self.sample("on_train_batch_start", trainer, module)
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.sample("on_train_batch_end", trainer, module)
+
+    def on_train_epoch_end(self, trainer, module):
+        self.sample("on_train_epoch_end", trainer, module)
+
+    def on_validation_end(self, trainer, module):
+        self.sample("on_validation_end", trainer, module)
+
+
+def fit(hook, ranks):
+    callback = Sampling(hook, ranks)
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, max_epochs=1, callbacks=[callback])
+    module = Net().double()
+    trainer.fit(module, loader(), loader())
+    return callback, module
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@distributed(world_size=2)
+def test_all_ranks_may_call_the_model(hook, group):
+    callback, _ = fit(hook, [0, 1])
+    assert callback.outputs
+    for output in callback.outputs:
+        assert output.shape == (2, 5)
+
+
+class SamplingNet(Net):
+    """Calls its layers on rank zero only, in one place."""
+
+    def __init__(self, where, samples, first):
+        super().__init__()
+        self.where, self.samples, self.first = where, samples, first
+
+    def sample(self, here):
+        if here == self.where and self.global_rank == 0 and self.global_step >= self.first:
+            with torch.no_grad():
+                self.net(torch.ones(self.samples, 12, dtype=torch.float64))
+
+    def training_step(self, batch, index):
+        self.sample("before")
+        loss = super().training_step(batch, index)
+        self.sample("after")
+        return loss
+
+    def validation_step(self, batch, index):
+        self.sample("validation")
+        return super().validation_step(batch, index)
+
+
+@pytest.mark.parametrize(
+    ("where", "samples", "first", "verify", "step"),
+    [
+        ("before", 8, 2, "off", "training_step"),
+        ("before", 2, 2, "off", "training_step"),
+        ("after", 2, 0, "always", "training_step"),
+        ("validation", 2, 4, "off", "validation_step"),
+    ],
+)
+@distributed(world_size=2)
+def test_a_call_on_one_rank_in_a_step_is_refused_on_all(where, samples, first, verify, step, group):
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2, verify=verify), 2)
+    module = SamplingNet(where, samples, first).double()
+    with pytest.raises(
+        RuntimeError, match=rf"at different places at once: in `{step}` \(.*, line \d+\) on rank 0, in "
+    ):
+        trainer.fit(module, loader(), loader())
+    assert trainer.global_step == first
+
+
+SCRIPT = """
+import sys
+from lightning_parallel import TensorParallelStrategy
+from lightning_parallel.strategies import message_order
+from tests.strategies.models import loader, trainer_for
+from tests.strategies.test_message_order import Sampling, SamplingNet
+
+message_order.WAIT_S = message_order.STEP_WAIT_S = 4.0
+where = sys.argv[1]
+callbacks = [Sampling(where, [0])] if where.startswith("on_") else []
+trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, callbacks=callbacks)
+trainer.fit(SamplingNet(where, 2, 2).double(), loader(), loader())
+print("the run ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("on_train_batch_end", "in `Sampling.on_train_batch_end` on rank 0, "),
+        ("after", r"called in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1"),
+    ],
+)
+def test_a_call_on_one_rank_ends_the_run(where, message, tmp_path):
+    script = tmp_path / "sampling.py"
+    script.write_text(SCRIPT)
+    ended = run_script(script, where, deadline_s=60)
+    assert ended.returncode != 0
+    assert "the run ended" not in ended.stdout
+    assert re.search(message, ended.stderr), ended.stderr
+
+
+class ChangingNet(Net):
+    """Calls its layers once more in some steps, on all ranks."""
+
+    def training_step(self, batch, index):
+        if self.global_step % 3 == 1:
+            with torch.no_grad():
+                self.net(batch[0][:1])
+        return super().training_step(batch, index)
+
+
+@distributed(world_size=2)
+def test_steps_may_differ_on_all_ranks_together(group):
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, max_epochs=2)
+    module = ChangingNet().double()
+    trainer.fit(module, loader(), loader())
+    order = ParallelState.of(module).order
+    known, met = len(order._known), order._count
+    trainer.fit_loop.epoch_progress.current.completed = trainer.fit_loop.epoch_progress.current.processed = 0
+    trainer.validate(module, loader(), verbose=False)
+    assert len(order._known) == known, "what the ranks have agreed on is not agreed on again"
+    assert order._count == met + len(loader()), "once in each step"
