@@ -9,7 +9,8 @@ modules get in place, and `ParallelState` all that is kept on a module.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import getattr_static
@@ -42,6 +43,13 @@ class Patches:
         setattr(target, name, value)
         self._replaced.append((target, name, own))
         return before
+
+    def replace_function(self, function: Callable[..., Any], value: Callable[..., Any]) -> None:
+        """Replace a function in all modules that hold it: users import it by name."""
+        for module in list(sys.modules.values()):
+            # Not by `getattr`, at which some modules import what they are asked for.
+            for name in [name for name, held in list(getattr(module, "__dict__", {}).items()) if held is function]:
+                self.replace(module, name, value)
 
     def undo(self) -> None:
         """Put everything back; a second call does nothing."""

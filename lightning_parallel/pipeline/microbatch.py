@@ -336,7 +336,7 @@ def reduce_logged(values: Tensor, sizes: Sequence[float], reduce_fx: str | Calla
         values = values if values.is_floating_point() else values.float()
         shares = torch.tensor(sizes, dtype=values.dtype) / sum(sizes)
         # A microbatch without weight (no tokens in it) may have given 0 / 0.
-        return torch.tensordot(shares, torch.where(shares > 0, values.T, 0.0).T, 1)
+        return torch.tensordot(shares, torch.where(shares.view(-1, *[1] * (values.dim() - 1)) > 0, values, 0.0), 1)
     if kind in ("sum", "max", "min"):
         return getattr(torch, kind if kind == "sum" else f"a{kind}")(values, 0)
     assert callable(reduce_fx)

@@ -44,13 +44,9 @@ from lightning_parallel.strategies import checks, processes
 from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
+from lightning_parallel.strategies.gradient_norms import ReplicaNorm, span_replica
 from lightning_parallel.strategies.message_order import in_step
-from lightning_parallel.strategies.optimization import (
-    ReplicaNorm,
-    WholeGroups,
-    check_optimizers,
-    span_replica,
-)
+from lightning_parallel.strategies.optimization import WholeGroups, check_optimizers
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
 from lightning_parallel.strategies.proof import FirstBatches, Verify
@@ -182,7 +178,7 @@ class MeshStrategy(MeshProcesses):
         self.setup_precision_plugin()
         elsewhere = frozenset() if self.engine is None else self.engine.counted_by_others
         norm = ReplicaNorm(module, self._rules, self.groups, elsewhere)
-        norm.use_in_torch(self._patches)
+        norm.use_everywhere(self._patches)
         span_replica(self.precision_plugin, norm, self.root_device, self._patches)
         if fitting:
             move_optimizers(self.optimizers, self.root_device)

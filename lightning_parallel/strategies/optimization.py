@@ -1,7 +1,4 @@
-"""Optimizers over a mesh: gradient norms and overflow checks of a whole replica; which optimizers can be divided.
-
-There is no strategy hook for clipping: `LightningModule.clip_gradients` calls the precision plugin, and torch's own
-`clip_grad_norm_`, which many modules call directly, knows this rank's shards only. Both are corrected here.
+"""Optimizers over a mesh: parameter groups as of the whole model; which optimizers can be divided.
 
 A rank has shards of tensors, or the tensors of some stages. An optimizer that treats each element by itself steps as in
 one process there; one that takes norms, factors or projections over more than it is given does not. Names do not tell:
@@ -13,14 +10,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
@@ -28,144 +24,14 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import remove_dummy_parameters, whole_parameters
-from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, Patches
-from lightning_parallel.compat.torch import TOTAL_NORM, clip_grad, norms_of, patch_unscale
 from lightning_parallel.tensor.sharding import Shard, full_shapes_shown
 
 __all__ = [
-    "ReplicaNorm",
     "WholeGroups",
     "check_optimizers",
-    "clip_coefficient",
-    "span_replica",
-    "total_norm",
 ]
-
-
-class ReplicaNorm:
-    """Norm of the gradients of a whole replica, of which this rank holds a part.
-
-    Args:
-        module: The user's module.
-        rules: How its parameters are sharded over the tensor axis, by name.
-        groups: The mesh's groups.
-        counted_by_others: Parameters of this rank that another pipeline stage counts, by name.
-    """
-
-    def __init__(
-        self, module: LightningModule, rules: Mapping[str, Shard], groups: MeshGroups, counted_by_others: frozenset[str]
-    ) -> None:
-        self.groups = groups
-        self._module = module
-        self._rules = rules
-        self._counted_by_others = counted_by_others
-
-    def __call__(self, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of the given gradients of the module; every rank of the replica must call it."""
-        # Clipping functions pass gradients without names, but which elements to count depends on the parameter.
-        names = {
-            id(parameter.grad): name
-            for name, parameter in self._module.named_parameters()
-            if parameter.grad is not None
-        }
-        named = {names.get(id(gradient), f"unnamed {index}"): gradient for index, gradient in enumerate(gradients)}
-        return total_norm(named, self._rules, self.groups, norm_type, self._counted_by_others)
-
-    def use_in_torch(self, patches: Patches) -> None:
-        """Make torch's `clip_grad_norm_` use this norm for the module's gradients until `patches` are undone."""
-        if self.groups.replica.size == 1:
-            return
-        own_norm = getattr(clip_grad, TOTAL_NORM)
-
-        def norm(tensors: Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
-            # Another model in the same process, such as a metric's, keeps torch's own norm. A rank without gradients
-            # takes part, since the others wait for it.
-            gradients = list(tensors)
-            ours = {id(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None}
-            if gradients and not any(id(gradient) in ours for gradient in gradients):
-                return own_norm(gradients, norm_type, *args, **kwargs)
-            return self(gradients, norm_type)
-
-        patches.replace(clip_grad, TOTAL_NORM, norm)
-
-
-def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, patches: Patches) -> None:
-    """Make `plugin` use the replica's norm and overflow check until `patches` are undone."""
-    # Methods of the user's object are replaced instead of the plugin: it may be of a class of the user's.
-    if norm.groups.replica.size == 1:
-        return
-
-    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float, norm_type: float = 2.0) -> Tensor:
-        gradients = [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
-        total = norm(gradients, norm_type)
-        # On the device, without asking for its value: the host does not wait for the norm.
-        coefficient = clip_coefficient(total, clip_val)
-        for gradient in gradients:
-            gradient.mul_(coefficient.to(gradient))
-        return total
-
-    def any_overflow(found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        # An overflow on any rank of the replica is one on all of them; else they would disagree on skipping the step.
-        # A rank whose gradients are all None has found nothing, but has to take part.
-        overflow = found.get(device)
-        if overflow is None:
-            overflow = torch.zeros((), device=device)
-        found[device] = comm.all_reduce(overflow, norm.groups.replica, "max")
-        return found
-
-    patches.replace(plugin, "clip_grad_by_norm", clip_grad_by_norm)
-    scaler = getattr(plugin, "scaler", None)
-    if scaler is not None:
-        patch_unscale(scaler, any_overflow, patches)
-
-
-def total_norm(
-    gradients: Mapping[str, Tensor],
-    rules: Mapping[str, Shard],
-    groups: MeshGroups,
-    norm_type: float = 2.0,
-    counted_by_others: frozenset[str] = frozenset(),
-) -> Tensor:
-    """Return the `norm_type`-norm over all elements of one replica's gradients, each distinct element counted once.
-
-    Sharded gradients count on every rank, without the parts that a lower rank of the tensor axis holds as well;
-    whole ones count on the first rank of the tensor axis. Every rank of the replica must call it.
-
-    Args:
-        gradients: This rank's gradients by parameter name; a shared parameter under one of its names.
-        rules: How the parameters are sharded, by name.
-        groups: The mesh's groups.
-        norm_type: 1, 2, any positive number, or infinity.
-        counted_by_others: Names that another pipeline stage counts (all but one owner of a tied parameter).
-
-    Returns:
-        A scalar, equal on all ranks of the replica.
-    """
-    position = groups.tensor_parallel.rank
-    counted = []
-    for name, gradient in gradients.items():
-        if name in counted_by_others:
-            continue
-        if name in rules:
-            # Shards may overlap, as key and value heads do that several ranks share.
-            counted.append(rules[name].owned(gradient, position))
-        elif position == 0:
-            counted.append(gradient)
-    device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
-    # In double precision: a sum of many squares in fp16 or bf16 would overflow, or stop growing.
-    norms = [norm.double() for norm in norms_of([gradient for gradient in counted if gradient.numel()], norm_type)]
-    zero = torch.zeros((), device=device, dtype=torch.float64)
-    if math.isinf(norm_type):
-        return comm.all_reduce_(torch.stack(norms).max() if norms else zero, groups.replica, "max")
-    powers = torch.stack(norms).pow(norm_type).sum() if norms else zero
-    return comm.all_reduce_(powers, groups.replica).pow(1.0 / norm_type)
-
-
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor that scales gradients of the given norm down to `max_norm`; 1 if they are below it."""
-    # The formula of torch's `clip_grad_norm_`.
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 class WholeGroups:

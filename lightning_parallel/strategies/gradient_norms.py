@@ -1,0 +1,196 @@
+"""Norms of gradients over a whole replica, whoever takes them, and its overflow check.
+
+There is no strategy hook for clipping: `LightningModule.clip_gradients` calls the precision plugin, and torch's own
+`clip_grad_norm_` and `get_total_norm`, and Lightning's `grad_norm`, which many modules call directly, know this rank's
+shards only. All are corrected here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel import comm
+from lightning_parallel.comm import MeshGroups
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.torch import TOTAL_NORM, clip_grad, norms_of, patch_unscale
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["ReplicaNorm", "span_replica", "total_norm"]
+
+
+class ReplicaNorm:
+    """Norm of the gradients of a whole replica, of which this rank holds a part.
+
+    Args:
+        module: The user's module.
+        rules: How its parameters are sharded over the tensor axis, by name.
+        groups: The mesh's groups.
+        counted_by_others: Parameters of this rank that another pipeline stage counts, by name.
+    """
+
+    def __init__(
+        self, module: LightningModule, rules: Mapping[str, Shard], groups: MeshGroups, counted_by_others: frozenset[str]
+    ) -> None:
+        self.groups = groups
+        self._module = module
+        self._rules = rules
+        self._counted_by_others = counted_by_others
+
+    def __call__(self, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
+        """Return the norm of the given gradients of the module; every rank of the replica must call it."""
+        # Clipping functions pass gradients without names, but which elements to count depends on the parameter.
+        names = {
+            id(parameter.grad): name
+            for name, parameter in self._module.named_parameters()
+            if parameter.grad is not None
+        }
+        named = {names.get(id(gradient), f"unnamed {index}"): gradient for index, gradient in enumerate(gradients)}
+        return total_norm(named, self._rules, self.groups, norm_type, self._counted_by_others)
+
+    def use_everywhere(self, patches: Patches) -> None:
+        """Make torch's and Lightning's functions use these norms for the module until `patches` are undone."""
+        if self.groups.replica.size == 1:
+            return
+        own_norm = getattr(clip_grad, TOTAL_NORM)
+        # The name in this module is replaced, too.
+        own_norms = grad_norm
+
+        def norm(tensors: Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+            # Another model in the same process, such as a metric's, keeps torch's own norm. A rank without gradients
+            # takes part, since the others wait for it.
+            gradients = list(tensors)
+            ours = {id(parameter.grad) for parameter in self._module.parameters() if parameter.grad is not None}
+            if gradients and not any(id(gradient) in ours for gradient in gradients):
+                return own_norm(gradients, norm_type, *args, **kwargs)
+            return self(gradients, norm_type)
+
+        def norms(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
+            if not any(child is module for child in self._module.modules()) or float(norm_type) <= 0:
+                return own_norms(module, norm_type, group_separator)
+            found = self.of_each(module, float(norm_type))
+            named = {f"grad_{float(norm_type)}_norm{group_separator}{name}": norm for name, norm in found.items()}
+            if named:
+                # As Lightning's own function takes it.
+                total = torch.tensor(list(named.values())).norm(float(norm_type))
+                named[f"grad_{float(norm_type)}_norm_total"] = total
+            return named
+
+        patches.replace_function(own_norm, norm)
+        patches.replace_function(grad_norm, norms)
+
+    def of_each(self, module: nn.Module, norm_type: float) -> dict[str, Tensor]:
+        """Return the norm of each gradient in a submodule, by names in it; every rank of the replica must call it."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        powers: dict[str, tuple[float, torch.dtype]] = {}
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                mine = _counted_part(
+                    names[id(parameter)], parameter.grad, self._rules, self.groups, self._counted_by_others
+                )
+                norm = 0.0 if mine is None or not mine.numel() else float(norms_of([mine.double()], norm_type)[0])
+                powers[name] = (norm if math.isinf(norm_type) else norm**norm_type, parameter.grad.dtype)
+        everyone: dict[str, list[tuple[float, torch.dtype]]] = {}
+        for theirs in comm.all_gather_object(powers, self.groups.replica):
+            for name, power in theirs.items():
+                everyone.setdefault(name, []).append(power)
+        norms = {}
+        for name, found in everyone.items():
+            values = [value for value, _ in found]
+            norm = max(values) if math.isinf(norm_type) else sum(values) ** (1.0 / norm_type)
+            norms[name] = torch.tensor(norm, dtype=found[0][1], device=self._module.device)
+        return norms
+
+
+def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, patches: Patches) -> None:
+    """Make `plugin` use the replica's norm and overflow check until `patches` are undone."""
+    # Methods of the user's object are replaced instead of the plugin: it may be of a class of the user's.
+    if norm.groups.replica.size == 1:
+        return
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float, norm_type: float = 2.0) -> Tensor:
+        gradients = [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
+        total = norm(gradients, norm_type)
+        # On the device, without asking for its value: the host does not wait for the norm.
+        coefficient = _clip_coefficient(total, clip_val)
+        for gradient in gradients:
+            gradient.mul_(coefficient.to(gradient))
+        return total
+
+    def any_overflow(found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        # An overflow on any rank of the replica is one on all of them; else they would disagree on skipping the step.
+        # A rank whose gradients are all None has found nothing, but has to take part.
+        overflow = found.get(device)
+        if overflow is None:
+            overflow = torch.zeros((), device=device)
+        found[device] = comm.all_reduce(overflow, norm.groups.replica, "max")
+        return found
+
+    patches.replace(plugin, "clip_grad_by_norm", clip_grad_by_norm)
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None:
+        patch_unscale(scaler, any_overflow, patches)
+
+
+def total_norm(
+    gradients: Mapping[str, Tensor],
+    rules: Mapping[str, Shard],
+    groups: MeshGroups,
+    norm_type: float = 2.0,
+    counted_by_others: frozenset[str] = frozenset(),
+) -> Tensor:
+    """Return the `norm_type`-norm over all elements of one replica's gradients, each distinct element counted once.
+
+    Sharded gradients count on every rank, without the parts that a lower rank of the tensor axis holds as well;
+    whole ones count on the first rank of the tensor axis. Every rank of the replica must call it.
+
+    Args:
+        gradients: This rank's gradients by parameter name; a shared parameter under one of its names.
+        rules: How the parameters are sharded, by name.
+        groups: The mesh's groups.
+        norm_type: 1, 2, any positive number, or infinity.
+        counted_by_others: Names that another pipeline stage counts (all but one owner of a tied parameter).
+
+    Returns:
+        A scalar, equal on all ranks of the replica.
+    """
+    parts = [_counted_part(name, value, rules, groups, counted_by_others) for name, value in gradients.items()]
+    counted = [part for part in parts if part is not None]
+    device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
+    # In double precision: a sum of many squares in fp16 or bf16 would overflow, or stop growing.
+    norms = [norm.double() for norm in norms_of([gradient for gradient in counted if gradient.numel()], norm_type)]
+    zero = torch.zeros((), device=device, dtype=torch.float64)
+    if math.isinf(norm_type):
+        return comm.all_reduce_(torch.stack(norms).max() if norms else zero, groups.replica, "max")
+    powers = torch.stack(norms).pow(norm_type).sum() if norms else zero
+    return comm.all_reduce_(powers, groups.replica).pow(1.0 / norm_type)
+
+
+def _counted_part(
+    name: str,
+    gradient: Tensor,
+    rules: Mapping[str, Shard],
+    groups: MeshGroups,
+    counted_by_others: frozenset[str] = frozenset(),
+) -> Tensor | None:
+    """Return the elements of a gradient that this rank counts, so that the replica counts each once; None if none."""
+    if name in counted_by_others:
+        return None
+    if name in rules:
+        # Shards may overlap, as key and value heads do that several ranks share.
+        return rules[name].owned(gradient, groups.tensor_parallel.rank)
+    return gradient if groups.tensor_parallel.rank == 0 else None
+
+
+def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor that scales gradients of the given norm down to `max_norm`; 1 if they are below it."""
+    # The formula of torch's `clip_grad_norm_`.
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
