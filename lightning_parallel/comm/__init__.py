@@ -36,6 +36,7 @@ from lightning_parallel.comm.gradient_session import (
     overlapping_executor,
 )
 from lightning_parallel.comm.groups import Group, MeshGroups
+from lightning_parallel.comm.roll_call import ApartError, RollCall
 from lightning_parallel.comm.work import (
     PROFILING,
     Pending,
@@ -46,6 +47,8 @@ from lightning_parallel.comm.work import (
 )
 
 __all__ = [
+    "ApartError",
+    "RollCall",
     "GradientSession",
     "PROFILING",
     "Executor",

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,10 @@ __all__ = [
     "PROFILING",
     "Done",
     "Pending",
+    "blocked_calls",
     "blocking_call",
     "describe_failure",
+    "heartbeats",
     "skip_communication",
     "raise_explained",
     "start_heartbeat",
@@ -153,7 +155,7 @@ class Pending:
             flight = self._flight
             start_ns = time.perf_counter_ns()
             try:
-                with flight:
+                with flight, _blocked(self._op, self._group, self._peer):
                     work.wait()
             except RuntimeError as error:
                 raise_explained(error, self._op, self._group)
@@ -218,11 +220,41 @@ def blocking_call(op: str, group: Group) -> Iterator[None]:
     """
     flight = _begin(op, group, None, None)
     try:
-        with flight:
+        with flight, _blocked(op, group):
             yield
     except RuntimeError as error:
         raise_explained(error, op, group)
     flight.finish()
+
+
+class _Blocked:
+    """What the main thread is blocked in, while it is."""
+
+    __slots__ = ("group", "number", "op")
+
+    now: ClassVar[_Blocked | None] = None
+    count: ClassVar[int] = 0
+
+    def __init__(self, op: str, group: Group) -> None:
+        self.op = op
+        self.group = group
+        _Blocked.count += 1
+        self.number = _Blocked.count
+
+    def __enter__(self) -> None:
+        _Blocked.now = self
+
+    def __exit__(self, *_: object) -> None:
+        _Blocked.now = None
+
+    def __str__(self) -> str:
+        return f"{self.number} {','.join(map(str, self.group.ranks))} in `{self.op}` along {self.group.axis}"
+
+
+def _blocked(op: str, group: Group, peer: int | None = None) -> _Blocked | _Unrecorded:
+    # A message between two ranks may be on its way while its sender goes on.
+    is_seen = _heartbeat is not None and peer is None and threading.current_thread() is threading.main_thread()
+    return _Blocked(op, group) if is_seen else _UNRECORDED
 
 
 def raise_explained(error: RuntimeError, op: str, group: Group) -> NoReturn:
@@ -247,9 +279,17 @@ class _Heartbeat:
         self.thread.start()
 
     def _beat(self) -> None:
+        seen: _Blocked | None = None
+        told: _Blocked | None = None
         while not self.stopped.wait(BEAT_S):
             try:
                 self.store.add(f"beat/{self.rank}", 1)
+                # What the main thread is in for a whole interval, for ranks that wait for it.
+                now = _Blocked.now
+                if now is not told and (now is None or now is seen):
+                    self.store.set(f"blocked/{self.rank}", "" if now is None else str(now))
+                    told = now
+                seen = now
             except RuntimeError:
                 return  # the process that hosts the store is gone; the collectives will report it
 
@@ -291,6 +331,25 @@ def stop_heartbeat() -> None:
         _heartbeat.stopped.set()
         _heartbeat.thread.join(timeout=5)
         _heartbeat = None
+
+
+def blocked_calls(ranks: Sequence[int]) -> dict[int, str]:
+    """Return the collectives in which ranks are blocked that wait for this one, too: number and name, by rank."""
+    if _heartbeat is None:
+        return {}
+    found = {}
+    for rank in ranks:
+        if _heartbeat.store.check([f"blocked/{rank}"]):
+            number, _, text = _heartbeat.store.get(f"blocked/{rank}").decode().partition(" ")
+            members, _, name = text.partition(" ")
+            if str(_heartbeat.rank) in members.split(","):
+                found[rank] = f"{number} {name}"
+    return found
+
+
+def heartbeats(ranks: Sequence[int]) -> dict[int, int]:
+    """Return how often the hearts of ranks have beaten; nothing if this rank has none."""
+    return {} if _heartbeat is None else {rank: _heartbeat.store.add(f"beat/{rank}", 0) for rank in ranks}
 
 
 def report_failure(error: BaseException) -> None:

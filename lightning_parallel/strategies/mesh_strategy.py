@@ -40,7 +40,7 @@ from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.strategies import checks, processes
+from lightning_parallel.strategies import checks, replicas
 from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
@@ -156,15 +156,15 @@ class MeshStrategy(MeshProcesses):
         self.accelerator.setup(trainer)
         if synchronizes_layers(self) and fitting:
             # Before the model is planned, since this replaces modules.
-            processes.synchronize_batch_norm(module, self.groups.data_parallel)
+            replicas.synchronize_batch_norm(module, self.groups.data_parallel)
         # Entered again, so that a cast of deferred parameters is recorded, too, rather than executed.
         with deferred_init(self.root_device):
             self.precision_plugin.convert_module(module)
         self.parallelize(module)
         self.model_to_device()
         # Each replica has built its own model, perhaps from other random numbers.
-        processes.start_equal(module, self.groups.data_parallel)
-        processes.scope_metrics(module, self.groups)
+        replicas.start_equal(module, self.groups.data_parallel)
+        replicas.scope_metrics(module, self.groups)
         self._compression = MeshCompression.of(self.compression, module, self.groups) if fitting else None
         if fitting:
             self.setup_optimizers(trainer)
@@ -182,7 +182,7 @@ class MeshStrategy(MeshProcesses):
         span_replica(self.precision_plugin, norm, self.root_device, self._patches)
         if fitting:
             move_optimizers(self.optimizers, self.root_device)
-            processes.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
+            replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
         if self._shows_stages and self.engine is not None:
             show_stages(self.engine.plan, checks.optimizer_copies(self.optimizers) if fitting else 1)
             self._shows_stages = False
@@ -331,12 +331,15 @@ class MeshStrategy(MeshProcesses):
         self._first_batches.see_training(args, kwargs, self.module.current_epoch)
 
     def _any_rank(self, flag: bool) -> bool:
+        """Begin a batch on all ranks together; tell whether any of them has the flag."""
+        trainer = self.module.trainer
+        assert trainer.state.stage is not None
+        flag = self.begin_batch(f"a batch of epoch {trainer.current_epoch} ({trainer.state.stage.value})", flag)
         # In evaluation replicas may have different numbers of batches; each ends by itself.
-        group = self.groups.world if self.module.trainer.training else self.groups.replica
-        if group.size == 1:
+        if not trainer.training or self.groups.data_parallel.size == 1:
             return flag
         verdict = torch.tensor(int(flag), device=self.root_device)
-        return bool(comm.all_reduce_(verdict, group, "max"))
+        return bool(comm.all_reduce_(verdict, self.groups.data_parallel, "max"))
 
     @override
     def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
@@ -409,7 +412,7 @@ class MeshStrategy(MeshProcesses):
             self._drop_nonfinite_gradients()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # As DistributedDataParallel does, but after the step: validation sees what the next training step will.
-        processes.share_buffers(self.module, self.groups.data_parallel)
+        replicas.share_buffers(self.module, self.groups.data_parallel)
         return output
 
     @contextmanager

@@ -1,8 +1,8 @@
 """The order of the messages of divided layers: all ranks of the tensor axis send the same ones, or none.
 
 Code that calls the model on rank zero only, to log samples or a graph, would pair its messages with others of the other
-ranks: wrong numbers on both sides, or a wait for ever. So each rank writes into the rendezvous store where it is before
-a message that may be one of rank zero alone, and goes on when the others are there, too:
+ranks: wrong numbers on both sides, or a wait for ever. So before a message that may be one of rank zero alone there is
+a roll call:
 
     outside of steps       before each message
     in a step              before the first message, and before each that did not follow on those before it so far:
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -24,9 +22,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parallel.comm import Group
+from lightning_parallel.comm import ApartError, Group, RollCall
 from lightning_parallel.compat import ParallelState
-from lightning_parallel.compat.torch import default_store, has_compiled_call
+from lightning_parallel.compat.torch import has_compiled_call
 from lightning_parallel.strategies.skeleton import FOREIGN
 
 __all__ = ["MessageOrder", "in_step"]
@@ -37,13 +35,10 @@ STEP_WAIT_S = 30.0
 """The same in a step, where one rank may write a picture, or be the first to use a library."""
 COMPILING_S = 900.0
 """The same where modules are compiled: one rank may find in the cache what another one still compiles."""
-# More ranks than one store has the time for in each step.
-_MOST_RANKS = 64
 _MOST_KNOWN = 1 << 18
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_made: Counter[str] = Counter()
 
 
 class MessageOrder:
@@ -61,10 +56,7 @@ class MessageOrder:
         # The messages since the step began, as a number, and all such numbers that the ranks have agreed on.
         self._sent = 0
         self._known: set[int] = set()
-        self._count = 0
-        # Several modules may be divided over one group.
-        self._name = f"order/{group.name}/{_made[group.name]}"
-        _made[group.name] += 1
+        self._calls = RollCall(group, "messages")
 
     @contextmanager
     def step(self, name: str, module: nn.Module) -> Iterator[None]:
@@ -97,7 +89,7 @@ class MessageOrder:
         self._sent = hash((self._sent, operation))
         is_first, self._is_first = self._is_first, False
         is_known = self._sent in self._known
-        if is_known and not (is_first and dist.get_world_size() <= _MOST_RANKS):
+        if is_known and not (is_first and dist.get_world_size() <= RollCall.MOST_RANKS):
             return
         # The other ranks may still wait for their first batch.
         patience_s = math.inf if is_first else COMPILING_S if self._is_compiled else STEP_WAIT_S
@@ -107,38 +99,17 @@ class MessageOrder:
         self._known.add(self._sent)
 
     def _meet(self, place: str, patience_s: float) -> None:
-        self._count += 1
-        store = default_store()
-        keys = {rank: f"{self._name}/{self._count}/{rank}" for rank in self._group.ranks}
-        mine = self._group.ranks[self._group.rank]
-        store.set(keys[mine], place)
-        if not _all_there(store, list(keys.values()), patience_s):
-            absent = [rank for rank, key in keys.items() if not store.check([key])]
-            raise RuntimeError(
-                f"the model is called in {place} on rank {mine}, but not on rank {', '.join(map(str, absent))}."
-                f" {_WAY_OUT}"
-            )
-        # All have read the keys before these: the store of a long run must not fill up.
-        store.delete_key(f"{self._name}/{self._count - 1}/{mine}")
-        places = dict(zip(keys, [value.decode() for value in store.multi_get(list(keys.values()))]))
-        if len(set(places.values())) > 1:
-            # The store ends with the process that serves it, and this one is about to.
-            store.set(f"{keys[mine]}/read", "")
-            _all_there(store, [f"{key}/read" for key in keys.values()], WAIT_S)
-            listed = ", ".join(f"in {where} on rank {rank}" for rank, where in places.items())
-            raise RuntimeError(f"the model is called at different places at once: {listed}. {_WAY_OUT}")
-
-
-def _all_there(store: dist.Store, keys: list[str], patience_s: float) -> bool:
-    """Wait until all keys are set; tell if they are."""
-    # Asked again and again: a wait inside of the store would keep other threads of this process from it.
-    end_s, pause_s = time.monotonic() + patience_s, 1e-5
-    while not store.check(keys):
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.02)
-    return True
+        try:
+            self._calls.meet(place, patience_s)
+        except ApartError as error:
+            mine = self._group.ranks[self._group.rank]
+            absent = [str(rank) for rank, where in error.places.items() if not where]
+            if absent:
+                text = f"the model is called in {place} on rank {mine}, but not on rank {', '.join(absent)}"
+            else:
+                listed = ", ".join(f"in {where} on rank {rank}" for rank, where in error.places.items())
+                text = f"the model is called at different places at once: {listed}"
+            raise RuntimeError(f"{text}. {_WAY_OUT}") from error
 
 
 _WAY_OUT = (

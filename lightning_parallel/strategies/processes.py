@@ -1,41 +1,30 @@
-"""Processes of a mesh: how they start and meet, and what makes the ranks of one replica act as one.
-
-The ranks of one replica read the same data, draw the same random numbers and hold parts of the same model; replicas
-start with equal weights and read different data.
-"""
+"""Processes of a mesh: how they start and meet, and how the Trainer communicates between them."""
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal, NamedTuple, Optional, Union
 from uuid import uuid4
 
-import numpy
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group, MeshGroups, fingerprints, start_heartbeat
+from lightning_parallel.comm import ApartError, Group, MeshGroups, RollCall, start_heartbeat
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import (
     FunctionLauncher,
@@ -45,9 +34,9 @@ from lightning_parallel.compat.lightning import (
     strategy_of,
     sync_tensor,
 )
-from lightning_parallel.compat.torch import non_persistent_buffers_of
 from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies.deferred_init import deferred_init
+from lightning_parallel.strategies.replicas import seed_workers, share_random_state
 
 __all__ = [
     "MeshProcesses",
@@ -57,13 +46,6 @@ __all__ = [
     "connect",
     "discard_groups",
     "process_groups",
-    "scope_metrics",
-    "seed_workers",
-    "share_buffers",
-    "share_plateau_metrics",
-    "share_random_state",
-    "start_equal",
-    "synchronize_batch_norm",
 ]
 
 
@@ -136,145 +118,6 @@ def discard_groups(groups: MeshGroups | None) -> None:
             del _cached_groups[settings]
 
 
-# --------------------------------------------------------------------------------------------------------- replicas
-
-
-def share_random_state(group: Group) -> None:
-    """Copy the random state of a replica's first rank to its other ranks, for data, dropout and initialisation."""
-    if group.size == 1:
-        return
-    state = (torch.get_rng_state(), random.getstate(), numpy.random.get_state())
-    torch_state, python_state, numpy_state = comm.broadcast_object(state, group)
-    torch.set_rng_state(torch_state)
-    random.setstate(python_state)
-    numpy.random.set_state(numpy_state)
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(comm.broadcast_object(torch.cuda.get_rng_state(), group))
-
-
-def start_equal(module: nn.Module, group: Group) -> None:
-    """Copy parameters and buffers of the first rank of `group` to the others where they differ.
-
-    Raises:
-        ValueError: If the names, shapes or dtypes differ between the ranks.
-    """
-    if group.size == 1:
-        return
-    tensors = {name: tensor for name, tensor in _tensors(module) if not tensor.is_meta}
-    comm.agree(
-        "the module's tensors (name, shape, dtype)",
-        [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
-        group,
-    )
-    # Equal seeds make equal models: usually fingerprints are all that is sent.
-    prints = comm.all_gather_object(fingerprints(tensors.values()), group)
-    for tensor, *values in zip(tensors.values(), *prints):
-        if len(set(values)) > 1:
-            _broadcast(tensor, group)
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-@torch.no_grad()
-def _broadcast(tensor: Tensor, group: Group) -> None:
-    # NCCL takes tensors on CUDA only, and the module may not have been moved there yet.
-    device = torch.device("cuda", torch.cuda.current_device()) if _needs_cuda(group) else tensor.device
-    shared = tensor.detach().to(device, copy=True).contiguous()
-    tensor.copy_(comm.broadcast_(shared, group))
-
-
-@torch.no_grad()
-def share_buffers(module: nn.Module, group: Group) -> None:
-    """Copy the buffers of the first replica to all, such as running statistics of batch normalisation.
-
-    Like torch's DistributedDataParallel, but only buffers that are in checkpoints: the others are constants.
-    """
-    if group.size == 1:
-        return
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for owner in module.modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            if name not in non_persistent_buffers_of(owner):
-                kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    # One message for all buffers of a dtype instead of one for each.
-    for buffers in kinds.values():
-        flat = comm.broadcast_(torch.cat([buffer.reshape(-1) for buffer in buffers]), group)
-        for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
-            buffer.copy_(value.view_as(buffer))
-
-
-def _needs_cuda(group: Group) -> bool:
-    return "nccl" in torch.distributed.get_backend(group.process_group)
-
-
-def synchronize_batch_norm(module: nn.Module, group: Group) -> None:
-    """Convert batch normalisation to compute its statistics over the replicas (`Trainer(sync_batchnorm=True)`)."""
-    if group.size > 1:
-        nn.SyncBatchNorm.convert_sync_batchnorm(module, group.process_group)
-
-
-# ----------------------------------------------------------------------------------------------- data and metrics
-
-
-def seed_workers(dataloader: object, replica: int) -> object:
-    """Under `seed_everything(workers=True)`, seed the loader's workers by replica.
-
-    Lightning would seed them by global rank right afterwards, and the ranks of one replica would augment the same
-    sample differently.
-    """
-    seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
-    if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
-        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
-    return dataloader
-
-
-def _not_distributed() -> bool:
-    return False
-
-
-def scope_metrics(module: nn.Module, groups: MeshGroups) -> None:
-    """Let the module's torchmetrics objects synchronise over replicas, and not over all ranks.
-
-    The ranks of one replica see the same samples, which would be counted several times.
-    """
-    if groups.replica.size == 1:
-        return
-    for metric in module.modules():
-        if not isinstance(metric, Metric) or metric.process_group is not None:
-            continue
-        if groups.data_parallel.process_group is None:
-            # There is one replica, but the processes are distributed, so the metric would take the world.
-            metric.distributed_available_fn = _not_distributed
-        else:
-            metric.process_group = groups.data_parallel.process_group
-
-
-def share_plateau_metrics(configs: Sequence[LRSchedulerConfig], group: Group) -> None:
-    """Step `ReduceLROnPlateau` with the mean of the replicas' values, so that all replicas keep one learning rate."""
-    if group.size == 1:
-        return
-    for config in configs:
-        if config.reduce_on_plateau:
-            # A subclass, since a scheduler's attributes are its state and go into the checkpoint.
-            kind = type(config.scheduler)
-            shared = {"group": group, "__module__": kind.__module__}
-            config.scheduler.__class__ = type(kind.__name__, (_SharedPlateau, kind), shared)
-
-
-class _SharedPlateau(ReduceLROnPlateau):
-    """Base of the classes that `share_plateau_metrics` makes; `group` are the replicas."""
-
-    group: Group
-
-    def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        device = metrics.device if isinstance(metrics, torch.Tensor) else None
-        total = comm.all_reduce(torch.as_tensor(metrics, dtype=torch.float64, device=device), self.group)
-        super().step(total / self.group.size, *args, **kwargs)
-
-
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
@@ -305,6 +148,7 @@ class MeshProcesses(ParallelStrategy):
         self._groups: MeshGroups | None = None
         self._device_mesh: DeviceMesh | None = None
         self._built_apart = False
+        self._batches: RollCall | None = None
 
     # ---------------------------------------------------------------------------------- processes, ranks, groups
 
@@ -399,6 +243,8 @@ class MeshProcesses(ParallelStrategy):
             connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
             self._groups, self._device_mesh = process_groups(mesh, self.root_device.type, self._timeout)
         start_heartbeat()
+        if 1 < self.groups.replica.size <= RollCall.MOST_RANKS:
+            self._batches = RollCall(self.groups.replica, "batches")
         share_random_state(self.groups.replica)
         set_device_mesh(self.module, self.device_mesh)
 
@@ -431,6 +277,28 @@ class MeshProcesses(ParallelStrategy):
         # Before the teardown, which ends the heartbeat: the peers that miss this rank look for the reason.
         comm.report_failure(exception)
         super().on_exception(exception)
+
+    def begin_batch(self, place: str, flag: bool) -> bool:
+        """Wait for the other ranks of the replica before a batch; tell whether any of them has the flag.
+
+        Raises:
+            RuntimeError: If they are not about to begin a batch there.
+        """
+        replica = self.groups.replica
+        if replica.size == 1:
+            return flag
+        if self._batches is None:
+            verdict = torch.tensor(int(flag), device=self.root_device)
+            return bool(comm.all_reduce_(verdict, replica, "max"))
+        try:
+            patience = self._timeout or default_pg_timeout
+            return "1" in self._batches.meet(place, patience.total_seconds(), str(int(flag)))
+        except ApartError as error:
+            listed = ", ".join(f"{where or 'another place'} on rank {rank}" for rank, where in error.places.items())
+            raise RuntimeError(
+                f"the run is at different places at once: {listed}. These ranks hold parts of one model and read the"
+                " same data; let loaders and callbacks do the same on each of them, without a condition on the rank"
+            ) from error
 
     # ------------------------------------------------------------------------------------------------ collectives
 

@@ -39,7 +39,7 @@ from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
 from lightning_parallel.pipeline.search import Balance, Choice, Workload, choose_schedule
 from lightning_parallel.pipeline.simulate import simulate
-from lightning_parallel.strategies import processes
+from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, warn_unless_mean
 from lightning_parallel.strategies.message_order import MessageOrder
 from lightning_parallel.tensor.auto_plan import make_plan
@@ -164,7 +164,7 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
         return None
     found = make_plan(module, options.plan, group, options.sequence_parallel)
     # Shards of different models would make a model that nobody has initialised.
-    processes.start_equal(module, groups.world)
+    replicas.start_equal(module, groups.world)
     state.order = MessageOrder(group)
     state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))
     state.tensor_ranks = group.ranks
@@ -206,7 +206,7 @@ def cut_stages(
     # While the model is whole: checkpoints are written in the order of its names.
     state.names = ModelNames.of(module)
     # Tensor-parallel ranks hold different shards by now; they started equal in `shard_tensors`.
-    processes.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
+    replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
     plan = _agreed_plan(module, options, groups, device, example)
     # Before the engine frees the other stages: modules initialise themselves in the order of the whole model.

@@ -151,8 +151,8 @@ def test_steps_may_differ_on_all_ranks_together(group):
     module = ChangingNet().double()
     trainer.fit(module, loader(), loader())
     order = ParallelState.of(module).order
-    known, met = len(order._known), order._count
+    known, met = len(order._known), order._calls._count
     trainer.fit_loop.epoch_progress.current.completed = trainer.fit_loop.epoch_progress.current.processed = 0
     trainer.validate(module, loader(), verbose=False)
     assert len(order._known) == known, "what the ranks have agreed on is not agreed on again"
-    assert order._count == met + len(loader()), "once in each step"
+    assert order._calls._count == met + len(loader()), "once in each step"

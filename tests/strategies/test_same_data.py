@@ -56,6 +56,37 @@ def test_batches_in_objects_of_the_user_are_compared(group):
         trainer.fit(Opens().double(), batches)
 
 
+class OfLength(IterableDataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __iter__(self):
+        data = Samples()
+        yield from (data[number] for number in range(self.length))
+
+
+@pytest.mark.parametrize(
+    ("kind", "longer"),
+    [
+        (TensorParallelStrategy, "training"),
+        (TensorParallelStrategy, "validation"),
+        (PipelineParallelStrategy, "training"),
+    ],
+)
+@distributed(world_size=2)
+def test_loaders_of_different_lengths_are_refused_on_all(kind, longer, group):
+    size = {"tensor_parallel_size" if kind is TensorParallelStrategy else "pipeline_parallel_size": 2}
+    loaders = [DataLoader(OfLength(24), 8), DataLoader(OfLength(24), 8)]
+    if group.rank == 0:
+        loaders[longer == "validation"] = DataLoader(OfLength(32), 8)
+    trainer = trainer_for(kind(**size), 2, max_epochs=2)
+    module = Net().double() if kind is TensorParallelStrategy else Deep()
+    places = "train.* on rank 0, .*validate" if longer == "training" else "validate.* on rank 0, .*train"
+    with pytest.raises(RuntimeError, match=f"at different places at once: .*{places}.* on rank 1"):
+        trainer.fit(module, *loaders)
+    assert trainer.global_step == 3
+
+
 class GoingOn(IterableDataset):
     """Goes on where it was, as one that reads a connection does."""
 

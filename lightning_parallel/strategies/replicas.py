@@ -1,0 +1,172 @@
+"""What makes the ranks of one replica act as one, and replicas as the copies of one model.
+
+The ranks of one replica read the same data, draw the same random numbers and hold parts of the same model; replicas
+start with equal weights and read different data.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, MeshGroups, fingerprints
+from lightning_parallel.compat.torch import non_persistent_buffers_of
+
+__all__ = [
+    "scope_metrics",
+    "seed_workers",
+    "share_buffers",
+    "share_plateau_metrics",
+    "share_random_state",
+    "start_equal",
+    "synchronize_batch_norm",
+]
+
+
+def share_random_state(group: Group) -> None:
+    """Copy the random state of a replica's first rank to its other ranks, for data, dropout and initialisation."""
+    if group.size == 1:
+        return
+    state = (torch.get_rng_state(), random.getstate(), numpy.random.get_state())
+    torch_state, python_state, numpy_state = comm.broadcast_object(state, group)
+    torch.set_rng_state(torch_state)
+    random.setstate(python_state)
+    numpy.random.set_state(numpy_state)
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(comm.broadcast_object(torch.cuda.get_rng_state(), group))
+
+
+def start_equal(module: nn.Module, group: Group) -> None:
+    """Copy parameters and buffers of the first rank of `group` to the others where they differ.
+
+    Raises:
+        ValueError: If the names, shapes or dtypes differ between the ranks.
+    """
+    if group.size == 1:
+        return
+    tensors = {name: tensor for name, tensor in _tensors(module) if not tensor.is_meta}
+    comm.agree(
+        "the module's tensors (name, shape, dtype)",
+        [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()],
+        group,
+    )
+    # Equal seeds make equal models: usually fingerprints are all that is sent.
+    prints = comm.all_gather_object(fingerprints(tensors.values()), group)
+    for tensor, *values in zip(tensors.values(), *prints):
+        if len(set(values)) > 1:
+            _broadcast(tensor, group)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+@torch.no_grad()
+def _broadcast(tensor: Tensor, group: Group) -> None:
+    # NCCL takes tensors on CUDA only, and the module may not have been moved there yet.
+    device = torch.device("cuda", torch.cuda.current_device()) if _needs_cuda(group) else tensor.device
+    shared = tensor.detach().to(device, copy=True).contiguous()
+    tensor.copy_(comm.broadcast_(shared, group))
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module, group: Group) -> None:
+    """Copy the buffers of the first replica to all, such as running statistics of batch normalisation.
+
+    Like torch's DistributedDataParallel, but only buffers that are in checkpoints: the others are constants.
+    """
+    if group.size == 1:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in non_persistent_buffers_of(owner):
+                kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    # One message for all buffers of a dtype instead of one for each.
+    for buffers in kinds.values():
+        flat = comm.broadcast_(torch.cat([buffer.reshape(-1) for buffer in buffers]), group)
+        for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+            buffer.copy_(value.view_as(buffer))
+
+
+def _needs_cuda(group: Group) -> bool:
+    return "nccl" in torch.distributed.get_backend(group.process_group)
+
+
+def synchronize_batch_norm(module: nn.Module, group: Group) -> None:
+    """Convert batch normalisation to compute its statistics over the replicas (`Trainer(sync_batchnorm=True)`)."""
+    if group.size > 1:
+        nn.SyncBatchNorm.convert_sync_batchnorm(module, group.process_group)
+
+
+# ----------------------------------------------------------------------------------------------- data and metrics
+
+
+def seed_workers(dataloader: object, replica: int) -> object:
+    """Under `seed_everything(workers=True)`, seed the loader's workers by replica.
+
+    Lightning would seed them by global rank right afterwards, and the ranks of one replica would augment the same
+    sample differently.
+    """
+    seeded = int(os.environ.get("PL_SEED_WORKERS", 0))
+    if seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
+    return dataloader
+
+
+def _not_distributed() -> bool:
+    return False
+
+
+def scope_metrics(module: nn.Module, groups: MeshGroups) -> None:
+    """Let the module's torchmetrics objects synchronise over replicas, and not over all ranks.
+
+    The ranks of one replica see the same samples, which would be counted several times.
+    """
+    if groups.replica.size == 1:
+        return
+    for metric in module.modules():
+        if not isinstance(metric, Metric) or metric.process_group is not None:
+            continue
+        if groups.data_parallel.process_group is None:
+            # There is one replica, but the processes are distributed, so the metric would take the world.
+            metric.distributed_available_fn = _not_distributed
+        else:
+            metric.process_group = groups.data_parallel.process_group
+
+
+def share_plateau_metrics(configs: Sequence[LRSchedulerConfig], group: Group) -> None:
+    """Step `ReduceLROnPlateau` with the mean of the replicas' values, so that all replicas keep one learning rate."""
+    if group.size == 1:
+        return
+    for config in configs:
+        if config.reduce_on_plateau:
+            # A subclass, since a scheduler's attributes are its state and go into the checkpoint.
+            kind = type(config.scheduler)
+            shared = {"group": group, "__module__": kind.__module__}
+            config.scheduler.__class__ = type(kind.__name__, (_SharedPlateau, kind), shared)
+
+
+class _SharedPlateau(ReduceLROnPlateau):
+    """Base of the classes that `share_plateau_metrics` makes; `group` are the replicas."""
+
+    group: Group
+
+    def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        device = metrics.device if isinstance(metrics, torch.Tensor) else None
+        total = comm.all_reduce(torch.as_tensor(metrics, dtype=torch.float64, device=device), self.group)
+        super().step(total / self.group.size, *args, **kwargs)
