@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import torch.distributed as dist
 
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.comm.work import blocked_calls, describe_failure, heartbeats
+from lightning_parallel.comm.work import blocked_calls, describe_failure, heartbeats, reported_errors
 from lightning_parallel.compat.torch import default_store
 
 __all__ = ["ApartError", "RollCall"]
 
-_LOOK_S = 4.0
+_LOOK_S = 0.5
 """How often a rank that waits looks what the others do."""
-_SILENCE_S = 60.0
+_STUCK_S = 8.0
+"""A rank is that long in a collective that this one has left only where it waits for this one; not on a slow link."""
+_SILENCE_S = 15.0
 """A rank without a heartbeat for so long is gone; a shorter time may be spent in C, with the interpreter locked."""
 _READ_S = 10.0
 """How long a rank that is about to fail lets the others read that: the store may end with its process."""
@@ -83,23 +85,30 @@ class RollCall:
 
     def _wait(self, store: dist.Store, keys: list[str], place: str, patience_s: float) -> None:
         end_s = time.monotonic() + patience_s
-        before: dict[int, str] = {}
-        silent_since: dict[int, float] = {}
-        beats: dict[int, int] = {}
+        since = _Unchanged()
         while not _all_set(store, keys, min(_LOOK_S, end_s - time.monotonic())):
-            now_s = time.monotonic()
             absent = [rank for rank, key in zip(self._ranks, keys) if not store.check([key])]
-            waits = blocked_calls(absent)
-            # Twice the same: it was not about to leave.
-            stuck = {rank: text.partition(" ")[2] for rank, text in waits.items() if text == before.get(rank)}
-            if stuck or now_s >= end_s:
+            stuck = {
+                rank: name for rank, (number, name) in blocked_calls(absent).items() if since(rank, number) > _STUCK_S
+            }
+            if stuck or time.monotonic() >= end_s:
                 raise ApartError({rank: place if rank not in absent else stuck.get(rank, "") for rank in self._ranks})
-            before = waits
-            for rank, beat in heartbeats(absent).items():
-                if beats.get(rank) != beat:
-                    beats[rank], silent_since[rank] = beat, now_s
-                elif now_s - silent_since[rank] > _SILENCE_S:
-                    raise RuntimeError(describe_failure(place, self._ranks, TimeoutError("a rank does not come")))
+            silent = [rank for rank, beat in heartbeats(absent).items() if since((rank, "beat"), beat) > _SILENCE_S]
+            if silent or reported_errors(absent):
+                raise RuntimeError(describe_failure(place, self._ranks, TimeoutError("a rank does not come")))
+
+
+class _Unchanged:
+    """For how many seconds values have been the same."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Hashable, tuple[int, float]] = {}
+
+    def __call__(self, key: Hashable, value: int) -> float:
+        now_s = time.monotonic()
+        if key not in self._seen or self._seen[key][0] != value:
+            self._seen[key] = (value, now_s)
+        return now_s - self._seen[key][1]
 
 
 def _all_set(store: dist.Store, keys: list[str], patience_s: float) -> bool:

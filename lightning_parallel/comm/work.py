@@ -32,6 +32,7 @@ __all__ = [
     "blocking_call",
     "describe_failure",
     "heartbeats",
+    "reported_errors",
     "skip_communication",
     "raise_explained",
     "start_heartbeat",
@@ -333,18 +334,23 @@ def stop_heartbeat() -> None:
         _heartbeat = None
 
 
-def blocked_calls(ranks: Sequence[int]) -> dict[int, str]:
+def blocked_calls(ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
     """Return the collectives in which ranks are blocked that wait for this one, too: number and name, by rank."""
     if _heartbeat is None:
         return {}
     found = {}
     for rank in ranks:
         if _heartbeat.store.check([f"blocked/{rank}"]):
-            number, _, text = _heartbeat.store.get(f"blocked/{rank}").decode().partition(" ")
-            members, _, name = text.partition(" ")
+            text = _heartbeat.store.get(f"blocked/{rank}").decode()
+            number, members, name = text.split(" ", 2) if text else ("0", "", "")
             if str(_heartbeat.rank) in members.split(","):
-                found[rank] = f"{number} {name}"
+                found[rank] = int(number), name
     return found
+
+
+def reported_errors(ranks: Sequence[int]) -> dict[int, str]:
+    """Return the errors that have ended ranks, as far as they have told."""
+    return {} if _heartbeat is None else _heartbeat.errors(ranks)
 
 
 def heartbeats(ranks: Sequence[int]) -> dict[int, int]:

@@ -42,7 +42,7 @@ def test_a_rank_that_waits_in_a_collective_is_told(group):
     calls = RollCall(group, "test")
     comm.start_heartbeat()
     if group.rank == 0:
-        with patched(roll_call, "_LOOK_S", 0.5), pytest.raises(ApartError) as caught:
+        with patched(roll_call, "_STUCK_S", 1.0), pytest.raises(ApartError) as caught:
             calls.meet("here", 60.0)
         assert caught.value.places == {0: "here", 1: "in `barrier` along world"}
     comm.barrier(group)
