@@ -8,7 +8,7 @@ from lightning.pytorch import Callback
 
 from lightning_parallel import TensorParallelStrategy
 from lightning_parallel.compat import ParallelState
-from tests.harness import distributed, run_script
+from tests.harness import distributed, free_port, start_script
 from tests.strategies.models import Net, loader, trainer_for
 
 HOOKS = ["on_fit_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]
@@ -129,10 +129,14 @@ print("the run ended")
 def test_a_call_on_one_rank_ends_the_run(where, message, tmp_path):
     script = tmp_path / "sampling.py"
     script.write_text(SCRIPT)
-    ended = run_script(script, where, deadline_s=60)
-    assert ended.returncode != 0
-    assert "the run ended" not in ended.stdout
-    assert re.search(message, ended.stderr), ended.stderr
+    # Started one by one: a launcher would start an interpreter that imports everything anew.
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    waits = [start_script(script, where, deadline_s=60, LOCAL_RANK=str(rank), **address) for rank in range(2)]
+    ended = [wait() for wait in waits]
+    assert all(rank.returncode != 0 for rank in ended)
+    assert not any("the run ended" in rank.stdout for rank in ended)
+    said = "".join(rank.stderr for rank in ended)
+    assert re.search(message, said), said
 
 
 class ChangingNet(Net):
