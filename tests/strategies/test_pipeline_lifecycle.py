@@ -76,7 +76,7 @@ def test_a_gradient_scaler_is_exact_and_skips_on_all_ranks(group, overflows_on):
         {"fast_dev_run": 2},
         {"overfit_batches": 2},
         {"limit_train_batches": 3, "limit_val_batches": 1, "val_check_interval": 2},
-        {"max_steps": 3, "check_val_every_n_epoch": 2, "accumulate_grad_batches": 3},
+        {"max_steps": 3, "check_val_every_n_epoch": 2, "accumulate_grad_batches": 3, "limit_train_batches": 4},
     ],
     ids=lambda options: next(iter(options)),
 )
