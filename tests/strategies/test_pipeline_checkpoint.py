@@ -65,18 +65,19 @@ def run(layout, optimizer="sgd", **options):
 @distributed(world_size=4)
 def test_every_layout_resumes_every_other(group, optimizer):
     folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
-    expected = run("stock", optimizer).callback_metrics
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 1}
+    expected = run("stock", optimizer, **options).callback_metrics
     paths = {}
-    for number, layout in enumerate(LAYOUTS):
+    # What differs between optimizers is their state, whose pieces are merged by axis: with Adam each axis is seen once.
+    names = list(LAYOUTS) if optimizer == "sgd" else ["stock", "pipeline 2, tensor 2", "pipeline 2 x 2 stages, data 2"]
+    for number, layout in enumerate(names):
         paths[layout] = folder / f"{number}.ckpt"
-        trainer = run(layout, optimizer, max_epochs=1)
+        trainer = run(layout, optimizer, max_epochs=1, limit_val_batches=0)
         if layout != "stock" or group.rank == 0:
             trainer.save_checkpoint(paths[layout])
         comm.barrier(group)
-    names = list(LAYOUTS)
-    shift = 1 if optimizer == "sgd" else 2  # each is saved and resumed
-    for saved, resumed in zip(names, [*names[shift:], *names[:shift]]):
-        found = run(resumed, optimizer, ckpt_path=paths[saved]).callback_metrics
+    for saved, resumed in zip(names, [*names[1:], names[0]]):  # each is saved and resumed
+        found = run(resumed, optimizer, ckpt_path=paths[saved], **options).callback_metrics
         for name in ("train_loss", "val_loss"):
             torch.testing.assert_close(
                 found[name], expected[name], rtol=1e-6, atol=1e-7, msg=f"{name}: {saved} -> {resumed}"
