@@ -157,13 +157,13 @@ def trains_as_one_process(kind, options):
     module = KINDS[kind].module()
     expected = Net() if isinstance(module, model_parallel.Project) else module
     dtype = next(expected.parameters()).dtype
-    trainer_for(**options).fit(expected, loader(dtype=dtype))
+    trainer_for(**options, max_epochs=1).fit(expected, loader(dtype=dtype))
     tolerance = 1e-5 if dtype == torch.float32 else 1e-9
     for compression in (Dense(), TopK(1.0, min_numel=1)):
-        found = whole(fit(kind, compression, **options))
+        found = whole(fit(kind, compression, max_epochs=1, **options))
         for name, weight in expected.named_parameters():
             torch.testing.assert_close(found[name], weight.detach(), rtol=tolerance, atol=tolerance, msg=name)
-        assert compression.step == 8 // options.get("accumulate_grad_batches", 1), (
+        assert compression.step == 4 // options.get("accumulate_grad_batches", 1), (
             "optimizer steps, not backward passes"
         )
 
@@ -194,13 +194,14 @@ def test_training_resumes_bit_for_bit(kind, name, options, tmp_path):
 
 
 def resumes(kind, name, options, path):
+    options = {"limit_train_batches": 2, **options}  # in each of two epochs
     expected = held(fit(kind, COMPRESSORS[name](), **options))
     fit(kind, COMPRESSORS[name](), max_epochs=1, **options).save_checkpoint(path)
     comm.barrier(Group.of())
     compression = COMPRESSORS[name]()
     trainer = fit(kind, compression, ckpt_path=path, **options)
     assert_equal(held(trainer), expected)
-    assert compression.step == 8 // options.get("accumulate_grad_batches", 1)
+    assert compression.step == 4 // options.get("accumulate_grad_batches", 1)
     assert sum(comm.all_gather_object(compression.residual_norm, Group.of())) > 0
     assert path.is_dir() or "compression" in torch.load(path, weights_only=True)
 
@@ -257,12 +258,13 @@ def fits_again(kind):
     module = given.module()
     batches = data(kind, module)
     strategy = given.strategy(compression=compression)
-    trainer = trainer_for(strategy, given.world_size, max_epochs=1, use_distributed_sampler=False)
+    short = {"limit_train_batches": 2, "limit_val_batches": 1}
+    trainer = trainer_for(strategy, given.world_size, max_epochs=1, use_distributed_sampler=False, **short)
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(module, batches, batches)
         trainer.validate(module, batches, verbose=False)
-    assert compression.step == 8
+    assert compression.step == 4
     assert not [t for t in threading.enumerate() if "compression" in t.name], "threads end with their fit"
 
 
