@@ -32,6 +32,7 @@ from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.lightning import is_compiled, prepared_batch, take_first_entry
 from lightning_parallel.compat.torch import pytree, workers_of
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_by
+from lightning_parallel.pipeline.random_streams import OwnGenerators
 from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.search import BALANCES
@@ -420,8 +421,9 @@ def first_batch(trainer: Trainer) -> Any | None:
     assert trainer.state.fn is not None
     loop = loops[trainer.state.fn]
     kept = [trainer, trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
-    # Reading draws numbers for the order and for augmentation, which the run has to draw again.
-    with isolate_rng(), ExitStack() as undo:
+    # Reading draws numbers for the order and for augmentation, in hooks of the module too, which the run has to draw again.
+    own = OwnGenerators(trainer.lightning_module.modules())
+    with isolate_rng(), own.preserved(), ExitStack() as undo:
 
         def copied(loaders: Any) -> Any | None:
             each = pytree.tree_leaves(getattr(loaders, "iterables", loaders))
@@ -431,9 +433,9 @@ def first_batch(trainer: Trainer) -> Any | None:
         # The loop waits for all ranks there: one whose loader fails would leave the others waiting.
         with patched(trainer.strategy, "barrier", lambda *_, **__: None):
             entry = take_first_entry(loop, copied)
-    if entry is None or entry[0] is None:
-        return None
-    return prepared_batch(trainer, entry[0])
+        if entry is None or entry[0] is None:
+            return None
+        return prepared_batch(trainer, entry[0])
 
 
 def _copied(loaders: Any, each: Sequence[Any], kept: Sequence[Any]) -> Any | None:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -162,3 +163,28 @@ def test_every_epoch_reads_what_one_process_reads(axis, kind, group):
     assert len(expected[0]) == 64
     for mine, one in zip(found, expected):
         assert torch.equal(mine, one), (mine == one).flatten().long()
+
+
+class Augmenting(Deep):
+    """Mixes the samples of each batch before its steps, with numbers of the global generators and of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.drawn = np.random.default_rng(5), 0
+
+    def on_after_batch_transfer(self, batch, index):
+        x, y = batch
+        self.drawn += 1
+        first = self.generator.normal() if self.drawn == 1 else 0.0
+        return x + (first + np.random.normal()) * x[torch.randperm(len(x))], y
+
+
+@distributed(world_size=2)
+def test_hooks_that_augment_batches_draw_what_one_process_draws():
+    losses = []
+    for strategy, size in (("auto", 1), (PipelineParallelStrategy(pipeline_parallel_size=2), 2)):
+        seed_everything(11, verbose=False)
+        module = Augmenting()
+        trainer_for(strategy, size, max_epochs=1, limit_val_batches=0).fit(module, loader())
+        losses.append([float(loss) for loss in module.losses])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
