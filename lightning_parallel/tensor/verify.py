@@ -204,10 +204,11 @@ class DropoutOff(TorchFunctionMode):
             self.found |= bool(training) and p > 0
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
+            self.found |= (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0
             if len(args) > 4:
-                args, kwargs["dropout_p"] = args[:4], args[4]
-            self.found |= kwargs.get("dropout_p", 0.0) > 0
-            kwargs["dropout_p"] = 0.0
+                args = (*args[:4], 0.0, *args[5:])  # `is_causal` follows
+            else:
+                kwargs["dropout_p"] = 0.0
         elif func is F.multi_head_attention_forward:
             # Called by position up to `dropout_p`, the eleventh.
             self.found |= args[10] > 0 and kwargs.get("training", True)

@@ -161,6 +161,20 @@ class Recurrent(Tokens):
         return super().forward(self.rnn(x[:, None].to(self.head.weight.dtype))[0][:, 0])
 
 
+class Causal(Tokens):
+    """Attention with a mask that torch hands on as a hint."""
+
+    def __init__(self, **kwargs):
+        super().__init__(lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True), **kwargs)
+
+    def forward(self, x):
+        hidden = self.hidden(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=hidden.dtype)
+        for block in self.blocks:
+            hidden = block(hidden, mask, is_causal=True)
+        return self.head(hidden.mean(1))
+
+
 class Checkpointed(Tokens):
     def forward(self, x):
         hidden = self.hidden(x)
@@ -184,7 +198,7 @@ class Tied(Tokens):
 
 
 @pytest.mark.parametrize("layout", ["tensor", "pipeline"])
-@pytest.mark.parametrize("kind", [Dropout, Recurrent, Checkpointed])
+@pytest.mark.parametrize("kind", [Dropout, Recurrent, Causal, Checkpointed])
 @distributed(world_size=2)
 def test_steps_that_are_right_are_not_refused(group, layout, kind):
     said = fit(kind(), layout)
