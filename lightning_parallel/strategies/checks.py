@@ -421,7 +421,7 @@ def first_batch(trainer: Trainer) -> Any | None:
     assert trainer.state.fn is not None
     loop = loops[trainer.state.fn]
     kept = [trainer, trainer.lightning_module, trainer.datamodule]  # type: ignore[attr-defined]
-    # Reading draws numbers for the order and for augmentation, in hooks of the module too, which the run has to draw again.
+    # Reading draws numbers for the order and, also in hooks of the module, for augmentation: the run draws them again.
     own = OwnGenerators(trainer.lightning_module.modules())
     with isolate_rng(), own.preserved(), ExitStack() as undo:
 
