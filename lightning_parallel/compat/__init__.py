@@ -81,6 +81,7 @@ class ParallelState:
     Attributes:
         tensor_ranks: The tensor-parallel ranks that the module was divided over.
         sharding: What was divided how (`tensor.plan.Sharding`).
+        rules: How tensors of the whole module are sharded, under every name (`tensor.sharding.Shard`).
         order: Watches the messages of its layers (`strategies.message_order.MessageOrder`).
         engine: Its pipeline (`pipeline.engine.PipelineEngine`).
         names: Names in the whole module, before it was cut (`checkpoint.ModelNames`).
@@ -96,6 +97,7 @@ class ParallelState:
 
     tensor_ranks: tuple[int, ...] = ()
     sharding: Any = None
+    rules: dict[str, Any] = field(default_factory=dict)
     order: Any = None
     engine: Any = None
     names: Any = None

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import math
 import pickle
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 
-__all__ = ["MessageLayouts", "MessageLayout", "MessageGroups", "StageMessages", "Message", "TensorSpec"]
+__all__ = ["MessageLayouts", "MessageLayout", "MessageGroups", "StageMessages", "Message", "TensorSpec", "line_of_step"]
 
 _TAGS = {Kind.F: 1, Kind.I: 2}
 _HEADER_BYTES = 24  # three int64
@@ -72,17 +74,38 @@ class MessageLayout:
         index: The layer.
         positions: Which leaves of its arguments.
         tensors: Their shapes and dtypes.
+        line: The line of the step that calls it; see `line_of_step`.
     """
 
     index: int
     positions: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
+    line: str = ""
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of the tensors if they are sent in the header's message, 0 if they are sent by themselves."""
         num_bytes = sum(spec.num_bytes for spec in self.tensors)
         return num_bytes if num_bytes <= _SMALL_BYTES else 0
+
+
+def line_of_step() -> str:
+    """Name the line that runs of the user's step: its outermost one, since inner ones may be compiled."""
+    found, is_inside = "", False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == _RUNTIME and is_inside:
+            break
+        is_inside |= name != _RUNTIME
+        if name.partition(".")[0] not in _NOT_OF_STEPS:
+            found = f"{frame.f_code.co_name} ({frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
+        frame = frame.f_back
+    return found
+
+
+_RUNTIME = "lightning_parallel.pipeline.runtime"
+_NOT_OF_STEPS = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", "contextlib", "functools"}
 
 
 class Message(NamedTuple):

@@ -38,6 +38,7 @@ from lightning_parallel.pipeline.p2p import (
     MessageLayouts,
     StageMessages,
     TensorSpec,
+    line_of_step,
 )
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers, missing
 from lightning_parallel.pipeline.random_streams import (
@@ -230,11 +231,11 @@ class ScheduleRun:
     ) -> None:
         """Compare the message with what this stage lacks: the sender found that out by a dry run on its own side."""
         names = self.model.plan.layers
-        if layout.index != index or layout.positions != tuple(positions):
+        if (layout.line, layout.index, layout.positions) != (line := line_of_step(), index, tuple(positions)):
             raise RuntimeError(
-                f"at {action} this stage enters at `{names[index]}` and lacks the arguments {positions}, but was sent "
-                f"{list(layout.positions)} for `{names[layout.index]}`: the step does not do the same on every "
-                "stage. Does it depend on the rank, on time, or on random numbers drawn before the layers?"
+                f"at {action} this stage enters at `{names[index]}` in {line} and lacks the arguments {positions}, but "
+                f"was sent {list(layout.positions)} for `{names[layout.index]}` in {layout.line}: the step does not do "
+                "the same on every stage. Does it depend on the rank, time, or random numbers drawn before the layers?"
             )
         for placeholder, spec in zip(lacking, layout.tensors):
             shape, dtype = placeholder.signature
@@ -268,12 +269,11 @@ class ScheduleRun:
                     f"stage {stage} does not hold either (a connection that skips over the cut). Pass it through the "
                     "layers as an argument, move the cut (`balance`), or use fewer stages"
                 )
-        layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)))
+        layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)), end.line)
         # Backward starts at edges of the graph, so that the data of an output can be freed before its gradient comes.
         # An edge keeps a node of C++ alive, such as a view's, but before torch 2.7 no node of a custom function.
         state.roots = [get_gradient_edge(tensor.view_as(tensor)) for tensor in tensors if tensor.requires_grad]
-        message = Message(layout, tuple(tensor.detach() for tensor in tensors))
-        self.messages.send_activations(stage, microbatch, message)
+        self.messages.send_activations(stage, microbatch, Message(layout, tuple(tensor.detach() for tensor in tensors)))
 
     def _inputs_of_next(self, stage: int, microbatch: int, end: StageEnd) -> StageInputs:
         """Find what the next stage lacks by a dry run of its forward, once per structure of arguments."""

@@ -32,6 +32,7 @@ from lightning_parallel.pipeline.interception import (
     intercept,
 )
 from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
+from lightning_parallel.pipeline.p2p import line_of_step
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, UnknownValue, missing, reveal
 from lightning_parallel.pipeline.random_streams import seeded
@@ -69,11 +70,13 @@ class StageEnd:
     Attributes:
         index: The layer.
         leaves, tree: Its arguments, flattened.
+        line: The line of the step that calls it.
     """
 
     index: int
     leaves: list[Any]
     tree: pytree.TreeSpec
+    line: str = ""
 
 
 class StageExit(BaseException):
@@ -139,7 +142,7 @@ class StageForward:
         if stage > self.stage:
             # Entered above even so: what only passes through this stage has to be received to be sent on.
             leaves, tree = pytree.tree_flatten(arguments)
-            raise StageExit(StageEnd(index, leaves, tree))
+            raise StageExit(StageEnd(index, leaves, tree, line_of_step()))
         _require_data(call.site.name, arguments)
         return self._run(call.with_arguments(arguments))
 

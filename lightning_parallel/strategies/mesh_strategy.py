@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import Checkpoints, ModelNames, rules_by_name
+from lightning_parallel.checkpoint import Checkpoints, ModelNames
 from lightning_parallel.comm import stop_heartbeat
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
@@ -195,7 +195,7 @@ class MeshStrategy(MeshProcesses):
         if self.groups.replica.size > 1:
             keep_skeleton(module)
         self._sharding = shard_tensors(module, self.tensor_options, self.groups)
-        self._rules = {} if self._sharding is None else rules_by_name(module, self._sharding.shards)
+        self._rules = ParallelState.of(module).rules
 
         def materialize(plan: PipelinePlan | None) -> None:
             materialize_owned(module, self.root_device, self.groups, self._sharding, plan, held, self._built_apart)
@@ -345,6 +345,8 @@ class MeshStrategy(MeshProcesses):
     def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
         # The one hook before a step that always names the loader; a step may not take its index.
         self._loader_index = dataloader_idx
+        # Before it is on the device.
+        self._content = replicas.content_of(batch, self._content)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @override

@@ -149,6 +149,8 @@ class MeshProcesses(ParallelStrategy):
         self._device_mesh: DeviceMesh | None = None
         self._built_apart = False
         self._batches: RollCall | None = None
+        # Of the batches so far, see `content_of`.
+        self._content = 0
 
     # ---------------------------------------------------------------------------------- processes, ranks, groups
 
@@ -282,7 +284,8 @@ class MeshProcesses(ParallelStrategy):
         """Wait for the other ranks of the replica before a batch; tell whether any of them has the flag.
 
         Raises:
-            RuntimeError: If they are not about to begin a batch there.
+            RuntimeError: If the others are not about to begin a batch there.
+            ValueError: If they have read other batches so far.
         """
         replica = self.groups.replica
         if replica.size == 1:
@@ -292,13 +295,24 @@ class MeshProcesses(ParallelStrategy):
             return bool(comm.all_reduce_(verdict, replica, "max"))
         try:
             patience = self._timeout or default_pg_timeout
-            return "1" in self._batches.meet(place, patience.total_seconds(), str(int(flag)))
+            notes = self._batches.meet(place, patience.total_seconds(), f"{int(flag)} {self._content}")
         except ApartError as error:
             listed = ", ".join(f"{where or 'another place'} on rank {rank}" for rank, where in error.places.items())
             raise RuntimeError(
                 f"the run is at different places at once: {listed}. These ranks hold parts of one model and read the"
                 " same data; let loaders and callbacks do the same on each of them, without a condition on the rank"
             ) from error
+
+        flags, contents = zip(*(note.split() for note in notes))
+        if len(set(contents)) > 1:
+            different = [str(rank) for rank, other in zip(replica.ranks, contents) if other != contents[0]]
+            raise ValueError(
+                f"the ranks {list(replica.ranks)} hold one replica and must get the same batches, but at {place}"
+                f" rank {', '.join(different)} differs from rank {replica.ranks[0]} in what it has read. Shard data by"
+                " the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by the global rank,"
+                " and use the same seed and the same files on every rank"
+            )
+        return "1" in flags
 
     # ------------------------------------------------------------------------------------------------ collectives
 

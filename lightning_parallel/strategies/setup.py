@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import ModelNames
+from lightning_parallel.checkpoint import ModelNames, rules_by_name
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import checkpoint_of_run
@@ -156,8 +156,8 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
         # The full tensors are gone, so that the module cannot be divided another way.
         if state.tensor_ranks != group.ranks:
             raise ValueError(
-                f"this module was divided over the ranks {state.tensor_ranks} by an earlier run and cannot be divided "
-                f"over {group.ranks}; build it anew and load a checkpoint"
+                f"this module was divided over the ranks {state.tensor_ranks} by an earlier run and cannot be divided"
+                f" over {group.ranks}; build it anew and load a checkpoint"
             )
         return state.sharding
     if group.size == 1:
@@ -167,7 +167,7 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     replicas.start_equal(module, groups.world)
     state.order = MessageOrder(group)
     state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))
-    state.tensor_ranks = group.ranks
+    state.tensor_ranks, state.rules = group.ranks, rules_by_name(module, sharding.shards)
     _print(sharding_table(module, sharding, group.size))
     return sharding
 

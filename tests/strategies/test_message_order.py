@@ -10,6 +10,7 @@ from lightning_parallel import TensorParallelStrategy
 from lightning_parallel.compat import ParallelState
 from tests.harness import distributed, free_port, start_script
 from tests.strategies.models import Net, loader, trainer_for
+from tests.strategies.test_pipeline import Deep
 
 HOOKS = ["on_fit_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]
 
@@ -103,18 +104,31 @@ def test_a_call_on_one_rank_in_a_step_is_refused_on_all(where, samples, first, v
     assert trainer.global_step == first
 
 
+class SamplingDeep(Deep):
+    """Calls the model on rank zero only, without gradients: what that call gives is of the shape of a microbatch's."""
+
+    def training_step(self, batch, index):
+        if self.global_rank == 0 and self.global_step == 2:
+            with torch.no_grad():
+                self(2 * batch[0])
+        return super().training_step(batch, index)
+
+
 SCRIPT = """
 import sys
-from lightning_parallel import TensorParallelStrategy
+from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy
 from lightning_parallel.strategies import message_order
 from tests.strategies.models import loader, trainer_for
-from tests.strategies.test_message_order import Sampling, SamplingNet
+from tests.strategies.test_message_order import Sampling, SamplingDeep, SamplingNet
 
 message_order.WAIT_S = message_order.STEP_WAIT_S = 4.0
 where = sys.argv[1]
 callbacks = [Sampling(where, [0])] if where.startswith("on_") else []
-trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, callbacks=callbacks)
-trainer.fit(SamplingNet(where, 2, 2).double(), loader(), loader())
+if where == "stage":
+    trainer_for(PipelineParallelStrategy(pipeline_parallel_size=2), 2).fit(SamplingDeep(), loader())
+else:
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, callbacks=callbacks)
+    trainer.fit(SamplingNet(where, 2, 2).double(), loader(), loader())
 print("the run ended")
 """
 
@@ -124,6 +138,7 @@ print("the run ended")
     [
         ("on_train_batch_end", "in `Sampling.on_train_batch_end` on rank 0, "),
         ("after", r"called in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1"),
+        ("stage", r"in training_step \(.*line \d+\): the step does not do\s+the same on every stage"),
     ],
 )
 def test_a_call_on_one_rank_ends_the_run(where, message, tmp_path):

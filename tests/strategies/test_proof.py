@@ -227,6 +227,14 @@ def test_both_axes(group):
     assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss, 20 gradients, 1 logged value and 3")
 
 
+@distributed(world_size=4)
+def test_a_run_after_the_first_knows_what_other_stages_hold(group):
+    module = Tokens()
+    fit(module, "hybrid", verify="off")
+    said = fit(module, "hybrid")
+    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss")
+
+
 class Manual(Tokens):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)

@@ -88,6 +88,28 @@ def test_loaders_of_different_lengths_are_refused_on_all(kind, longer, group):
     assert trainer.global_step == 3
 
 
+class Drifting(IterableDataset):
+    """Gives each rank other samples after a while."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __iter__(self):
+        x, y = Samples().x, Samples().y
+        yield from zip(x[:24], y[:24])
+        yield from zip(x[24:] + self.rank, y[24:])
+
+
+@pytest.mark.parametrize("step", ["training", "validation"])
+@distributed(world_size=2)
+def test_batches_that_differ_later_are_refused(step, group):
+    batches = DataLoader(Drifting(group.rank), 8)
+    loaders = (batches, loader()) if step == "training" else (loader(), batches)
+    trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, max_epochs=1)
+    with pytest.raises(ValueError, match=r"must get the same batches, but at a batch of epoch 0 .* rank 1 differs"):
+        trainer.fit(Net().double(), *loaders)
+
+
 class GoingOn(IterableDataset):
     """Goes on where it was, as one that reads a connection does."""
 
