@@ -59,6 +59,11 @@ _MICROBATCHES = (
     " a sum by the number of samples. What is logged, returned or kept must have its samples in the first dimension."
     " Where the samples of a batch depend on each other, set `num_microbatches=1`."
 )
+_READS_GRADIENTS = (
+    "`training_step` was not compared with that of one process: {}. Under manual optimization it may read gradients, of"
+    " which each rank has a part: their norm would be another one. Where it treats them element by element, go on"
+    " without this comparison: `verify='off'`"
+)
 _ORDER = ("loss", "logged value", "output", "attribute", "gradient", "buffer")
 
 
@@ -189,6 +194,8 @@ class StepProof:
         name = verdict.call.name
         if found:
             raise ProofError(_message(verdict.call, found, hint))
+        if failure and name == "training_step" and not self.module.automatic_optimization:
+            raise ProofError(_READS_GRADIENTS.format(failure))
         if failure:
             rank_zero_warn(f"`{name}` was not compared with that of one process: {failure}")
             return ""
@@ -287,8 +294,7 @@ class _Comparison:
         return differences
 
     def _gradient_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
-        finite = filter(math.isfinite, map(largest_of, whole.gradients.values()))
-        mine = max(finite, default=0.0)
+        mine = max(filter(math.isfinite, map(largest_of, whole.gradients.values())), default=0.0)
         largest = max(comm.all_gather_object(mine, self.replica))
         differences = []
         for name, found in divided.gradients.items():

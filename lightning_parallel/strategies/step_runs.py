@@ -368,6 +368,8 @@ class StepRuns:
             # Profilers see operators and spans of time.
             stack.enter_context(dispatch_modes_suspended())
             stack.enter_context(tracing.suspended())
+            # Compiled code computes the same, and cannot be compiled for a module in another shape.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -251,6 +251,32 @@ class Manual(Tokens):
             optimizer.step()
 
 
+class Sharpness(Manual):
+    """Climbs along the gradient, of the norm of the whole one, before it takes a step."""
+
+    def training_step(self, batch, index):
+        self.manual_backward(self.objective(batch))
+        with torch.no_grad():
+            norm = torch.stack([parameter.grad.norm() for parameter in self.parameters()]).norm()
+            for parameter in self.parameters():
+                parameter.add_(parameter.grad, alpha=float(0.05 / norm))
+
+
+@distributed(world_size=2)
+def test_a_manual_step_that_cannot_be_compared_is_refused():
+    with pytest.raises(ProofError, match="was not compared .*'NoneType'.* may read gradients"):
+        fit(Sharpness(), "tensor")
+
+
+@distributed(world_size=2)
+def test_compiled_submodules_are_proven(group):
+    module = Tokens()
+    for block in module.blocks:
+        block.compile(backend="eager")
+    said = fit(module, "tensor")
+    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss and 20 gradients")
+
+
 @distributed(world_size=2)
 def test_manual_optimization(group):
     module = Manual()
