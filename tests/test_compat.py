@@ -156,9 +156,9 @@ def test_private_names_of_torch_that_tensor_uses():
 @distributed(world_size=1)  # whose process has imported the compiler, which takes seconds
 def test_a_compiled_call_is_known():
     layer = nn.Linear(2, 2)
-    assert not compat_torch.has_compiled_call(layer)
+    assert not compat_torch.has_compiled_parts(layer)
     layer.compile()
-    assert compat_torch.has_compiled_call(layer)
+    assert compat_torch.has_compiled_parts(layer)
 
 
 def test_a_backward_pass_has_an_id_while_it_runs():

@@ -249,7 +249,7 @@ class _Blocked:
         _Blocked.now = None
 
     def __str__(self) -> str:
-        return f"{self.number} {','.join(map(str, self.group.ranks))} in `{self.op}` along {self.group.axis}"
+        return f"{self.number} {','.join(map(str, self.group.ranks))} `{self.op}` along {self.group.axis}"
 
 
 def _blocked(op: str, group: Group, peer: int | None = None) -> _Blocked | _Unrecorded:

@@ -84,7 +84,7 @@ __all__ = [
     "fsdp1_replica_group",
     "fsdp1_synchronizes",
     "fully_sharded_groups",
-    "has_compiled_call",
+    "has_compiled_parts",
     "has_unsharded_storage",
     "install_fsdp1_comm_hook",
     "intercepted_all_reduce",
@@ -152,9 +152,12 @@ _HookDicts = tuple[dict[int, Any], dict[int, Any]]
 forward_hooks_of: Callable[[nn.Module], _HookDicts] = attrgetter("_forward_hooks", "_forward_pre_hooks")
 
 
-def has_compiled_call(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called; `torch.compile(module)` has a public class instead."""
-    return getattr(module, "_compiled_call_impl", None) is not None
+def has_compiled_parts(module: nn.Module) -> bool:
+    """Return whether `module` or one inside it is compiled, by `torch.compile(part)` or by `part.compile()`."""
+    return any(
+        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
+        for part in module.modules()
+    )
 
 
 # -- torch.nn.parallel, FSDP: gradient hooks ---------------------------------------------------------------------------

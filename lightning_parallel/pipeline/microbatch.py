@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_parallel.compat.torch import pytree
+
 __all__ = [
     "SplitBatch",
     "few_samples",
@@ -324,9 +326,10 @@ def merge_entries(added: list[Any], samples: Sequence[int], weights: Sequence[fl
 
 def _is_per_step(added: list[Any], samples: Sequence[int]) -> bool:
     """Return whether entries, as many as the samples, are still those of steps: figures, or tensors of samples."""
-    if any(isinstance(entry, Tensor) and entry.dim() > 0 and entry.shape[0] in samples for entry in added):
+    leaves = pytree.tree_leaves(added)
+    if any(isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] in samples for leaf in leaves):
         return True
-    return max(samples) == 1 and all(isinstance(entry, (float, Tensor)) for entry in added)
+    return max(samples) == 1 and all(isinstance(leaf, (float, Tensor)) for leaf in leaves)
 
 
 def reduce_logged(values: Tensor, sizes: Sequence[float], reduce_fx: str | Callable[[Any], Any]) -> Tensor:

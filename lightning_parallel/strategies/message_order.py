@@ -24,7 +24,7 @@ from torch import nn
 
 from lightning_parallel.comm import ApartError, Group, RollCall
 from lightning_parallel.compat import ParallelState
-from lightning_parallel.compat.torch import has_compiled_call
+from lightning_parallel.compat.torch import has_compiled_parts
 from lightning_parallel.strategies.skeleton import FOREIGN
 
 __all__ = ["MessageOrder", "in_step"]
@@ -63,7 +63,7 @@ class MessageOrder:
         """Run a part of a step of `module`, which all ranks run: its messages follow on each other."""
         before = self._block
         if not self._known:
-            self._is_compiled = any(has_compiled_call(child) for child in module.modules())
+            self._is_compiled = has_compiled_parts(module)
         if not before:
             self._sent = hash(name)
             # Backward follows on a step in which the ranks were together.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_parallel.compat.torch import has_compiled_call, pytree
+from lightning_parallel.compat.torch import has_compiled_parts, pytree
 from lightning_parallel.tensor.plan import Sharding
 
 __all__ = ["StepAudit"]
@@ -58,9 +58,7 @@ class StepAudit:
     """
 
     def __init__(self, module: nn.Module, sharding: Sharding) -> None:
-        self._watched = not any(
-            type(inner).__name__ == "OptimizedModule" or has_compiled_call(inner) for inner in module.modules()
-        )
+        self._watched = not has_compiled_parts(module)
         self._users = _users_of_divided_parameters(module, sharding)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._divided = sharding.shards.keys() | sharding.partial

@@ -44,6 +44,6 @@ def test_a_rank_that_waits_in_a_collective_is_told(group):
     if group.rank == 0:
         with patched(roll_call, "_STUCK_S", 1.0), pytest.raises(ApartError) as caught:
             calls.meet("here", 60.0)
-        assert caught.value.places == {0: "here", 1: "in `barrier` along world"}
+        assert caught.value.places == {0: "here", 1: "`barrier` along world"}
     comm.barrier(group)
     comm.stop_heartbeat()

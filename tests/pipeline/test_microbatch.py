@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_parallel.pipeline.microbatch import num_samples, split_batch
+from lightning_parallel.pipeline.microbatch import merge_entries, num_samples, split_batch
 
 
 class Pair(NamedTuple):
@@ -100,3 +100,12 @@ class Graph:
 def test_what_cannot_be_cut_is_named(batch, message):
     with pytest.raises(ValueError, match=message):
         split_batch(batch, 2)
+
+
+def test_results_that_steps_of_one_sample_collect_in_dicts():
+    added = [{"loss": torch.tensor(loss), "scores": torch.full((1, 3), loss)} for loss in (1.0, 3.0)]
+    (merged,) = merge_entries(added, samples=[1, 1], weights=[0.5, 0.5])
+    assert merged["loss"] == 2.0
+    assert torch.equal(merged["scores"], torch.tensor([[1.0] * 3, [3.0] * 3]))
+    words = [{"word": "a"}, {"word": "b"}]
+    assert merge_entries(words, samples=[1, 1], weights=[0.5, 0.5]) == words
