@@ -8,6 +8,7 @@ from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Link, simulate
 from lightning_parallel.strategies.setup import stage_table
+from lightning_parallel.tracing.spans import seconds_text
 from tests.pipeline.models import built
 
 LINK = Link(0.01)
@@ -43,7 +44,7 @@ def test_measured_stages_have_shares_and_a_prediction():
     assert [row[5].split(" x ")[0] for row in rows] == ["2", "1"], "activations held at once"
     assert [row[2].count("embed") for row in rows] == [1, 1], "the tied parameter is on both"
     timeline = simulate(plan.schedule, plan.stage_costs, LINK)
-    assert f"{timeline.makespan_s * 1e3:,.1f} ms a step, bubble {timeline.bubble_fraction:.0%}" in text
+    assert f"{seconds_text(timeline.makespan_s)} a step, bubble {timeline.bubble_fraction:.0%}" in text
 
 
 def test_what_was_not_measured_is_not_shown():
