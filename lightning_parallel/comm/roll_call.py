@@ -8,11 +8,14 @@ rendezvous store, where places can be compared before any message is sent.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from uuid import uuid4
 
 import torch.distributed as dist
 
+from lightning_parallel.comm.collectives import broadcast_object
 from lightning_parallel.comm.groups import Group
 from lightning_parallel.comm.work import blocked_calls, describe_failure, heartbeats, reported_errors
 from lightning_parallel.compat.torch import default_store
@@ -21,14 +24,14 @@ __all__ = ["ApartError", "RollCall"]
 
 _LOOK_S = 0.5
 """How often a rank that waits looks what the others do."""
+_POLLING_S = 0.1
+"""How long to ask again and again, which goes on sooner than a wait in some stores, where peers are seldom late."""
 _STUCK_S = 8.0
 """A rank is that long in a collective that this one has left only where it waits for this one; not on a slow link."""
 _SILENCE_S = 15.0
 """A rank without a heartbeat for so long is gone; a shorter time may be spent in C, with the interpreter locked."""
 _READ_S = 10.0
 """How long a rank that is about to fail lets the others read that: the store may end with its process."""
-
-_made: Counter[str] = Counter()
 
 
 class ApartError(RuntimeError):
@@ -45,7 +48,7 @@ class ApartError(RuntimeError):
 
 
 class RollCall:
-    """The roll call of a group; all its ranks make one for a purpose, in the same order.
+    """The roll call of a group for a purpose; all its ranks make it at the same point.
 
     It takes a few round trips to the store, about 0.2 ms on one machine; in a group of more than `MOST_RANKS` ranks the
     store would be asked too often.
@@ -56,9 +59,8 @@ class RollCall:
     def __init__(self, group: Group, purpose: str) -> None:
         self._ranks = group.ranks
         self._rank = group.ranks[group.rank]
-        name = f"{purpose}/{group.name}"
-        self._name = f"roll call/{name}/{_made[name]}"
-        _made[name] += 1
+        # Not counted: a run that failed may have made some on one rank only.
+        self._name = f"roll call/{purpose}/{broadcast_object(uuid4().hex, group)}"
         self._count = 0
 
     def meet(self, place: str, patience_s: float, note: str = "") -> list[str]:
@@ -113,11 +115,15 @@ class _Unchanged:
 
 def _all_set(store: dist.Store, keys: list[str], patience_s: float) -> bool:
     """Wait until all keys are set; tell if they are."""
-    # Asked again and again: a wait inside of the store would keep other threads of this process from it.
-    end_s, pause_s = time.monotonic() + patience_s, 1e-5
+    begun_s = time.monotonic()
     while not store.check(keys):
-        if time.monotonic() > end_s:
+        waited_s = time.monotonic() - begun_s
+        if waited_s > patience_s:
             return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.02)
+        if waited_s < _POLLING_S:
+            time.sleep(min(waited_s, 1e-3))
+        else:
+            # Short, as other threads of this process, the heartbeat's too, cannot use the store meanwhile.
+            with suppress(RuntimeError):
+                store.wait(keys, timedelta(seconds=_LOOK_S))
     return True

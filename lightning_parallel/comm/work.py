@@ -272,8 +272,9 @@ class _Heartbeat:
     def __init__(self, store: dist.Store, rank: int) -> None:
         self.store = dist.PrefixStore("lightning_parallel/heartbeat", store)
         self.rank = rank
-        # The store outlives a run: an error that an earlier run of this process reported must not explain this one's.
+        # The store outlives a run: what an earlier run of this process reported must not explain this one's.
         self.report("")
+        self.store.set(f"blocked/{rank}", "")
         self.stopped = threading.Event()
         # A thread, because the main one may be inside a collective for as long as the slowest rank computes.
         self.thread = threading.Thread(target=self._beat, name="lightning_parallel-heartbeat", daemon=True)
