@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Mapping
-from contextlib import suppress
-from datetime import timedelta
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -24,8 +22,6 @@ __all__ = ["ApartError", "RollCall"]
 
 _LOOK_S = 0.5
 """How often a rank that waits looks what the others do."""
-_POLLING_S = 0.1
-"""How long to ask again and again, which goes on sooner than a wait in some stores, where peers are seldom late."""
 _STUCK_S = 8.0
 """A rank is that long in a collective that this one has left only where it waits for this one; not on a slow link."""
 _SILENCE_S = 15.0
@@ -115,15 +111,13 @@ class _Unchanged:
 
 def _all_set(store: dist.Store, keys: list[str], patience_s: float) -> bool:
     """Wait until all keys are set; tell if they are."""
+    # Asked again and again: a wait inside of the store would keep other threads of this process from it, such as the
+    # heartbeat, and one that ends by a timeout prints warnings.
     begun_s = time.monotonic()
     while not store.check(keys):
         waited_s = time.monotonic() - begun_s
         if waited_s > patience_s:
             return False
-        if waited_s < _POLLING_S:
-            time.sleep(min(waited_s, 1e-3))
-        else:
-            # Short, as other threads of this process, the heartbeat's too, cannot use the store meanwhile.
-            with suppress(RuntimeError):
-                store.wait(keys, timedelta(seconds=_LOOK_S))
+        # Often at first, as peers are seldom late.
+        time.sleep(min(waited_s, 1e-3 if waited_s < 0.1 else 5e-3))
     return True
