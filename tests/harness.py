@@ -116,12 +116,16 @@ class _Pool:
         return [outcomes[rank][1] for rank in range(len(outcomes))]
 
     def _stack(self, rank: int) -> str:
-        process = self.workers[rank]
+        process, stack = self.workers[rank], self.folder / f"stack{rank}"
+        if not stack.exists():
+            return "not started yet"
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(0.3)
-        stack = self.folder / f"stack{rank}"
-        return stack.read_text() if stack.exists() else "not started yet"
+            until = time.monotonic() + 5  # a busy machine writes it late
+            while not stack.stat().st_size and time.monotonic() < until:
+                time.sleep(0.1)
+            time.sleep(0.3)  # thread after thread
+        return stack.read_text()
 
     def kill(self) -> None:
         for worker in self.workers:

@@ -35,7 +35,6 @@ __all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "mea
 T = TypeVar("T")
 Step = Callable[[Any], Any]
 _REPEATS = 3
-_LONG_S = 0.1  # a run of a layer that is not lost in noise
 STATE_COPIES = 4
 """Bytes held per byte of a trained parameter where the optimizer is not known: itself, its gradient, two moments."""
 
@@ -365,11 +364,8 @@ class _CostMeter(TruncatedModel):
         return replace(whole[0], forward_s=forward_s, input_gradient_s=input_s, weight_gradient_s=backward_s - input_s)
 
     def _runs(self, noted: _NotedCall, later: Callable[[], WeightGradients | None]) -> list[Cost]:
-        """Run a layer a few times; twice if it takes long, when what disturbs a run weighs little."""
-        runs: list[Cost] = []
-        while len(runs) < _REPEATS and (len(runs) < 2 or runs[-1].total_s < _LONG_S):
-            runs.append(self._run(noted, later()))
-        return runs
+        """Run a layer a few times: as often on each rank, since divided layers communicate."""
+        return [self._run(noted, later()) for _ in range(_REPEATS)]
 
     def _run(self, noted: _NotedCall, later: WeightGradients | None = None) -> Cost:
         """Time forward and backward, noted as an I, without what can be left for `later`."""

@@ -297,6 +297,7 @@ def warn_unless_mean(
     num_microbatches: int,
     split: SplitBatch,
     weight: Callable[[Any], float],
+    world: Group,
 ) -> None:
     """Warn if the loss of several microbatches is not the mean of their losses, since a pipeline computes that mean.
 
@@ -309,11 +310,12 @@ def warn_unless_mean(
         num_microbatches: How many it will be split into, more than one.
         split: Splits a batch into so many parts.
         weight: Gives the share of each.
+        world: The ranks that call this, each with the same arguments.
     """
     # Two at a time: a device that is to train on one may not have room for the whole batch.
     pairs = split_by(split, batch, num_microbatches // 2)
     for pair in [pairs[0], *pairs[1:][-1:]]:
-        if _is_other_than_mean(module, run, pair, split_by(split, pair, 2), weight):
+        if _is_other_than_mean(module, run, pair, split_by(split, pair, 2), weight, world):
             break
 
 
@@ -323,6 +325,7 @@ def _is_other_than_mean(
     batch: Any,
     microbatches: Sequence[Any],
     weight: Callable[[Any], float],
+    world: Group,
 ) -> bool:
     """Compare the loss of `batch` with the mean over its parts, and warn if they differ.
 
@@ -343,8 +346,12 @@ def _is_other_than_mean(
             mean = torch.tensor(shares).to(whole) @ losses / sum(shares)
             _learn_logged(module, logged, [logs for _, logs in parts], shares, microbatches)
             tolerance = 1e-6 if whole.dtype == torch.float64 else 5e-3  # layers may compute in half precision
-            is_other = not torch.allclose(whole, mean, rtol=tolerance)
-            is_other = is_other and torch.allclose(whole, _loss(run, batch, seed=1), rtol=tolerance)
+            # Together, since last digits may differ from rank to rank, and divided layers communicate: all run again or
+            # none of them.
+            is_other = any(comm.all_gather_object(not torch.allclose(whole, mean, rtol=tolerance), world))
+            if is_other:
+                is_stable = torch.allclose(whole, _loss(run, batch, seed=1), rtol=tolerance)
+                is_other = any(comm.all_gather_object(is_stable, world))
     except Exception:
         return False  # the analysis will report what is wrong with the step
     finally:

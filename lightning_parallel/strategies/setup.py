@@ -337,10 +337,10 @@ def _plan(
         sync_group=groups.world,
     )
     if example is not None and len(microbatches) > 1:
-        step, batch = example
         # On every rank, though only the first one warns: the step may communicate, in divided layers or by itself.
-        run = truncated(module, plan, device, step)
-        warn_unless_mean(module, run, batch, len(microbatches), options.split_batch, options.microbatch_weight)
+        run, batch = truncated(module, plan, device, example[0]), example[1]
+        split, weight = options.split_batch, options.microbatch_weight
+        warn_unless_mean(module, run, batch, len(microbatches), split, weight, groups.world)
     return replace(plan, request=request)
 
 

@@ -172,3 +172,17 @@ def test_what_is_held_for_backward_is_counted_in_each_part_without_parameters():
     assert costs.prologue.activation_bytes == 8 * 3 * 6
     assert [layer.activation_bytes for layer in costs.layers] == [8 * 3 * (8 + 8)] * 2
     assert costs.epilogue.activation_bytes == 8 * 3 * (8 + 11)
+
+
+def test_a_slow_rank_runs_layers_as_often_as_its_peers():
+    """Divided layers communicate: each run of one rank needs one of every other."""
+    runs = []
+    for seconds in (0.0, 0.12):
+        model, step, batch = sleepers([seconds] * 2)
+        calls: list[nn.Module] = []
+        for layer in model[1]:
+            layer.linear.register_forward_hook(lambda layer, *_, calls=calls: calls.append(layer))
+        stack = find_layer_stack(model, 2, "1")
+        measure(model, stack, trace_use(model, stack, step, batch, CPU).parameters, step, batch, CPU)
+        runs.append(len(calls))
+    assert runs[0] == runs[1]
