@@ -55,7 +55,7 @@ class RollCall:
     def __init__(self, group: Group, purpose: str) -> None:
         self._ranks = group.ranks
         self._rank = group.ranks[group.rank]
-        # Not counted: a run that failed may have made some on one rank only.
+        # Not a number, since ranks may not have made the same ones.
         self._name = f"roll call/{purpose}/{broadcast_object(uuid4().hex, group)}"
         self._count = 0
 

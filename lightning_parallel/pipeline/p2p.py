@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
+from lightning_parallel.compat import users_line
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 
 __all__ = ["MessageLayouts", "MessageLayout", "MessageGroups", "StageMessages", "Message", "TensorSpec", "line_of_step"]
@@ -90,22 +90,20 @@ class MessageLayout:
 
 
 def line_of_step() -> str:
-    """Name the line that runs of the user's step: its outermost one, since inner ones may be compiled."""
-    found, is_inside = "", False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name == _RUNTIME and is_inside:
-            break
-        is_inside |= name != _RUNTIME
-        if name.partition(".")[0] not in _NOT_OF_STEPS:
-            found = f"{frame.f_code.co_name} ({frame.f_code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
-        frame = frame.f_back
-    return found
+    """Name the line that runs of the user's step: see `users_line`."""
+    is_inside = False
+
+    def is_end(frame: FrameType) -> bool:
+        nonlocal is_inside
+        # The runtime calls the step, which calls the layers that the runtime runs, and it may be that which asks here.
+        name = frame.f_globals.get("__name__")
+        was_inside, is_inside = is_inside, is_inside or name not in (_RUNTIME, __name__)
+        return name == _RUNTIME and was_inside
+
+    return users_line(is_end)
 
 
 _RUNTIME = "lightning_parallel.pipeline.runtime"
-_NOT_OF_STEPS = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", "contextlib", "functools"}
 
 
 class Message(NamedTuple):

@@ -84,8 +84,7 @@ class ReplicaNorm:
                 named[f"grad_{float(norm_type)}_norm_total"] = total
             return named
 
-        patches.replace_function(own_norm, norm)
-        patches.replace_function(grad_norm, norms)
+        patches.replace_functions({own_norm: norm, grad_norm: norms})
 
     def of_each(self, module: nn.Module, norm_type: float) -> dict[str, Tensor]:
         """Return the norm of each gradient in a submodule, by names in it; every rank of the replica must call it."""

@@ -11,7 +11,6 @@ a roll call:
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,13 +18,12 @@ from functools import wraps
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from torch import nn
 
 from lightning_parallel.comm import ApartError, Group, RollCall
-from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat import ParallelState, users_line
 from lightning_parallel.compat.torch import has_compiled_parts
-from lightning_parallel.strategies.skeleton import FOREIGN
 
 __all__ = ["MessageOrder", "in_step"]
 
@@ -56,7 +54,11 @@ class MessageOrder:
         # The messages since the step began, as a number, and all such numbers that the ranks have agreed on.
         self._sent = 0
         self._known: set[int] = set()
-        self._calls = RollCall(group, "messages")
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Count roll calls anew: a run that failed may have made some on one rank only."""
+        self._calls = RollCall(self._group, "messages")
 
     @contextmanager
     def step(self, name: str, module: nn.Module) -> Iterator[None]:
@@ -89,11 +91,14 @@ class MessageOrder:
         self._sent = hash((self._sent, operation))
         is_first, self._is_first = self._is_first, False
         is_known = self._sent in self._known
-        if is_known and not (is_first and dist.get_world_size() <= RollCall.MOST_RANKS):
+        if is_known and not (is_first and self._group.size <= RollCall.MOST_RANKS):
             return
         # The other ranks may still wait for their first batch.
-        patience_s = math.inf if is_first else COMPILING_S if self._is_compiled else STEP_WAIT_S
-        self._meet(_line(self._block), patience_s)
+        patience_s = (
+            default_pg_timeout.total_seconds() if is_first else COMPILING_S if self._is_compiled else STEP_WAIT_S
+        )
+        place = users_line(lambda frame: frame.f_code.co_name == "run_in_step")
+        self._meet(place or f"`{self._block}`", patience_s)
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known.add(self._sent)
@@ -128,20 +133,6 @@ def _hook() -> str:
             return f"`{type(owner).__name__}.{name}`"
         frame = frame.f_back
     return "code outside of the training loop"
-
-
-def _line(block: str) -> str:
-    """Name the line of the user's code that runs in a part of a step: the outermost one of it."""
-    found = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "run_in_step":
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in FOREIGN:
-            found = frame
-        frame = frame.f_back
-    if found is None:
-        return f"`{block}`"
-    code = found.f_code
-    return f"`{code.co_name}` ({code.co_filename.rpartition('/')[2]}, line {found.f_lineno})"
 
 
 def in_step(method: Callable[P, R]) -> Callable[P, R]:

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.compat import Patches
+from lightning_parallel.compat import FOREIGN, Patches
 from lightning_parallel.compat.torch import buffers_of, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.random_streams import OwnGenerators, call_seed, seed_all, seed_torch, stage_seed
-from lightning_parallel.strategies.skeleton import FOREIGN
 from lightning_parallel.tensor.verify import DropoutOff
 
 __all__ = [

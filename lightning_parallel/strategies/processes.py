@@ -302,7 +302,6 @@ class MeshProcesses(ParallelStrategy):
                 f"the run is at different places at once: {listed}. These ranks hold parts of one model and read the"
                 " same data; let loaders and callbacks do the same on each of them, without a condition on the rank"
             ) from error
-
         flags, contents = zip(*(note.split() for note in notes))
         if len(set(contents)) > 1:
             different = [str(rank) for rank, other in zip(replica.ranks, contents) if other != contents[0]]

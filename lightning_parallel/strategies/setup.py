@@ -159,12 +159,12 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
                 f"this module was divided over the ranks {state.tensor_ranks} by an earlier run and cannot be divided"
                 f" over {group.ranks}; build it anew and load a checkpoint"
             )
+        state.order.begin_run()
         return state.sharding
     if group.size == 1:
         return None
     found = make_plan(module, options.plan, group, options.sequence_parallel)
-    # Shards of different models would make a model that nobody has initialised.
-    replicas.start_equal(module, groups.world)
+    replicas.start_equal(module, groups.world)  # shards of different models would make one that nobody initialised
     state.order = MessageOrder(group)
     state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))
     state.tensor_ranks, state.rules = group.ranks, rules_by_name(module, sharding.shards)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat import FOREIGN, ParallelState
 from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, parameters_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 
-__all__ = ["FOREIGN", "FetchParameter", "Skeleton", "close_skeleton", "keep_skeleton"]
+__all__ = ["FetchParameter", "Skeleton", "close_skeleton", "keep_skeleton"]
 
 FetchParameter = Callable[[str], Tensor]
 """Returns a parameter of the whole model by its first name."""
@@ -283,9 +283,6 @@ def _setting(value: Any) -> str:
 
 _MOST_ENTRIES = 1000
 """Longer containers are data, such as a data set, and do not decide how a module computes."""
-
-FOREIGN = {"torch", "lightning", "pytorch_lightning", "builtins", "torchmetrics", "lightning_parallel", "numpy"}
-"""Packages whose classes are not the user's."""
 
 
 def _code(value: Any) -> str:

@@ -220,11 +220,33 @@ def only_wraps(kind: type[nn.Module], inherited: type[nn.Module]) -> bool:
     )
 
 
-def _reads_attribute(kind: type[nn.Module], name: str) -> bool:
-    """Return whether the steps of a class may read the attribute `name` of an instance; True without its source."""
+@_cached
+def _computes_with(kind: type[nn.Module], name: str) -> bool:
+    """Return whether the steps of a class may compute with the attribute `name`, its position; True without source.
+
+    To find its own entry in the cache of generation is not to compute with it: the layers of a large language model
+    would be different from each other, and each of them tried.
+    """
     bases = [base for base in kind.__mro__ if not base.__module__.startswith(LIBRARIES)]
     hidden = any("forward" in vars(base) and _parsed(vars(base)["forward"]) is None for base in bases)
-    return hidden or any(_reads(method, name) for method in _methods(kind))
+    return hidden or any(_reads(method, name) and not _only_for_cache(method, name) for method in _methods(kind))
+
+
+def _only_for_cache(method: ast.AST, name: str) -> bool:
+    """Return whether `self.name` is only used as an argument or an index of something that is called a cache."""
+    of_cache = set()
+    for node in ast.walk(method):
+        given: list[ast.expr] = []
+        if isinstance(node, ast.Call) and _CACHE.search(ast.unparse(node.func)):
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        elif isinstance(node, ast.Subscript) and _CACHE.search(ast.unparse(node.value)):
+            given = [node.slice]
+        of_cache |= {id(part) for part in given}
+    reads = [node for node in _attributes(method) if node.attr == name and _is_self(node.value)]
+    return all(id(node) in of_cache for node in reads)
+
+
+_CACHE = re.compile("cache|past")
 
 
 def read_elsewhere(root: nn.Module, path: str) -> bool:
@@ -330,17 +352,12 @@ def _settings(module: nn.Module) -> tuple[object, ...]:
     """Return the attributes on which the behaviour of a module may depend, in addition to its class."""
     settings: list[object] = []
     for name, value in sorted(vars(module).items()):
-        if name in POSITIONS and (_is_of_transformers(module) or not _reads_attribute(type(module), name)):
+        if name in POSITIONS and not _computes_with(type(module), name):
             continue
         if "hooks" in name and isinstance(value, dict):
             value = list(value.values())  # the keys number all hooks of the process
         settings.append((name, _fingerprint(value)))
     return tuple(settings)
-
-
-def _is_of_transformers(module: nn.Module) -> bool:
-    # Its layers read their number for the cache of generation only, and a large model would have each of them tried.
-    return type(module).__module__.partition(".")[0] == "transformers"
 
 
 def _fingerprint(value: Any, depth: int = 0) -> object:

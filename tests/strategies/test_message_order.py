@@ -138,7 +138,7 @@ print("the run ended")
     [
         ("on_train_batch_end", "in `Sampling.on_train_batch_end` on rank 0, "),
         ("after", r"called in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1"),
-        ("stage", r"in training_step \(.*line \d+\): the step does not do\s+the same on every stage"),
+        ("stage", r"in `training_step` \(.*line \d+\): the step does not do\s+the same on every stage"),
     ],
 )
 def test_a_call_on_one_rank_ends_the_run(where, message, tmp_path):
@@ -170,8 +170,7 @@ def test_steps_may_differ_on_all_ranks_together(group):
     module = ChangingNet().double()
     trainer.fit(module, loader(), loader())
     order = ParallelState.of(module).order
-    known, met = len(order._known), order._calls._count
-    trainer.fit_loop.epoch_progress.current.completed = trainer.fit_loop.epoch_progress.current.processed = 0
+    known = len(order._known)
     trainer.validate(module, loader(), verbose=False)
     assert len(order._known) == known, "what the ranks have agreed on is not agreed on again"
-    assert order._calls._count == met + len(loader()), "once in each step"
+    assert order._calls._count == len(loader()), "once in each step"

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.inspection import structure_of
 from lightning_parallel.tensor.layers import Column, Row
 from lightning_parallel.tensor.plan import apply_plan
 from lightning_parallel.tensor.sharding import ShardPart, reduce_partial_
@@ -436,6 +437,21 @@ def test_blocks_that_differ_in_more_than_their_code(group, name):
         return Language(ACTIVATIONS[name](), 12).double()
 
     _compare(group, build)
+
+
+class Cached(Chosen):
+    def forward(self, x, cache=None):
+        return super().forward(x if cache is None else cache.layers[self.layer_idx].update(x, self.layer_idx))
+
+
+class Scaled(Chosen):
+    def forward(self, x, cache=None):
+        return super().forward(x if cache is None else cache.update(x / (1 + self.layer_idx), self.layer_idx))
+
+
+def test_blocks_that_number_their_entry_in_a_cache_are_alike():
+    assert structure_of(Cached(0, F.gelu)) == structure_of(Cached(1, F.gelu))
+    assert structure_of(Scaled(0, F.gelu)) != structure_of(Scaled(1, F.gelu))
 
 
 class Second(nn.Module):
