@@ -32,7 +32,7 @@ from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.lightning import is_compiled, prepared_batch, take_first_entry
 from lightning_parallel.compat.torch import pytree, workers_of
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_by
-from lightning_parallel.pipeline.random_streams import OwnGenerators
+from lightning_parallel.pipeline.random_streams import OwnGenerators, seed_torch
 from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.search import BALANCES
@@ -373,7 +373,7 @@ def _is_other_than_mean(
 
 def _loss(run: Callable[[Any], Any], batch: Any, seed: int) -> Tensor:
     with isolate_rng():
-        torch.manual_seed(seed)
+        seed_torch(seed)
         return loss_of(run(batch)).detach()
 
 

@@ -26,6 +26,7 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint import remove_dummy_parameters, whole_parameters
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.pipeline.random_streams import seed_torch
 from lightning_parallel.tensor.sharding import Shard, full_shapes_shown
 
 __all__ = [
@@ -155,9 +156,10 @@ def check_optimizers(
 def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:
     """Refuse optimizers that need whole tensors for sharded parameters."""
     for optimizer in optimizers:
+        tried: set[str] = set()
         for group in optimizer.param_groups:
             sharded = [name for name in (names.get(id(value), "") for value in group["params"]) if name in rules]
-            if not sharded:
+            if not sharded or not _is_new(group, tried):
                 continue
             # Those that are known are not tried: the first step of an LBFGS imports torch's compiler.
             verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
@@ -182,7 +184,10 @@ def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], ru
 def _check_staged(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that need all parameters at once: a stage holds only some."""
     for optimizer in optimizers:
+        tried: set[str] = set()
         for group in optimizer.param_groups:
+            if not _is_new(group, tried):
+                continue
             verdict = False if isinstance(optimizer, LBFGS) else _is_tensorwise(optimizer, group)
             if verdict is False:
                 raise ValueError(
@@ -191,6 +196,18 @@ def _check_staged(optimizers: Sequence[Optimizer]) -> None:
                 )
             if verdict is None:
                 _warn_untried(optimizer, "each parameter by itself")
+
+
+def _is_new(group: Mapping[str, Any], tried: set[str]) -> bool:
+    """Tell whether a parameter group differs in more than its learning rate from those `tried`, and add it to them."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
+    if not all(isinstance(value, _PLAIN) for value in options.values()):
+        return True
+    # There may be a group for each parameter, and each trial takes a twentieth of a second.
+    kind = f"{sorted({str(parameter.device) for parameter in group['params']})} {sorted(options.items())}"
+    is_new = kind not in tried
+    tried.add(kind)
+    return is_new
 
 
 def _is_known_to_need_whole_tensors(optimizer: Optimizer) -> bool:
@@ -240,7 +257,9 @@ def _is_same(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Sp
     for shapes in _SHAPES:
         try:
             with isolate_rng():
-                return all(_agrees(optimizer, group, shapes, split, device) for split in splits)
+                values, targets = _drawn(shapes, device)
+                early, late, _ = _train(optimizer, group, values, targets)
+                return all(_agrees(optimizer, group, values, targets, (early, late), split) for split in splits)
         except Exception:
             continue
     return None
@@ -264,13 +283,8 @@ def _unlike_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> str | N
     return None
 
 
-def _agrees(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    shapes: Sequence[tuple[int, ...]],
-    split: Split,
-    device: torch.device,
-) -> bool:
+def _drawn(shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """Return parameters and their targets, always the same."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> list[Tensor]:
@@ -283,13 +297,23 @@ def _agrees(
         tensors[-1].mul_(5.0)
         return [tensor.to(device) for tensor in tensors]
 
-    values, targets = drawn(), drawn()
-    early, late, _ = _train(optimizer, group, values, targets)
+    return drawn(), drawn()
+
+
+def _agrees(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    values: list[Tensor],
+    targets: list[Tensor],
+    trained: tuple[list[Tensor], list[Tensor]],
+    split: Split,
+) -> bool:
+    """Tell whether the parts of a split, trained by themselves, become what they became together (`trained`)."""
     starts = [start for part in split(values) for start in part]
     pieces = [_train(optimizer, group, part, aims)[:2] for part, aims in zip(split(values), split(targets))]
     compared = [
         (start, expected, found)
-        for stop, tensors in enumerate((early, late))
+        for stop, tensors in enumerate(trained)
         for start, expected, found in zip(
             starts,
             [tensor for part in split(tensors) for tensor in part],
@@ -308,7 +332,7 @@ def _train(
     optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], targets: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor], Optimizer]:
     """Return `values` early on, and after some steps towards `targets`, and the fresh optimizer that took these."""
-    torch.manual_seed(0)
+    seed_torch(0)
     parameters = [nn.Parameter(value.clone()) for value in values]
     # Curvatures that differ, or one step would end at the target whatever an optimizer estimates.
     curvatures = [1.0 + torch.sigmoid(target) for target in targets]
