@@ -20,7 +20,6 @@ LAYOUTS = {
     "pipeline 2 x 2 stages, data 2": ({"pipeline_parallel_size": 2, "schedule": "interleaved_1f1b"}, 2),
     "pipeline 2, tensor 2": ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 1),
     "tensor 2, data 2": ({"tensor_parallel_size": 2}, 2),
-    "tensor 4": ({"tensor_parallel_size": 4}, 1),
 }
 
 
