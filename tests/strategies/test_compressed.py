@@ -204,6 +204,7 @@ def resumes(kind, name, options, path):
     [
         ("fsdp", "int8", "32-true"),
         ("fsdp hybrid", "topk_int8", "32-true"),
+        ("replicas", "powersgd", "32-true"),
         ("fully_shard hybrid", "sign", "32-true"),
         ("tensor", "powersgd", "32-true"),
         ("pipeline", "powersgd", "32-true"),
