@@ -216,6 +216,16 @@ class Checkpoints:
         shards = {name: self.rules[name] for name in state if name in self.rules}
         return self._gather(state, shards, self.names.state)
 
+    def gather_tensors(self) -> dict[str, Tensor]:
+        """Gather all parameters and buffers by first name, those included that no checkpoint holds.
+
+        Returns:
+            Tensors as `gather_state` returns them.
+        """
+        held: dict[str, Any] = dict(self.module.named_parameters())
+        held.update((name, buffer) for name, buffer in self.module.named_buffers() if not buffer.is_meta)
+        return self._gather(held, {name: self.rules[name] for name in held if name in self.rules}, order=())
+
     def scatter_state(self, full: Mapping[str, Any], source: str) -> dict[str, Any]:
         """Take this rank's part of a full state dict. Names that the model does not know stay, to be reported.
 
@@ -276,7 +286,10 @@ class Checkpoints:
             for key, value in state["state"].get(index, {}).items():
                 values[name, key] = value
                 if name in self.rules and isinstance(value, Tensor) and value.dim() > 0:
-                    _check_elementwise(optimizer, name, parameter, key, value)
+                    # The parameter is whole after a run, when the optimizer still has the state of its shard.
+                    local = self.rules[name].local_shape(parameter.shape, self.tensor_group.rank)
+                    if value.shape not in (parameter.shape, local):
+                        raise _not_elementwise(optimizer, name, parameter, key, value)
                     shards[name, key] = self.rules[name]
         gathered = self._gather(values, shards, order=())
         position = {name: index for index, name in enumerate(chain.from_iterable(whole))}
@@ -404,7 +417,8 @@ class Checkpoints:
             return empty
         full = empty
         if stage == place.stage:
-            full = _merge(values[key].detach(), place.shard, self.tensor_group)
+            # After a run the state of optimizers is in the host's memory.
+            full = _merge(values[key].detach().to(self.device), place.shard, self.tensor_group)
         # Only now: all ranks of the tensor group had to take part in the merge.
         if self.tensor_group.rank > 0:
             return empty
@@ -437,12 +451,11 @@ def _merge(local: Tensor, shard: Shard | None, group: Group) -> Tensor:
     return gathered if group.rank > 0 else shard.merge(gathered.cpu().split(sizes, shard.dim))
 
 
-def _check_elementwise(optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Tensor) -> None:
-    if value.shape != parameter.shape:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} keeps `{key}` of shape {tuple(value.shape)} for the shard `{name}` of shape"
-            f" {tuple(parameter.shape)}; only state of the parameter's own shape can be merged into a full checkpoint"
-        )
+def _not_elementwise(optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"{type(optimizer).__name__} keeps `{key}` of shape {tuple(value.shape)} for the shard `{name}` of shape"
+        f" {tuple(parameter.shape)}; only state of the parameter's own shape can be merged into a full checkpoint"
+    )
 
 
 def _numbered(settings: Sequence[Mapping[str, Any]], given: ParameterGroups, wanted: ParameterGroups) -> list[Any]:

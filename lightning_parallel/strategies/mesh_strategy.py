@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal, Optional, Union, get_args
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -62,6 +62,7 @@ from lightning_parallel.strategies.setup import (
 from lightning_parallel.strategies.skeleton import close_skeleton, keep_skeleton
 from lightning_parallel.strategies.step_effects import side_effects_discarded
 from lightning_parallel.strategies.step_runs import StepRuns
+from lightning_parallel.strategies.whole import Restore, divide_again, restore_whole
 from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard
@@ -80,6 +81,8 @@ class MeshStrategy(MeshProcesses):
         checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning.
         verify: Whether the module's own steps are compared with those of one process before the first batch: `always`,
             `off`, or `auto`: once for each structure of the model, plan and version, remembered beside checkpoints.
+        restore: On which ranks the module is whole again after a run that ended well: `all`, `rank_zero` or `off`;
+            `auto` decides by its size, and says so if it is not `all`.
         process_group_backend: Backend of torch.distributed; by the device when omitted.
         timeout: Deadline of every collective.
         start_method: How processes are started when no launcher did: `popen` runs the script again, the others start
@@ -95,6 +98,7 @@ class MeshStrategy(MeshProcesses):
         compression: Optional[Reducer] = None,
         checkpoint_format: Literal["full"] = "full",
         verify: Verify = "auto",
+        restore: Restore = "auto",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -119,10 +123,13 @@ class MeshStrategy(MeshProcesses):
             raise ValueError(f"`checkpoint_format` must be 'full', got {checkpoint_format!r}")
         if verify not in ("auto", "always", "off"):
             raise ValueError(f"`verify` must be 'auto', 'always' or 'off', got {verify!r}")
+        if restore not in get_args(Restore):
+            raise ValueError(f"`restore` must be one of {', '.join(map(repr, get_args(Restore)))}, got {restore!r}")
         if compression is not None:
             check_reducer(compression)
         self.compression = compression
         self.verify = verify
+        self.restore = restore
         self.tensor_options = tensor
         self.pipeline_options = pipeline
         self.engine: PipelineEngine | None = None
@@ -137,7 +144,7 @@ class MeshStrategy(MeshProcesses):
         self._loader_index = 0
         self._is_first_batch = True
         self._audit: StepAudit | None = None
-        self._shows_stages = False
+        self._shows_stages = self._is_restored = False
 
     # ------------------------------------------------------------------------------------------------- the model
 
@@ -154,6 +161,8 @@ class MeshStrategy(MeshProcesses):
         module = self.module
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
+        divide_again(module, self.groups, self.root_device)
+        self._is_restored = False
         if synchronizes_layers(self) and fitting:
             # Before the model is planned, since this replaces modules.
             replicas.synchronize_batch_norm(module, self.groups.data_parallel)
@@ -173,7 +182,7 @@ class MeshStrategy(MeshProcesses):
             self._reducer = gradient_reducer(module, self.groups, self._sharding, self._rules, options)
             self._is_first_batch = True
             self._audit = None if self._sharding is None else StepAudit(module, self._sharding)
-        self._end_on_sigterm = agree_on_sigterm(trainer, self._any_rank, self._patches)
+        self._end_on_sigterm = agree_on_sigterm(trainer, self.begin_batch, self._patches)
         self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         self.setup_precision_plugin()
         elsewhere = frozenset() if self.engine is None else self.engine.counted_by_others
@@ -253,7 +262,7 @@ class MeshStrategy(MeshProcesses):
 
     @property
     def sharding(self) -> Optional[Sharding]:
-        """What was divided how; None before the first run, and with one rank on the tensor axis."""
+        """What was divided how; None before the first run, and with one tensor-parallel rank."""
         return self._sharding
 
     @property
@@ -272,8 +281,10 @@ class MeshStrategy(MeshProcesses):
             self._reducer.remove()
             self._reducer = None
         self._patches.undo()
-        stop_heartbeat()
         module = self.lightning_module
+        if module is not None and module.trainer.state.status == TrainerStatus.RUNNING:  # no exception
+            self._is_restored = restore_whole(module, self.checkpoints, self.groups, self.restore)
+        stop_heartbeat()
         if module is not None and any(value.is_meta or is_deferred(value) for value in module.parameters()):
             # Refused before it got its data. Lightning would move it to the CPU, which fails or makes the whole model.
             self._patches.replace(module, "cpu", lambda: module)
@@ -329,17 +340,6 @@ class MeshStrategy(MeshProcesses):
             self._compression.follow_scale(self.precision_plugin)
         assert self._first_batches is not None
         self._first_batches.see_training(args, kwargs, self.module.current_epoch)
-
-    def _any_rank(self, flag: bool) -> bool:
-        """Begin a batch on all ranks together; tell whether any of them has the flag."""
-        trainer = self.module.trainer
-        assert trainer.state.stage is not None
-        flag = self.begin_batch(f"a batch of epoch {trainer.current_epoch} ({trainer.state.stage.value})", flag)
-        # In evaluation replicas may have different numbers of batches; each ends by itself.
-        if not trainer.training or self.groups.data_parallel.size == 1:
-            return flag
-        verdict = torch.tensor(int(flag), device=self.root_device)
-        return bool(comm.all_reduce_(verdict, self.groups.data_parallel, "max"))
 
     @override
     def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
@@ -448,7 +448,7 @@ class MeshStrategy(MeshProcesses):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state dict, with values on rank 0 only; called on every rank."""
-        return self.checkpoints.gather_state()
+        return self.module.state_dict() if self._is_restored else self.checkpoints.gather_state()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
