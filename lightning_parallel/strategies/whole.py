@@ -152,7 +152,7 @@ def divide_again(module: LightningModule, groups: MeshGroups, device: torch.devi
         if all(usable for _, usable in views):
             state.whole.divide_again(state.rules, groups.tensor_parallel.rank)
         else:
-            forget(module)
+            forget_division(module)
         return
     if any(whole and not usable for whole, usable in views):
         raise ValueError(
@@ -162,7 +162,7 @@ def divide_again(module: LightningModule, groups: MeshGroups, device: torch.devi
     _send_parts(module, state, groups, device)
 
 
-def forget(module: nn.Module) -> None:
+def forget_division(module: nn.Module) -> None:
     """Take from a whole module all that the library knows about how it was divided."""
     for parameter in module.parameters():
         if hasattr(parameter, "shard_rule"):
