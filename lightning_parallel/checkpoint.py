@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import parameters_of
 from lightning_parallel.tensor.sharding import Shard
 
@@ -50,7 +51,7 @@ class ModelNames(NamedTuple):
         """Record the names in `module`."""
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         every = {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
-        return cls(tuple(module.state_dict()), every)
+        return cls(tuple(_own_part(module)), every)
 
 
 def rules_by_name(module: nn.Module, rules: Mapping[str, Shard]) -> dict[str, Shard]:
@@ -157,6 +158,12 @@ def remove_dummy_parameters(
     return groups
 
 
+def _own_part(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict of what this rank holds."""
+    with ParallelState.of(module).own_parts():
+        return module.state_dict()
+
+
 class _Place(NamedTuple):
     """Where a value of the whole model's state is.
 
@@ -212,7 +219,7 @@ class Checkpoints:
             Tensors on the CPU on the first rank of the saved replica, on the `meta` device elsewhere, so that hooks
             that look at names and shapes work on all ranks. Tensors that share memory in the model share it here.
         """
-        state = self.module.state_dict()
+        state = _own_part(self.module)
         shards = {name: self.rules[name] for name in state if name in self.rules}
         return self._gather(state, shards, self.names.state)
 
@@ -236,7 +243,7 @@ class Checkpoints:
         Raises:
             ValueError: If shapes do not fit the model.
         """
-        state = self.module.state_dict()
+        state = _own_part(self.module)
         # Before anything is split or loaded, so that one message lists all that does not fit.
         self._check_shapes(full, state, source)
         on_other_stages = set(self.names.state) - state.keys() if self.pipeline_group.size > 1 else set()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import getattr_static
 from types import FrameType
@@ -111,6 +111,7 @@ class ParallelState:
         engine: Its pipeline (`pipeline.engine.PipelineEngine`).
         names: Names in the whole module, before it was cut (`checkpoint.ModelNames`).
         whole: The module as it was before it was divided (`strategies.reference.Skeleton`).
+        full_states: Makes its state dicts whole during a run (`strategies.full_state.FullStates`).
         pending: Parameters that wait for their data (`strategies.deferred_init.PendingInitialization`); a run that was
             refused leaves them to the next one.
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
@@ -127,6 +128,7 @@ class ParallelState:
     engine: Any = None
     names: Any = None
     whole: Any = None
+    full_states: Any = None
     pending: Any = None
     skipped_steps: int = 0
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)
@@ -136,6 +138,10 @@ class ParallelState:
     def of(cls, module: Any) -> ParallelState:
         """Return the state of `module`; a new one where it has none yet."""
         return module.__dict__.setdefault("_parallel_state", cls())
+
+    def own_parts(self) -> AbstractContextManager[None]:
+        """Let state dicts of the module hold this rank's part inside the block, without a collective."""
+        return nullcontext() if self.full_states is None else self.full_states.paused()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelState:
         return ParallelState()

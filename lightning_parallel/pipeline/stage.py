@@ -383,6 +383,11 @@ class PipelineStages:
         self._hidden = self._stand_ins(stack)
 
     @property
+    def is_running(self) -> bool:
+        """Whether a stage runs a step at the moment."""
+        return self._intercepted.active.handler is not None
+
+    @property
     def outer_names(self) -> list[str]:
         """Names of the intercepted modules outside of the layers, which draw from streams of their own."""
         return [site.name for site in self._intercepted.outer]

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -44,6 +44,7 @@ from lightning_parallel.strategies import checks, replicas
 from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
+from lightning_parallel.strategies.full_state import FullStates
 from lightning_parallel.strategies.gradient_norms import ReplicaNorm, span_replica
 from lightning_parallel.strategies.message_order import in_step
 from lightning_parallel.strategies.optimization import WholeGroups, check_optimizers
@@ -62,7 +63,7 @@ from lightning_parallel.strategies.setup import (
 from lightning_parallel.strategies.skeleton import close_skeleton, keep_skeleton
 from lightning_parallel.strategies.step_effects import side_effects_discarded
 from lightning_parallel.strategies.step_runs import StepRuns
-from lightning_parallel.strategies.whole import Restore, divide_again, restore_whole
+from lightning_parallel.strategies.whole import Restore, divide_again, end_run
 from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard
@@ -174,6 +175,7 @@ class MeshStrategy(MeshProcesses):
         # Each replica has built its own model, perhaps from other random numbers.
         replicas.start_equal(module, self.groups.data_parallel)
         replicas.scope_metrics(module, self.groups)
+        FullStates(module, self.groups, self._rules, self.root_device)
         self._compression = MeshCompression.of(self.compression, module, self.groups) if fitting else None
         if fitting:
             self.setup_optimizers(trainer)
@@ -282,8 +284,8 @@ class MeshStrategy(MeshProcesses):
             self._reducer = None
         self._patches.undo()
         module = self.lightning_module
-        if module is not None and module.trainer.state.status == TrainerStatus.RUNNING:  # no exception
-            self._is_restored = restore_whole(module, self.checkpoints, self.groups, self.restore)
+        if module is not None and self._groups is not None:
+            self._is_restored = end_run(module, self.checkpoints, self._groups, self.restore)
         stop_heartbeat()
         if module is not None and any(value.is_meta or is_deferred(value) for value in module.parameters()):
             # Refused before it got its data. Lightning would move it to the CPU, which fails or makes the whole model.
@@ -392,14 +394,11 @@ class MeshStrategy(MeshProcesses):
         if self.engine is not None and self._reducer is not None and self._reducer.synchronizing:
             # After the means over the replicas: compressed ones differ between the owners of a tied parameter.
             self.engine.reduce_tied_gradients()
-        self._drop_nonfinite_gradients()
+        if self._compression is not None and self._reducer is not None:
+            self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    def _drop_nonfinite_gradients(self) -> None:
-        if self._compression is not None and self._reducer is not None:
-            self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
 
     @override
     def optimizer_step(
@@ -411,7 +410,8 @@ class MeshStrategy(MeshProcesses):
     ) -> Any:
         if self._reducer is not None and self._reducer.in_flight:
             self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
-            self._drop_nonfinite_gradients()
+            if self._compression is not None:
+                self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # As DistributedDataParallel does, but after the step: validation sees what the next training step will.
         replicas.share_buffers(self.module, self.groups.data_parallel)
@@ -455,7 +455,8 @@ class MeshStrategy(MeshProcesses):
         failure: Exception | None = None
         try:
             part = self.checkpoints.scatter_state(checkpoint["state_dict"], "file")
-            self.module.load_state_dict(part, strict=strict)
+            with ParallelState.of(self.module).own_parts():
+                self.module.load_state_dict(part, strict=strict)
         except (RuntimeError, ValueError) as error:
             failure = error
         # A rank whose part does not fit must not leave the others waiting in the next collective.

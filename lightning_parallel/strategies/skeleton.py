@@ -209,7 +209,8 @@ class Skeleton:
         try:
             for child, change in self._changes:
                 _put_on(child, change, parameters, buffers)
-            yield
+            with ParallelState.of(self.module).own_parts():  # all that is fetched is whole
+                yield
         finally:
             for child, kind, attributes in current:
                 child.__class__ = kind

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.strategies import replicas
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["Restore", "divide_again", "restore_whole"]
+__all__ = ["Restore", "divide_again", "end_run"]
 
 Restore = Literal["auto", "all", "rank_zero", "off"]
 
@@ -35,7 +36,15 @@ _MEMORY_SHARE = 0.25
 _CHUNK_BYTES = 32 << 20
 
 
-def restore_whole(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: Restore) -> bool:
+def end_run(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: Restore) -> bool:
+    """End what holds during a run; make the module whole if no exception has ended it: see `_restore_whole`."""
+    state = ParallelState.of(module)
+    if state.full_states is not None:
+        state.full_states.remove()
+    return module.trainer.state.status == TrainerStatus.RUNNING and _restore_whole(module, checkpoints, groups, where)
+
+
+def _restore_whole(module: LightningModule, checkpoints: Checkpoints, groups: MeshGroups, where: Restore) -> bool:
     """Give the module back its full tensors, in the host's memory, after a run that ended well; on every rank.
 
     Args:
@@ -133,7 +142,7 @@ def _chunks(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
 
 
 def divide_again(module: LightningModule, groups: MeshGroups, device: torch.device) -> None:
-    """Divide a module that `restore_whole` has made whole; on every rank, whole or not.
+    """Divide a module that `end_run` has made whole; on every rank, whole or not.
 
     Where it has other modules now, or another mesh is to run it, it is left whole, to be divided anew.
 
