@@ -105,7 +105,8 @@ def line_of_step() -> str:
 
 
 _RUNTIME = "lightning_parallel.pipeline.runtime"
-_NOT_OF_STEPS = {"torch", "lightning", "pytorch_lightning", "lightning_parallel", "contextlib", "functools"}
+_NOT_OF_STEPS = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_parallel"}
+_NOT_OF_STEPS |= {"contextlib", "functools"}
 
 
 class Message(NamedTuple):

@@ -284,7 +284,8 @@ def _setting(value: Any) -> str:
 _MOST_ENTRIES = 1000
 """Longer containers are data, such as a data set, and do not decide how a module computes."""
 
-FOREIGN = {"torch", "lightning", "pytorch_lightning", "builtins", "torchmetrics", "lightning_parallel", "numpy"}
+FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_parallel"}
+FOREIGN |= {"builtins", "torchmetrics", "numpy"}
 """Packages whose classes are not the user's."""
 
 
