@@ -121,6 +121,18 @@ def _moved(kind: type, names: Mapping[str, str]) -> type:
     return kind
 
 
+class _ExchangedBases:
+    """Exchanges the bases of a user's class in the process, too, in which an object of it is unpickled."""
+
+    def __init__(self, kind: type, names: Mapping[str, str]) -> None:
+        self.kind = kind
+        self.names = names
+        _moved(kind, names)
+
+    def __reduce__(self) -> Any:
+        return _ExchangedBases, (self.kind, self.names)
+
+
 def _is_of(kind: type, names: Mapping[str, str]) -> bool:
     return any(_renamed(base.__module__, names) != base.__module__ for base in kind.__mro__)
 
@@ -135,10 +147,13 @@ def _move(value: Any, names: Mapping[str, str]) -> None:
         other = _counterpart(base, names) if base.__module__.startswith(_OURS[0]) else None
         if other is not None and isinstance(base, ABCMeta):
             base.register(other)
-    moved = _moved(type(value), names)
-    if moved is not type(value):
+    kind = type(value)
+    moved = _moved(kind, names)
+    if moved is not kind:
         # Not by assignment, which frozen dataclasses refuse.
         object.__setattr__(value, "__class__", moved)
+    elif _is_ours(value):
+        value.__dict__["_bases"] = _ExchangedBases(kind, names)
     for held in list(getattr(value, "__dict__", {}).values()):
         # The module of an earlier run stays with its Trainer; members of enumerations are everybody's.
         if not isinstance(held, (nn.Module, Enum, type)) and _is_of(type(held), names):
@@ -176,6 +191,11 @@ class _TwinLoader(Loader):
         tree = ast.parse(loader.get_source(self.source.name))  # type: ignore[union-attr]
         code = compile(_Redirect().visit(tree), str(self.source.origin), "exec", dont_inherit=True)
         exec(code, module.__dict__)
+        original = importlib.import_module(self.source.name)
+        for name, value in list(vars(module).items()):
+            # Errors are the same, since users catch them; so are groups, which live as long as the process.
+            if (isinstance(value, type) and issubclass(value, Exception)) or name == "_cached_groups":
+                setattr(module, name, getattr(original, name))
 
 
 class _EmptyPackage(Loader):
@@ -216,7 +236,29 @@ def _report_as(package: str, fabric: str) -> None:
     rank_zero_module.rank_zero_deprecation_category = categories.LightningDeprecationWarning
 
 
-def _open_door(package: str, fabric: str, names: Mapping[str, str]) -> None:
+def _enter(strategy: Any) -> None:
+    """Make a strategy one of `pytorch_lightning`.
+
+    Raises:
+        ImportError: If that is not of the version that the library is written for.
+    """
+    assert _other is not None
+    mine, theirs = lightning.pytorch.__version__, _other.__version__
+    if mine.split(".")[:2] != theirs.split(".")[:2]:
+        raise ImportError(
+            f"lightning_parallel works under pytorch_lightning {'.'.join(mine.split('.')[:2])}, the version of the"
+            f" `lightning` that is installed, but found pytorch_lightning {theirs}, whose strategies are other ones."
+            f" Install it with `pip install pytorch-lightning=={mine}`, or use `lightning.pytorch`"
+        )
+    _move(strategy, _TO_PYTORCH_LIGHTNING)
+
+
+def _return(strategy: Any) -> None:
+    """Make a strategy one of `lightning.pytorch` again."""
+    _move(strategy, _TO_LIGHTNING)
+
+
+def _open_door(package: str, fabric: str, enter: Callable[[Any], None]) -> None:
     """Let the Trainer of `package` move strategies of this library to it, before it looks at them.
 
     No hook of a strategy comes early enough: from its class the connector derives precision plugin and launcher.
@@ -228,7 +270,7 @@ def _open_door(package: str, fabric: str, names: Mapping[str, str]) -> None:
     def init_after_move(self: Any, *args: Any, **kwargs: Any) -> None:
         _report_as(package, fabric)
         for value in filter(_is_ours, (*args, *kwargs.values())):
-            _move(value, names)
+            enter(value)
         init(self, *args, **kwargs)
 
     connector.__init__ = init_after_move
@@ -246,7 +288,7 @@ def share_strategies(strategies: Iterable[type], names: Mapping[str, Callable[[]
         def built(**kwargs: Any) -> Any:
             strategy = build(**kwargs)
             # Built by name it has not come through the door.
-            _move(strategy, _TO_PYTORCH_LIGHTNING)
+            _enter(strategy)
             return strategy
 
         return built
@@ -259,8 +301,8 @@ def share_strategies(strategies: Iterable[type], names: Mapping[str, Callable[[]
 
 if _other is not None:
     sys.meta_path.append(_TwinFinder())
-    _open_door(_LIGHTNING, "lightning.fabric", _TO_LIGHTNING)
-    _open_door(_PYTORCH_LIGHTNING, "lightning_fabric", _TO_PYTORCH_LIGHTNING)
+    _open_door(_LIGHTNING, "lightning.fabric", _return)
+    _open_door(_PYTORCH_LIGHTNING, "lightning_fabric", _enter)
     # Until a Trainer says which: that of the package that was imported first, and so by the user.
     if next(name for name in sys.modules if name in (_LIGHTNING, _PYTORCH_LIGHTNING)) == _LIGHTNING:
         _report_as(_LIGHTNING, "lightning.fabric")
