@@ -3,7 +3,7 @@
 `lightning`, `torch` and `deepspeed` in this package give each private name of that dependency once, under a public one,
 with the reason why no public name will do; `tests/test_compat.py` holds them against the installed version. `patched`
 is the one way to replace an attribute of an object that is not ours, `PartialModule` the first base of classes that
-modules get in place, and `ParallelState` all that is kept on a module.
+modules get in place, `ParallelState` all that is kept on a module; `twins` is for the other package of Lightning.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def patched(target: Any, name: str, value: Any) -> Iterator[Any]:
         patches.undo()
 
 
-FOREIGN = {"torch", "lightning", "pytorch_lightning", "builtins", "torchmetrics", "lightning_parallel", "numpy"}
+FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_parallel"}
+FOREIGN |= {"builtins", "torchmetrics", "numpy"}
 """Packages whose classes and functions are not the user's own."""
 
 
