@@ -162,8 +162,7 @@ class MeshStrategy(MeshProcesses):
         module = self.module
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        divide_again(module, self.groups, self.root_device)
-        self._is_restored = False
+        self._is_restored = divide_again(module, self.groups, self.root_device)
         if synchronizes_layers(self) and fitting:
             # Before the model is planned, since this replaces modules.
             replicas.synchronize_batch_norm(module, self.groups.data_parallel)
