@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
@@ -146,3 +147,70 @@ def test_a_run_that_failed_leaves_the_module_divided(group):
     with pytest.raises(RuntimeError, match="on every rank"):
         trainer.fit(module, loader())
     assert module.net[1][0].up.weight.shape == (8, 12)
+
+
+# ------------------------------------------------------------------------------------------------- during a run
+
+
+class Averaging(Callback):
+    """An average of the weights and a copy of a layer, by state dicts."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.average = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        for name, value in pl_module.state_dict().items():
+            self.average[name].lerp_(value, 0.1)
+        pl_module.net[1][3].load_state_dict(pl_module.net[1][0].state_dict())
+
+    def on_train_end(self, trainer, pl_module):
+        self.inner = {name: value.clone() for name, value in pl_module.net[1][2].state_dict(prefix="inner.").items()}
+        pl_module.load_state_dict(self.average)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_state_dicts_during_a_run_are_those_of_one_process(layout):
+    results = []
+    for strategy, devices in ((lambda: "auto", 1), LAYOUTS[layout]):
+        torch.manual_seed(0)
+        module, averaging = Model().double(), Averaging()
+        trainer_for(strategy(), devices, max_epochs=1, callbacks=[averaging]).fit(module, loader())
+        results.append([averaging.average, averaging.inner, module.state_dict()])
+        assert list(averaging.average) == list(module.state_dict())
+    _expect_equal(*reversed(results))
+
+
+class OnZero(Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.is_global_zero:
+            pl_module.state_dict()
+
+
+class InStep(Model):
+    def training_step(self, batch, index):
+        self.net[1][3].load_state_dict(self.net[1][0].state_dict())
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_a_state_dict_on_one_rank_is_refused(layout):
+    trainer = trainer_for(LAYOUTS[layout][0](), 2, max_epochs=1, callbacks=[OnZero()])
+    with pytest.raises(RuntimeError, match=r"in `OnZero.on_train_batch_end` on rank 0, .*rank 1"):
+        trainer.fit(Model().double(), loader())
+
+
+@distributed(world_size=2)
+def test_a_state_dict_in_a_step():
+    results = []
+    for strategy, devices in (("auto", 1), (LAYOUTS["tensor"][0](), 2)):
+        torch.manual_seed(0)
+        module = InStep().double()
+        trainer_for(strategy, devices, max_epochs=1, verifies=True).fit(module, loader())
+        results.append([module.state_dict()])
+    _expect_equal(*reversed(results))
+    # Stages come to it one after the other.
+    trainer = trainer_for(LAYOUTS["pipeline"][0](), 2, max_epochs=1, verifies=True)
+    with pytest.raises((RuntimeError, ValueError), match=r"(?s)asked for inside a step.*on_train_batch_end"):
+        trainer.fit(InStep().double(), loader())
