@@ -44,7 +44,7 @@ from lightning_parallel.strategies import checks, replicas
 from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
-from lightning_parallel.strategies.full_state import FullStates
+from lightning_parallel.strategies.full_state import open_outside
 from lightning_parallel.strategies.gradient_norms import ReplicaNorm, span_replica
 from lightning_parallel.strategies.message_order import in_step
 from lightning_parallel.strategies.optimization import WholeGroups, check_optimizers
@@ -174,7 +174,7 @@ class MeshStrategy(MeshProcesses):
         # Each replica has built its own model, perhaps from other random numbers.
         replicas.start_equal(module, self.groups.data_parallel)
         replicas.scope_metrics(module, self.groups)
-        FullStates(module, self.groups, self._rules, self.root_device)
+        open_outside(module, self.groups, self._rules, self.root_device, self._patches)
         self._compression = MeshCompression.of(self.compression, module, self.groups) if fitting else None
         if fitting:
             self.setup_optimizers(trainer)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -147,7 +147,15 @@ def in_step(method: Callable[P, R]) -> Callable[P, R]:
     return run_in_step
 
 
-def _step_of(module: nn.Module | None, name: str) -> AbstractContextManager[None]:
-    if module is None or ParallelState.of(module).order is None:
-        return nullcontext()
-    return ParallelState.of(module).order.step(name, module)
+@contextmanager
+def _step_of(module: nn.Module | None, name: str) -> Iterator[None]:
+    if module is None:
+        yield
+        return
+    state = ParallelState.of(module)
+    before, state.is_in_step = state.is_in_step, True
+    try:
+        with nullcontext() if state.order is None else state.order.step(name, module):
+            yield
+    finally:
+        state.is_in_step = before

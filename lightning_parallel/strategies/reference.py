@@ -37,7 +37,7 @@ from lightning_parallel.strategies.pinned import UnprovableError, communication_
 from lightning_parallel.strategies.skeleton import Skeleton
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["Owners", "WholeModel", "run_reference"]
+__all__ = ["Fetched", "Owners", "WholeModel", "run_reference"]
 
 _CHUNK_BYTES = 32 << 20
 """Parameters that travel together, so that a small model needs few messages."""
@@ -315,7 +315,7 @@ class WholeModel:
             return known
         data = self._full(name)
         if trains:
-            given: Tensor = _Fetched.apply(self._anchor, lambda gradient: self._keep(name, gradient), data)
+            given: Tensor = Fetched.apply(self._anchor, lambda gradient: self._keep(name, gradient), data)
         else:
             given = data.view_as(data)
         mark_as_parameter(given, True)
@@ -385,7 +385,7 @@ class WholeModel:
             self._owners.give_back(gradients)
 
 
-class _Fetched(Function):
+class Fetched(Function):
     """Put a fetched parameter into the graph, and pass on its gradient."""
 
     # An output of a function instead of a leaf: the graph would hold a leaf until its gradient is there.

@@ -116,6 +116,12 @@ class Skeleton:
             if name is not None and (value := buffers_of(child).get(key)) is not None
         }
 
+    @property
+    def buffer_names(self) -> list[str]:
+        """First names of all buffers of the whole module."""
+        found = [name for _, change in self._changes for name in change.buffers.values() if name is not None]
+        return list(dict.fromkeys(found))
+
     def _names(self, tensors: Mapping[str, Tensor | None]) -> dict[str, str | None]:
         return {key: None if value is None else self._first[id(value)] for key, value in tensors.items()}
 
