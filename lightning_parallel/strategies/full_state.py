@@ -59,6 +59,7 @@ class FullStates:
 
     Attributes:
         rules: As given.
+        meet: Waits until all ranks of the replica are about to send the message that it is called with.
         trained: Names of the parameters that require a gradient.
     """
 
@@ -71,8 +72,9 @@ class FullStates:
         self._pipeline_group = groups.pipeline_parallel
         if self._state.order is not None:
             self._tensor_group = self._tensor_group.guarded_by(self._state.order)
+        self.meet = MessageOrder(groups.replica)
         if self._pipeline_group.size > 1:
-            self._pipeline_group = self._pipeline_group.guarded_by(MessageOrder(groups.replica))
+            self._pipeline_group = self._pipeline_group.guarded_by(self.meet)
         self.rules = rules
         self._device = device
         self._is_paused = False
@@ -252,6 +254,7 @@ class OutsideCalls:
         """Run a call; returns `NotImplemented` in a step, where each stage runs its own."""
         if self._state.is_in_step:
             return NotImplemented
+        self._states.meet("a call")
         # What follows the call may depend on draws, such as the next token, and has to be the same on all ranks.
         share_random_state(self._replica)
         with self.whole():

@@ -127,7 +127,8 @@ def _hook() -> str:
     """Name the hook that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        # The first argument, whatever its author calls the instance.
+        name, owner = frame.f_code.co_name, frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
         is_hook = name.startswith("on_") or name in ("log_graph", "setup", "configure_optimizers")
         if is_hook and owner is not None and not isinstance(owner, MessageOrder):
             return f"`{type(owner).__name__}.{name}`"
