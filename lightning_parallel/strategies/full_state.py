@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import ParallelState, Patches
-from lightning_parallel.compat.torch import buffers_of, mark_as_parameter, non_persistent_buffers_of, parameters_of
+from lightning_parallel.compat.torch import (
+    buffers_of,
+    mark_as_parameter,
+    non_persistent_buffers_of,
+    parameters_of,
+    version_of,
+)
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSite, intercept
 from lightning_parallel.pipeline.layer_stack import LayerStack
@@ -288,8 +294,17 @@ class OutsideCalls:
         with torch.inference_mode(False), torch.no_grad():
             names = self._state.whole.buffer_names
             full = {n: self._empty(n) if without_data else self._states.full(n, buffers.get(n)).clone() for n in names}
-        with self._state.whole.put_on(parameter, full):
+        begun = {name: version_of(value) for name, value in full.items()}
+        with self._state.whole.put_on(parameter, full, keeps=True):
             yield
+        for name, value in full.items():
+            if version_of(value) != begun[name] and name in buffers:
+                self._keep_buffer(name, buffers[name], value)
+
+    @torch.no_grad()
+    def _keep_buffer(self, name: str, mine: Tensor, full: Tensor) -> None:
+        rule = self._states.rules.get(name)
+        mine.copy_(full if rule is None else rule.split(full, self._rank))
 
     def _empty(self, name: str) -> Tensor:
         shape, dtype = self._states.full_shape(name)

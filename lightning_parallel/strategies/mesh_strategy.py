@@ -142,8 +142,7 @@ class MeshStrategy(MeshProcesses):
         self._patches = Patches()
         self._whole: WholeGroups | None = None
         self._first_batches: FirstBatches | None = None
-        self._loader_index = 0
-        self._is_first_batch = True
+        self._loader_index, self._is_first_batch = 0, True
         self._audit: StepAudit | None = None
         self._shows_stages = self._is_restored = False
 
@@ -159,14 +158,13 @@ class MeshStrategy(MeshProcesses):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
-        module = self.module
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        module, fitting = self.module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         self._is_restored = divide_again(module, self.groups, self.root_device)
         if synchronizes_layers(self) and fitting:
             # Before the model is planned, since this replaces modules.
             replicas.synchronize_batch_norm(module, self.groups.data_parallel)
-        # Entered again, so that a cast of deferred parameters is recorded, too, rather than executed.
+        # Entered again, so that a cast of deferred parameters is recorded, too.
         with deferred_init(self.root_device):
             self.precision_plugin.convert_module(module)
         self.parallelize(module)
@@ -256,8 +254,8 @@ class MeshStrategy(MeshProcesses):
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
-        is_cut = self.engine is not None
-        check_optimizers(self.optimizers, self.parameter_names, self._rules, is_cut, self.groups.world)
+        world, is_cut = self.groups.world, self.engine is not None
+        check_optimizers(self.optimizers, self.parameter_names, self._rules, is_cut, world)
         for group in (self.groups.tensor_parallel, self.groups.data_parallel):
             checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)
 
@@ -370,6 +368,8 @@ class MeshStrategy(MeshProcesses):
 
     @in_step
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_restored:
+            return getattr(super(), name)(*args, **kwargs)  # in `on_fit_end`
         self._end_on_sigterm()
         assert self._first_batches is not None
         self._first_batches.see_evaluation(name, args, kwargs, self._loader_index)

@@ -225,7 +225,8 @@ class Looking(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, index):
         with torch.no_grad():
-            self.seen += [pl_module(batch[0]), pl_module.net[1][3](batch[0]), torch.rand(())]
+            self.seen += [pl_module(batch[0]), pl_module.net[1][3](batch[0]), torch.rand(()), pl_module.last]
+            pl_module.average(pl_module.last)  # its running statistics
 
     def on_train_epoch_end(self, trainer, pl_module):
         probe = torch.ones(2, 12, dtype=torch.float64, requires_grad=True)
@@ -237,10 +238,11 @@ class Sampled(Model):
 
     def __init__(self):
         super().__init__()
-        self.shift = nn.Parameter(torch.ones(5))
+        self.shift, self.average = nn.Parameter(torch.ones(5)), nn.BatchNorm1d(5)
         self.example_input_array = torch.ones(2, 12, dtype=torch.float64)
 
     def forward(self, x):
+        self.last = super().forward(x).detach()
         return super().forward(x) + self.shift
 
     def training_step(self, batch, index):
