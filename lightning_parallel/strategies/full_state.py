@@ -30,7 +30,6 @@ from lightning_parallel.compat.torch import (
     mark_as_parameter,
     non_persistent_buffers_of,
     parameters_of,
-    version_of,
 )
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSite, intercept
@@ -293,12 +292,13 @@ class OutsideCalls:
 
         with torch.inference_mode(False), torch.no_grad():
             names = self._state.whole.buffer_names
-            full = {n: self._empty(n) if without_data else self._states.full(n, buffers.get(n)).clone() for n in names}
-        begun = {name: version_of(value) for name, value in full.items()}
+            begun = {n: self._empty(n) if without_data else self._states.full(n, buffers.get(n)) for n in names}
+            full = {name: value.clone() for name, value in begun.items()}
         with self._state.whole.put_on(parameter, full, keeps=True):
             yield
         for name, value in full.items():
-            if version_of(value) != begun[name] and name in buffers:
+            # Not by versions, which the kernels of batch normalisation leave alone.
+            if name in buffers and not value.is_meta and not torch.equal(value, begun[name]):
                 self._keep_buffer(name, buffers[name], value)
 
     @torch.no_grad()
