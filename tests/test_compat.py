@@ -1,11 +1,12 @@
 """The contract with the dependencies: every private name that is used exists, with the expected signature."""
 
 import inspect
+import sys
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from importlib import import_module
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import transformers
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import grad_norm
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -467,3 +469,13 @@ def test_a_tensor_can_be_marked_as_a_parameter():
     assert isinstance(tensor, nn.Parameter)
     compat_torch.mark_as_parameter(tensor, False)
     assert not isinstance(tensor, nn.Parameter)
+
+
+def test_functions_are_replaced_in_modules_that_import_them_later(monkeypatch):
+    module, patches = ModuleType("imports_later"), Patches()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for held in ([], ["norms"], ["norms"]):
+        patches.replace_functions({grad_norm: len})
+        assert [name for name in vars(module) if getattr(module, name) is len] == held
+        patches.undo()
+        module.norms = grad_norm
