@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -21,6 +21,7 @@ from torch import nn
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.initialization import tensor_parallel_plan_of
 from lightning_parallel.tensor.attention import divide_by_heads
+from lightning_parallel.tensor.dataflow import NOT_RUN, OUTSIDE, RegionFinder
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,
     heads_of,
@@ -31,13 +32,15 @@ from lightning_parallel.tensor.inspection import (
     sizes_of,
 )
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
+from lightning_parallel.tensor.per_head import PerHead
 from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, resolve_ties
 from lightning_parallel.tensor.sharding import ShardPart
 from lightning_parallel.tensor.verify import PlanVerifier
 
 __all__ = ["make_plan", "sequence_parallel_styles"]
 
-GATHERED = "each layer by itself, its output gathered: how its neighbours use it is not known"
+GATHERED = f"{OUTSIDE}how its neighbours use it is not known"
+REJECTED = f"{OUTSIDE}with some of the heads, the module around computes something else"
 LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
 # Head sizes to try for fused projections of modules that do not tell their number of heads.
 HEAD_SIZES = (128, 96, 80, 64, 48, 40, 32, 24, 16, 12, 8, 6, 4, 2, 1)
@@ -156,8 +159,10 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
     found = Plan()
     for path, model in _hugging_face_models(module):
         found.add(path, _hugging_face_plan(model, group))
-    _plan_by_structure(module, found, verifier, group)
-    _plan_remaining_layers(module, found, group)
+    search = _Search(verifier, RegionFinder(group), group)
+    _plan_by_structure(module, found, search)
+    search.add_what_was_left(found)
+    _plan_remaining_layers(module, found, group, search.reasons)
     resolve_ties(module, found, group.size)
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
         kinds = sorted(
@@ -218,16 +223,48 @@ def _applies(style: Style, module: nn.Module) -> bool:
 # ------------------------------------------------------------------------------------------------------ by structure
 
 
-def _plan_by_structure(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group, path: str = "") -> None:
+@dataclass
+class _Search:
+    """What the search through the structure of a model shares.
+
+    Attributes:
+        verifier: Accepts divisions.
+        finder: Proposes divisions where the order of the layers gives none for all of them.
+        group: The tensor-parallel group.
+        left: Divisions of some layers of a module only, by path: a module around may divide all of them (a low-rank
+            term of a layer, with the layer).
+        reasons: Why layers are in no region, by path.
+    """
+
+    verifier: PlanVerifier
+    finder: RegionFinder
+    group: Group
+    left: list[tuple[str, Plan]] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def note(self, prefix: str, reasons: Mapping[str, str]) -> None:
+        """Keep the reasons of the innermost module that could be run, for the layers inside of the one at `prefix`."""
+        for name, reason in reasons.items():
+            if self.reasons.get(prefix + name, NOT_RUN).startswith(NOT_RUN):
+                self.reasons[prefix + name] = reason
+
+    def add_what_was_left(self, plan: Plan) -> None:
+        """Use the divisions in `left` of layers that no module around has divided."""
+        for path, part in reversed(self.left):  # the outermost first
+            if not plan.under(path).styles.keys() & part.styles.keys() and path not in plan.styles:
+                plan.add(path, part)
+
+
+def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str = "") -> None:
     """Plan the modules inside `module`, innermost first, as far as the verifier accepts it."""
     for kind in ("transformer_layer", "attention"):
         if _applies(STYLES[kind], module):
-            STYLES[kind].rules(module, group.size)  # raises if there are more ranks than heads
+            STYLES[kind].rules(module, search.group.size)  # raises if there are more ranks than heads
             plan.styles[path] = STYLES[kind]
             return
     prefix = f"{path}." if path else ""
     for name, child in module.named_children():
-        _plan_by_structure(child, plan, verifier, group, prefix + name)
+        _plan_by_structure(child, plan, search, prefix + name)
     # Containers have no forward by which a division could be verified.
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is nn.Module.forward:
         return
@@ -238,25 +275,64 @@ def _plan_by_structure(module: nn.Module, plan: Plan, verifier: PlanVerifier, gr
         if name and is_linear(child) and not _has_style(name, inside.styles) and not read_elsewhere(module, name)
     ]
     # A module around repeated blocks is not one region; its blocks have been planned above.
-    repeated = any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.modules())
-    if len(free) < 2 or repeated or any(_holds_blocks(child) for child in module.children()):
+    if len(free) < 2 or any(_repeats_blocks(child) for child in [module, *module.modules()]):
         return
+    accepted = _regions_by_order(module, free, inside, search)
+    if not accepted.styles.keys() >= {*free}:
+        other = _regions_by_dataflow(module, free, inside, search, prefix)
+        accepted = max(accepted, other, key=lambda part: _weights(module, part))
+    if accepted.styles.keys() >= {*free}:
+        plan.add(path, accepted)
+    elif accepted.styles:
+        search.left.append((path, accepted))
+
+
+def _regions_by_order(module: nn.Module, free: list[str], inside: Plan, search: _Search) -> Plan:
+    """Return the verified regions of the layers `free`, by the order of their registration."""
+    found = Plan()
     for opening, closing in _possible_regions(module, free):
-        accepted = verifier.first_verified(module, inside, _candidates(module, opening, closing, group))
+        given = Plan({**inside.styles, **found.styles}, {**inside.attributes, **found.attributes})
+        candidates = _candidates(module, opening, closing, search.group)
+        accepted = search.verifier.first_verified(module, given, candidates)
         if accepted is not None:
-            inside.styles |= accepted.styles
-            inside.attributes |= accepted.attributes
-            plan.add(path, accepted)
+            found.add("", accepted)
+    return found
+
+
+def _regions_by_dataflow(module: nn.Module, free: list[str], inside: Plan, search: _Search, prefix: str) -> Plan:
+    """Return the verified regions of the layers `free`, by how their outputs are used; note why others are none."""
+    flow = search.finder.find(module, free)
+    search.note(prefix, flow.reasons)
+    found = Plan()
+    for region in flow.regions:
+        if region.styles.keys() & found.styles.keys():
+            continue
+        given = Plan({**inside.styles, **found.styles}, {**inside.attributes, **found.attributes})
+        accepted = search.verifier.first_verified(module, given, [region], source="dataflow")
+        if accepted is not None:
+            found.add("", accepted)
+        else:
+            search.note(prefix, dict.fromkeys(region.styles, REJECTED))
+    return found
+
+
+def _weights(module: nn.Module, plan: Plan) -> int:
+    return sum(p.numel() for path in plan.styles for p in module.get_submodule(path).parameters(recurse=False))
+
+
+def _repeats_blocks(module: nn.Module) -> bool:
+    """Return whether `module` holds a list of modules with linear layers in them, and not just of linear layers."""
+    if isinstance(module, nn.Sequential):
+        return sum(sum(is_linear(part) for part in child.modules()) > 1 for child in module.children()) > 1
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(
+        not is_linear(child) and any(map(is_linear, child.modules())) for child in module.children()
+    )
 
 
 def _has_style(name: str, styles: dict[str, Style]) -> bool:
-    return any(name == path or name.startswith(f"{path}.") for path in styles)
-
-
-def _holds_blocks(module: nn.Module) -> bool:
-    """Return whether `module` is a sequence of several blocks of more than one linear layer each."""
-    blocks = [child for child in module.children() if sum(is_linear(part) for part in child.modules()) > 1]
-    return isinstance(module, nn.Sequential) and len(blocks) > 1
+    # What a module keeps for its heads says nothing about the layers inside of it.
+    whole = [path for path, style in styles.items() if not isinstance(style, PerHead)]
+    return any(name == path or name.startswith(f"{path}.") for path in whole)
 
 
 def _possible_regions(module: nn.Module, names: list[str]) -> Iterator[tuple[list[str], str]]:
@@ -388,7 +464,7 @@ def sequence_parallel_styles(block: nn.Module, styles: Mapping[str, Style], dim:
 # --------------------------------------------------------------------------------------------------------- the rest
 
 
-def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group) -> None:
+def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group, reasons: Mapping[str, str]) -> None:
     """Gather the outputs of linear layers outside of regions; divide large and tied embeddings by vocabulary."""
     total = sum(parameter.numel() for parameter in module.parameters())
     weights: dict[int, int] = {}
@@ -410,4 +486,4 @@ def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group) -> None:
                 plan.styles[path] = Vocab()
         elif sizes_of(child)[1] >= group.size:
             plan.styles[path] = Column(gather_output=True)
-            plan.notes[path] = GATHERED
+            plan.notes[path] = reasons.get(path, GATHERED)

@@ -34,7 +34,14 @@ from lightning_parallel.tensor.autograd import (
     scatter_to_group,
 )
 from lightning_parallel.tensor.inspection import describe, full_shape, is_linear, is_native, is_transposed
-from lightning_parallel.tensor.linear import SequenceLengths, SharedInputs, column_linear, row_linear, shared_inputs
+from lightning_parallel.tensor.linear import (
+    SequenceLengths,
+    SharedInputs,
+    column_linear,
+    row_linear,
+    shared_inputs,
+    whole_input,
+)
 from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
@@ -269,7 +276,7 @@ class ColumnLinear(_ParallelLinear):
     @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out / ranks), or to (..., out) if the output is gathered."""
-        y = column_linear(input, self.weight, self.bias, self.inputs, self.transposed)
+        y = column_linear(whole_input(input), self.weight, self.bias, self.inputs, self.transposed)
         if self.gather_output:
             return _gather_features(y, self.feature_rule, self.group)
         if self.region is not None and self.training:  # dropout draws in training only

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar, Union
+from typing import Any, Literal, TypeVar, Union
 
 import torch
 from rich import box
@@ -33,6 +33,7 @@ from lightning_parallel.tensor.inspection import (
     read_elsewhere,
 )
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
+from lightning_parallel.tensor.per_head import PerHead, set_local_values
 from lightning_parallel.tensor.regions import connect_random_regions, divide_stack
 from lightning_parallel.tensor.sharding import Shard
 
@@ -82,7 +83,7 @@ class Plan:
 
     Attributes:
         styles: The style of each divided module, by path.
-        attributes: Attributes that must be set to local values, such as the number of heads: `{path: {name: value}}`.
+        attributes: Local values, such as the number of heads, for `per_head.set_local_values`: `{path: {name: value}}`.
         notes: Why a module is divided less well than it could be, or not at all, by path.
         sequence_regions: Where activations are divided along the sequence: (path of the module around, of the first
             block, of the last block).
@@ -127,7 +128,7 @@ class Sharding:
     partial: frozenset[str]
     plan: Plan
     full_shapes: dict[str, Shape]
-    full_attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    full_attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------------------ a user's plan
@@ -335,11 +336,9 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
     shards, partial = _rules_by_name(module, modules, plan, group.size)
     for path, style in plan.styles.items():
         style.apply(modules[path], group)
-    full_attributes: dict[str, dict[str, int]] = {}
+    full_attributes: dict[str, dict[str, Any]] = {}
     for path, values in plan.attributes.items():
-        full_attributes[path] = {name: getattr(modules[path], name) for name in values}
-        for name, value in values.items():
-            setattr(modules[path], name, value)
+        full_attributes[path] = set_local_values(modules[path], values)
     # After all layers: a region is found by the divided layers inside one module.
     connect_random_regions(module, group)
     for region in plan.sequence_regions:
@@ -484,7 +483,8 @@ def _style_name(style: Style) -> str:
         return "column, gathered" if style.gather_output else "column"
     if isinstance(style, Row):
         return "row, input split" if style.split_input else "row"
-    return {Vocab: "vocab", Attention: "heads", TransformerLayer: "heads, mlp"}.get(type(style), type(style).__name__)
+    names = {Vocab: "vocab", Attention: "heads", PerHead: "heads", TransformerLayer: "heads, mlp"}
+    return names.get(type(style), type(style).__name__)
 
 
 def _shape(shape: Sequence[int]) -> str:
