@@ -94,10 +94,11 @@ class RegionFinder:
 
 
 def _of_rank(plan: Plan, group: Group) -> Plan:
+    found: Any = plan.attributes
     # Found as (value of the whole, number of units), so that the ranks could compare.
     attributes = {
-        path: {name: _share(value, units, group.size, group.rank) for name, (value, units) in values.items()}  # type: ignore[misc]
-        for path, values in plan.attributes.items()
+        path: {name: _share(*whole, group.size, group.rank) for name, whole in values.items()}
+        for path, values in found.items()
     }
     return Plan(plan.styles, attributes)
 
@@ -119,6 +120,8 @@ def _find(block: nn.Module, free: Sequence[str], ranks: int) -> Dataflow:
             found.regions.append(_Region(cut, opening, closing, ranks).plan())
         except _RefusedError as error:
             found.reasons |= dict.fromkeys([*opening, *closing], f"{OUTSIDE}{error}")
+        except Exception:  # the user's code on numbers it may not be made for
+            found.reasons |= dict.fromkeys([*opening, *closing], f"{OUTSIDE}they do not run on random numbers")
     return found
 
 
@@ -283,9 +286,11 @@ class _Region:
             name: self.cut.outputs[name].detach() + torch.randn_like(self.cut.outputs[name]) * mask
             for name, mask in opened.items()
         }
-        with torch.no_grad():
-            changed = self.cut.run(given)[self.closing[0]]
-        difference = (changed - self.y).abs()
+        # With gradients: without them, torch's encoder layers take a kernel that calls no layers.
+        changed = self.cut.run(given).get(self.closing[0])
+        if changed is None or changed.shape != self.y.shape:
+            raise _RefusedError("other layers are called when their outputs change")
+        difference = (changed.detach() - self.y.detach()).abs()
         if not bool(difference.isfinite().all()):
             raise _RefusedError("they compute with infinite numbers")
         return _features(difference > NEGLIGIBLE * float(self.y.detach().abs().max()))
@@ -375,7 +380,7 @@ class _Region:
         given = {name: rule.split(self.cut.outputs[name].detach(), rank) for name, rule in rules.items()}
         row = Shard.packed(-1, self.row, self.ranks)
         x = NarrowInput.of(self.cut.x.detach(), row.local_size(rank)) if narrow else None
-        saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        saved: list[tuple[Any, dict[str, Any]]] = []
         try:
             for path, name, value in slots:
                 module = self.cut.modules[path]
@@ -387,8 +392,7 @@ class _Region:
                         saved.append((own, {known.name: own[known.name]}))
                         local = known.rule(self.ranks).split(own[known.name].detach(), rank)  # type: ignore[union-attr]
                         own[known.name] = local  # type: ignore[assignment]
-            with torch.no_grad():
-                inputs = self.cut.run(given, x)
+            inputs = self.cut.run(given, x)
         except Exception:  # the user's code with sizes it may not be made for
             return False
         finally:

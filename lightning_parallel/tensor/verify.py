@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -86,7 +87,7 @@ class PlanVerifier:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             for x in possible_inputs(block):
-                expected = self._run_together(lambda x=x: _run(copy_in_double(block), x))
+                expected = self._run_together(partial(_run_copy, block, x))
                 if expected is not None:
                     break
             else:
@@ -175,6 +176,10 @@ def _device() -> torch.device:
     """Return a device on which the ranks can communicate: NCCL does not take tensors on the CPU."""
     on_gpu = torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _run_copy(block: nn.Module, x: Tensor) -> _Result:
+    return _run(copy_in_double(block), x)
 
 
 def _run(block: nn.Module, x: Tensor) -> _Result:

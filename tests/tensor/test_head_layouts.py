@@ -262,9 +262,9 @@ def _model(build):
 
 
 def _is_by_heads(plan):
-    """Whether no activation inside the attention is gathered, but for those between the halves of low-rank terms."""
+    """Whether no activation inside the attention is gathered, but for small ones of low-rank terms."""
     styles = {path: style for path, style in plan.styles.items() if path.startswith("blocks.1.attention.")}
-    small = {path for path in styles if path.endswith(".a")}
+    small = {path for path in styles if path.endswith((".a", "o_proj.b"))}
     assert styles
     return not any(
         getattr(style, "gather_output", False) or getattr(style, "split_input", False)
