@@ -97,7 +97,7 @@ def _of_rank(plan: Plan, group: Group) -> Plan:
     found: Any = plan.attributes
     # Found as (value of the whole, number of units), so that the ranks could compare.
     attributes = {
-        path: {name: _share(*whole, group.size, group.rank) for name, whole in values.items()}
+        path: {name: _share(whole[0], whole[1], group.size, group.rank) for name, whole in values.items()}
         for path, values in found.items()
     }
     return Plan(plan.styles, attributes)
