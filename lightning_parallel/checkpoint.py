@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import parameters_of
 from lightning_parallel.tensor.sharding import Shard
 
@@ -50,7 +51,7 @@ class ModelNames(NamedTuple):
         """Record the names in `module`."""
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         every = {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
-        return cls(tuple(module.state_dict()), every)
+        return cls(tuple(_own_part(module)), every)
 
 
 def rules_by_name(module: nn.Module, rules: Mapping[str, Shard]) -> dict[str, Shard]:
@@ -157,6 +158,12 @@ def remove_dummy_parameters(
     return groups
 
 
+def _own_part(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict of what this rank holds."""
+    with ParallelState.of(module).own_parts():
+        return module.state_dict()
+
+
 class _Place(NamedTuple):
     """Where a value of the whole model's state is.
 
@@ -212,9 +219,19 @@ class Checkpoints:
             Tensors on the CPU on the first rank of the saved replica, on the `meta` device elsewhere, so that hooks
             that look at names and shapes work on all ranks. Tensors that share memory in the model share it here.
         """
-        state = self.module.state_dict()
+        state = _own_part(self.module)
         shards = {name: self.rules[name] for name in state if name in self.rules}
         return self._gather(state, shards, self.names.state)
+
+    def gather_tensors(self) -> dict[str, Tensor]:
+        """Gather all parameters and buffers by first name, those included that no checkpoint holds.
+
+        Returns:
+            Tensors as `gather_state` returns them.
+        """
+        held: dict[str, Any] = dict(self.module.named_parameters())
+        held.update((name, buffer) for name, buffer in self.module.named_buffers() if not buffer.is_meta)
+        return self._gather(held, {name: self.rules[name] for name in held if name in self.rules}, order=())
 
     def scatter_state(self, full: Mapping[str, Any], source: str) -> dict[str, Any]:
         """Take this rank's part of a full state dict. Names that the model does not know stay, to be reported.
@@ -226,7 +243,7 @@ class Checkpoints:
         Raises:
             ValueError: If shapes do not fit the model.
         """
-        state = self.module.state_dict()
+        state = _own_part(self.module)
         # Before anything is split or loaded, so that one message lists all that does not fit.
         self._check_shapes(full, state, source)
         on_other_stages = set(self.names.state) - state.keys() if self.pipeline_group.size > 1 else set()
@@ -276,7 +293,10 @@ class Checkpoints:
             for key, value in state["state"].get(index, {}).items():
                 values[name, key] = value
                 if name in self.rules and isinstance(value, Tensor) and value.dim() > 0:
-                    _check_elementwise(optimizer, name, parameter, key, value)
+                    # The parameter is whole after a run, when the optimizer still has the state of its shard.
+                    local = self.rules[name].local_shape(parameter.shape, self.tensor_group.rank)
+                    if value.shape not in (parameter.shape, local):
+                        raise _not_elementwise(optimizer, name, parameter, key, value)
                     shards[name, key] = self.rules[name]
         gathered = self._gather(values, shards, order=())
         position = {name: index for index, name in enumerate(chain.from_iterable(whole))}
@@ -404,7 +424,8 @@ class Checkpoints:
             return empty
         full = empty
         if stage == place.stage:
-            full = _merge(values[key].detach(), place.shard, self.tensor_group)
+            # After a run the state of optimizers is in the host's memory.
+            full = _merge(values[key].detach().to(self.device), place.shard, self.tensor_group)
         # Only now: all ranks of the tensor group had to take part in the merge.
         if self.tensor_group.rank > 0:
             return empty
@@ -437,12 +458,11 @@ def _merge(local: Tensor, shard: Shard | None, group: Group) -> Tensor:
     return gathered if group.rank > 0 else shard.merge(gathered.cpu().split(sizes, shard.dim))
 
 
-def _check_elementwise(optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Tensor) -> None:
-    if value.shape != parameter.shape:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} keeps `{key}` of shape {tuple(value.shape)} for the shard `{name}` of shape"
-            f" {tuple(parameter.shape)}; only state of the parameter's own shape can be merged into a full checkpoint"
-        )
+def _not_elementwise(optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"{type(optimizer).__name__} keeps `{key}` of shape {tuple(value.shape)} for the shard `{name}` of shape"
+        f" {tuple(parameter.shape)}; only state of the parameter's own shape can be merged into a full checkpoint"
+    )
 
 
 def _numbered(settings: Sequence[Mapping[str, Any]], given: ParameterGroups, wanted: ParameterGroups) -> list[Any]:

@@ -383,6 +383,11 @@ class PipelineStages:
         self._hidden = self._stand_ins(stack)
 
     @property
+    def active(self) -> ActiveHandler:
+        """What decides about calls; it has a handler while a stage runs a step."""
+        return self._intercepted.active
+
+    @property
     def outer_names(self) -> list[str]:
         """Names of the intercepted modules outside of the layers, which draw from streams of their own."""
         return [site.name for site in self._intercepted.outer]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal, Optional, Union, get_args
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -44,6 +44,7 @@ from lightning_parallel.strategies import checks, replicas
 from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
+from lightning_parallel.strategies.full_state import open_outside
 from lightning_parallel.strategies.gradient_norms import ReplicaNorm, span_replica
 from lightning_parallel.strategies.message_order import in_step
 from lightning_parallel.strategies.optimization import WholeGroups, check_optimizers
@@ -62,6 +63,7 @@ from lightning_parallel.strategies.setup import (
 from lightning_parallel.strategies.skeleton import close_skeleton, keep_skeleton
 from lightning_parallel.strategies.step_effects import side_effects_discarded
 from lightning_parallel.strategies.step_runs import StepRuns
+from lightning_parallel.strategies.whole import Restore, divide_again, end_run
 from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard
@@ -80,6 +82,8 @@ class MeshStrategy(MeshProcesses):
         checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning.
         verify: Whether the module's own steps are compared with those of one process before the first batch: `always`,
             `off`, or `auto`: once for each structure of the model, plan and version, remembered beside checkpoints.
+        restore: On which ranks the module is whole again after a run that ended well: `all`, `rank_zero` or `off`;
+            `auto` decides by its size, and says so if it is not `all`.
         process_group_backend: Backend of torch.distributed; by the device when omitted.
         timeout: Deadline of every collective.
         start_method: How processes are started when no launcher did: `popen` runs the script again, the others start
@@ -95,6 +99,7 @@ class MeshStrategy(MeshProcesses):
         compression: Optional[Reducer] = None,
         checkpoint_format: Literal["full"] = "full",
         verify: Verify = "auto",
+        restore: Restore = "auto",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -119,10 +124,13 @@ class MeshStrategy(MeshProcesses):
             raise ValueError(f"`checkpoint_format` must be 'full', got {checkpoint_format!r}")
         if verify not in ("auto", "always", "off"):
             raise ValueError(f"`verify` must be 'auto', 'always' or 'off', got {verify!r}")
+        if restore not in get_args(Restore):
+            raise ValueError(f"`restore` must be one of {', '.join(map(repr, get_args(Restore)))}, got {restore!r}")
         if compression is not None:
             check_reducer(compression)
         self.compression = compression
         self.verify = verify
+        self.restore = restore
         self.tensor_options = tensor
         self.pipeline_options = pipeline
         self.engine: PipelineEngine | None = None
@@ -134,10 +142,9 @@ class MeshStrategy(MeshProcesses):
         self._patches = Patches()
         self._whole: WholeGroups | None = None
         self._first_batches: FirstBatches | None = None
-        self._loader_index = 0
-        self._is_first_batch = True
+        self._loader_index, self._is_first_batch = 0, True
         self._audit: StepAudit | None = None
-        self._shows_stages = False
+        self._shows_stages = self._is_restored = False
 
     # ------------------------------------------------------------------------------------------------- the model
 
@@ -151,13 +158,13 @@ class MeshStrategy(MeshProcesses):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
-        module = self.module
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        module, fitting = self.module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
+        self._is_restored = divide_again(module, self.groups, self.root_device)
         if synchronizes_layers(self) and fitting:
             # Before the model is planned, since this replaces modules.
             replicas.synchronize_batch_norm(module, self.groups.data_parallel)
-        # Entered again, so that a cast of deferred parameters is recorded, too, rather than executed.
+        # Entered again, so that a cast of deferred parameters is recorded, too.
         with deferred_init(self.root_device):
             self.precision_plugin.convert_module(module)
         self.parallelize(module)
@@ -165,6 +172,7 @@ class MeshStrategy(MeshProcesses):
         # Each replica has built its own model, perhaps from other random numbers.
         replicas.start_equal(module, self.groups.data_parallel)
         replicas.scope_metrics(module, self.groups)
+        open_outside(module, self.groups, self._rules, self.root_device, self._patches)
         self._compression = MeshCompression.of(self.compression, module, self.groups) if fitting else None
         if fitting:
             self.setup_optimizers(trainer)
@@ -173,7 +181,7 @@ class MeshStrategy(MeshProcesses):
             self._reducer = gradient_reducer(module, self.groups, self._sharding, self._rules, options)
             self._is_first_batch = True
             self._audit = None if self._sharding is None else StepAudit(module, self._sharding)
-        self._end_on_sigterm = agree_on_sigterm(trainer, self._any_rank, self._patches)
+        self._end_on_sigterm = agree_on_sigterm(trainer, self.begin_batch, self._patches)
         self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         self.setup_precision_plugin()
         elsewhere = frozenset() if self.engine is None else self.engine.counted_by_others
@@ -246,14 +254,14 @@ class MeshStrategy(MeshProcesses):
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
-        is_cut = self.engine is not None
-        check_optimizers(self.optimizers, self.parameter_names, self._rules, is_cut, self.groups.world)
+        world, is_cut = self.groups.world, self.engine is not None
+        check_optimizers(self.optimizers, self.parameter_names, self._rules, is_cut, world)
         for group in (self.groups.tensor_parallel, self.groups.data_parallel):
             checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)
 
     @property
     def sharding(self) -> Optional[Sharding]:
-        """What was divided how; None before the first run, and with one rank on the tensor axis."""
+        """What was divided how; None before the first run, and with one tensor-parallel rank."""
         return self._sharding
 
     @property
@@ -272,8 +280,10 @@ class MeshStrategy(MeshProcesses):
             self._reducer.remove()
             self._reducer = None
         self._patches.undo()
-        stop_heartbeat()
         module = self.lightning_module
+        if module is not None and self._groups is not None:
+            self._is_restored = end_run(module, self.checkpoints, self._groups, self.restore)
+        stop_heartbeat()
         if module is not None and any(value.is_meta or is_deferred(value) for value in module.parameters()):
             # Refused before it got its data. Lightning would move it to the CPU, which fails or makes the whole model.
             self._patches.replace(module, "cpu", lambda: module)
@@ -330,17 +340,6 @@ class MeshStrategy(MeshProcesses):
         assert self._first_batches is not None
         self._first_batches.see_training(args, kwargs, self.module.current_epoch)
 
-    def _any_rank(self, flag: bool) -> bool:
-        """Begin a batch on all ranks together; tell whether any of them has the flag."""
-        trainer = self.module.trainer
-        assert trainer.state.stage is not None
-        flag = self.begin_batch(f"a batch of epoch {trainer.current_epoch} ({trainer.state.stage.value})", flag)
-        # In evaluation replicas may have different numbers of batches; each ends by itself.
-        if not trainer.training or self.groups.data_parallel.size == 1:
-            return flag
-        verdict = torch.tensor(int(flag), device=self.root_device)
-        return bool(comm.all_reduce_(verdict, self.groups.data_parallel, "max"))
-
     @override
     def batch_to_device(self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0) -> Any:
         # The one hook before a step that always names the loader; a step may not take its index.
@@ -369,6 +368,8 @@ class MeshStrategy(MeshProcesses):
 
     @in_step
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_restored:
+            return getattr(super(), name)(*args, **kwargs)  # in `on_fit_end`
         self._end_on_sigterm()
         assert self._first_batches is not None
         self._first_batches.see_evaluation(name, args, kwargs, self._loader_index)
@@ -392,14 +393,11 @@ class MeshStrategy(MeshProcesses):
         if self.engine is not None and self._reducer is not None and self._reducer.synchronizing:
             # After the means over the replicas: compressed ones differ between the owners of a tied parameter.
             self.engine.reduce_tied_gradients()
-        self._drop_nonfinite_gradients()
+        if self._compression is not None and self._reducer is not None:
+            self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    def _drop_nonfinite_gradients(self) -> None:
-        if self._compression is not None and self._reducer is not None:
-            self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
 
     @override
     def optimizer_step(
@@ -411,7 +409,8 @@ class MeshStrategy(MeshProcesses):
     ) -> Any:
         if self._reducer is not None and self._reducer.in_flight:
             self._reducer.reduce()  # a module under manual optimization called `loss.backward()` by itself
-            self._drop_nonfinite_gradients()
+            if self._compression is not None:
+                self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         # As DistributedDataParallel does, but after the step: validation sees what the next training step will.
         replicas.share_buffers(self.module, self.groups.data_parallel)
@@ -448,14 +447,15 @@ class MeshStrategy(MeshProcesses):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the full state dict, with values on rank 0 only; called on every rank."""
-        return self.checkpoints.gather_state()
+        return self.module.state_dict() if self._is_restored else self.checkpoints.gather_state()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         failure: Exception | None = None
         try:
             part = self.checkpoints.scatter_state(checkpoint["state_dict"], "file")
-            self.module.load_state_dict(part, strict=strict)
+            with ParallelState.of(self.module).own_parts():
+                self.module.load_state_dict(part, strict=strict)
         except (RuntimeError, ValueError) as error:
             failure = error
         # A rank whose part does not fit must not leave the others waiting in the next collective.

@@ -280,7 +280,22 @@ class MeshProcesses(ParallelStrategy):
         comm.report_failure(exception)
         super().on_exception(exception)
 
-    def begin_batch(self, place: str, flag: bool) -> bool:
+    def begin_batch(self, flag: bool) -> bool:
+        """Begin a batch on all ranks together; tell whether any of them has the flag.
+
+        Raises:
+            RuntimeError, ValueError: See `_meet_replica`.
+        """
+        trainer = self.module.trainer
+        assert trainer.state.stage is not None
+        flag = self._meet_replica(f"a batch of epoch {trainer.current_epoch} ({trainer.state.stage.value})", flag)
+        # In evaluation replicas may have different numbers of batches; each ends by itself.
+        if not trainer.training or self.groups.data_parallel.size == 1:
+            return flag
+        verdict = torch.tensor(int(flag), device=self.root_device)
+        return bool(comm.all_reduce_(verdict, self.groups.data_parallel, "max"))
+
+    def _meet_replica(self, place: str, flag: bool) -> bool:
         """Wait for the other ranks of the replica before a batch; tell whether any of them has the flag.
 
         Raises:

@@ -1,11 +1,15 @@
-"""A module as it was before it was divided, without its data: its classes and attributes, to be put on for a while."""
+"""A module as it was before it was divided, without its data: its classes and attributes.
+
+A divided module can put them on for a while, with data that are fetched when they are read (`put_on`), or get them back
+together with its full tensors, until the next run divides it in the same way (`restore`, `divide_again`).
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +21,7 @@ from torch import Tensor, nn
 from lightning_parallel.compat import FOREIGN, ParallelState
 from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, parameters_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["FetchParameter", "Skeleton", "close_skeleton", "keep_skeleton"]
 
@@ -38,6 +43,7 @@ class _Change:
         kind: Its class.
         attributes: Attributes that had another value, or are gone.
         added: Attributes that it did not have.
+        after: What it had for both when it had been divided: what is there later may be the user's.
         entries: Of dicts among its attributes (hooks, children): entries that had another value, or are gone.
         added_entries: Of these dicts: keys that they did not have.
         parameters, buffers: First name of each own parameter and buffer, by key.
@@ -47,6 +53,7 @@ class _Change:
     kind: type
     attributes: dict[str, Any] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)
+    after: dict[str, Any] = field(default_factory=dict)
     entries: dict[str, dict[Any, Any]] = field(default_factory=dict)
     added_entries: dict[str, list[Any]] = field(default_factory=dict)
     parameters: dict[str, str | None] = field(default_factory=dict)
@@ -71,6 +78,9 @@ class Skeleton:
         # Lists and no dicts: the hash of a metric changes with its state.
         self._changes: list[tuple[nn.Module, _Change]] = []
         self._before: list[dict[str, Any]] = []
+        # While the module is whole: how it is when it is divided.
+        self._divided: list[tuple[type, dict[str, Any]]] = []
+        self._restored: dict[str, Tensor] = {}
         for child in module.modules():
             before = {name: self._captured(value) for name, value in _attributes(child).items()}
             lists = {
@@ -96,6 +106,8 @@ class Skeleton:
                     change.added_entries[name] = [key for key in new if key not in old]
                 else:
                     change.attributes[name] = old
+            changed = [name for name in (*change.added, *change.attributes) if name in vars(child)]
+            change.after = {name: vars(child)[name] for name in changed}
         self._before.clear()
         self._first.clear()
 
@@ -107,6 +119,12 @@ class Skeleton:
             for key, name in change.buffers.items()
             if name is not None and (value := buffers_of(child).get(key)) is not None
         }
+
+    @property
+    def buffer_names(self) -> list[str]:
+        """First names of all buffers of the whole module."""
+        found = [name for _, change in self._changes for name in change.buffers.values() if name is not None]
+        return list(dict.fromkeys(found))
 
     def _names(self, tensors: Mapping[str, Tensor | None]) -> dict[str, str | None]:
         return {key: None if value is None else self._first[id(value)] for key, value in tensors.items()}
@@ -125,19 +143,105 @@ class Skeleton:
             digest.update(_described(child, change).encode())
         return digest.hexdigest()
 
+    # ------------------------------------------------------------------------------------------ whole between runs
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the module is whole now, to be divided again."""
+        return bool(self._divided)
+
+    def restore(self, full: Mapping[str, Tensor], trained: Collection[str]) -> None:
+        """Give the module its former classes and attributes, and full tensors.
+
+        Parameters that are held here stay the same objects: others refer to them.
+
+        Args:
+            full: All parameters and buffers by first name.
+            trained: Names of the parameters that require a gradient.
+        """
+        held = {**dict(self.module.named_parameters()), **self.buffers()}
+        names = {name for _, change in self._changes for name in change.parameters.values() if name is not None}
+        for name, value in full.items():
+            mine = held.get(name)
+            if mine is None or isinstance(mine, PlaceholderTensor):
+                self._restored[name] = nn.Parameter(value, name in trained) if name in names else value
+                continue
+            if mine.shape != value.shape:
+                mine.grad = None
+                mine.data = value
+            elif name not in names:
+                mine.data.copy_(value)  # all stages hold it, and steps end on the last one
+            self._restored[name] = mine
+        self._divided = [(type(child), dict(vars(child))) for child, _ in self._changes]
+        for child, change in self._changes:
+            _strip(child, change)
+            _fill(child, change, self._restored)
+
+    def fits(self) -> bool:
+        """Tell whether the module, which is whole, still has the modules and parameters that were divided."""
+        if [id(child) for child in self.module.modules()] != [id(child) for child, _ in self._changes]:
+            return False
+        return all(
+            type(child) is change.kind
+            and all(parameters_of(child).get(key) is self._tensor(name) for key, name in change.parameters.items())
+            and all(vars(child).get(name) is value for name, value in change.attributes.items() if _is_plain(value))
+            for child, change in self._changes
+        )
+
+    def divide_again(self, rules: Mapping[str, Shard], rank: int) -> None:
+        """Divide the module, which is whole, as it was: what the user has changed in it since stays.
+
+        Args:
+            rules: How tensors are sharded over the tensor axis, by name.
+            rank: Position on that axis.
+        """
+        for (child, change), (kind, divided) in zip(self._changes, self._divided):
+            _take_off(child, change, divided)
+            child.__class__ = kind
+        for name, tensor in [*self.module.named_parameters(), *self.buffers().items()]:
+            rule = rules.get(name)
+            if rule is not None and name in self._restored:
+                tensor.grad = None
+                # A slice would keep the full tensor alive.
+                tensor.data = rule.split(tensor.data, rank).clone()
+        self._divided.clear()
+        self._restored.clear()
+
+    def _tensor(self, name: str | None) -> Tensor | None:
+        return None if name is None else self._restored[name]
+
+    # -------------------------------------------------------------------------------------------------- for a while
+
     @contextmanager
-    def put_on(self, parameters: FetchParameter, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the module its former classes and attributes inside the block; afterwards it is as it was before."""
+    def put_on(self, parameters: FetchParameter, buffers: Mapping[str, Tensor], keeps: bool = False) -> Iterator[None]:
+        """Give the module its former classes and attributes inside the block; afterwards it is as it was before.
+
+        Args:
+            parameters: Returns each parameter when it is read.
+            buffers: All of them, by first name.
+            keeps: Whether attributes that the block sets stay.
+        """
         current = [(child, type(child), dict(vars(child))) for child, _ in self._changes]
+        begun: list[dict[str, Any]] = []
         try:
             for child, change in self._changes:
                 _put_on(child, change, parameters, buffers)
-            yield
+            begun += [dict(vars(child)) if keeps else {} for child, _ in self._changes]
+            with ParallelState.of(self.module).own_parts():  # all that is fetched is whole
+                yield
         finally:
-            for child, kind, attributes in current:
+            for index, (child, kind, attributes) in enumerate(current):
                 child.__class__ = kind
+                if keeps and index < len(begun):
+                    attributes.update(_set_since(child, begun[index]))
                 vars(child).clear()
                 vars(child).update(attributes)
+
+
+def _set_since(child: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module that are new or other objects than before, without its registries."""
+    registries = {PARAMETERS, BUFFERS}
+    return {k: v for k, v in vars(child).items() if k not in registries and before.get(k, _GONE) is not v}
 
 
 def keep_skeleton(module: nn.Module) -> None:
@@ -173,11 +277,25 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _put_on(child: nn.Module, change: _Change, parameters: FetchParameter, buffers: Mapping[str, Tensor]) -> None:
+    _strip(child, change)
+    own = vars(child)
+    for name, items in change.lists.items():
+        own[name] = _FetchedList(items, parameters)
+        own["forward"] = _with_plain_list(child, name, own.get("forward"))
+    own[PARAMETERS] = _FetchedParameters(change.parameters, parameters)
+    own[BUFFERS] = {key: None if name is None else buffers[name] for key, name in change.buffers.items()}
+
+
+def _strip(child: nn.Module, change: _Change) -> None:
+    """Take from a module what dividing has given it."""
     child.__class__ = change.kind
     own = vars(child)
     for name in change.added:
-        own.pop(name, None)
-    own.update({name: value for name, value in change.attributes.items() if not isinstance(value, _Named)})
+        if own.get(name, _GONE) is change.after.get(name, _GONE):
+            own.pop(name, None)
+    for name, value in change.attributes.items():
+        if not isinstance(value, _Named) and own.get(name, _GONE) is change.after.get(name, _GONE):
+            own[name] = value
     for name, entries in change.entries.items():
         # Not what was there then: the user may have registered more hooks since.
         kept = copy.copy(own[name])
@@ -185,15 +303,48 @@ def _put_on(child: nn.Module, change: _Change, parameters: FetchParameter, buffe
             kept.pop(key, None)
         kept.update(entries)
         own[name] = kept
-    for name, items in change.lists.items():
-        own[name] = _FetchedList(items, parameters)
-        own["forward"] = _with_plain_list(child, name, own.get("forward"))
     # Freed parameters and buffers are placeholders in attributes, which would hide those of the dicts.
     for key in (*change.parameters, *change.buffers):
         if isinstance(own.get(key), PlaceholderTensor):
             del own[key]
-    own[PARAMETERS] = _FetchedParameters(change.parameters, parameters)
-    own[BUFFERS] = {key: None if name is None else buffers[name] for key, name in change.buffers.items()}
+
+
+def _fill(child: nn.Module, change: _Change, tensors: Mapping[str, Any]) -> None:
+    """Register the full tensors of a module in their order, and after them what has been registered since."""
+    own = vars(child)
+    for name, items in change.lists.items():
+        own[name] = [tensors[item.name] if isinstance(item, _Named) else item for item in items]
+    for registry, names in ((PARAMETERS, change.parameters), (BUFFERS, change.buffers)):
+        since = {key: value for key, value in own[registry].items() if key not in names}
+        own[registry] = {key: None if name is None else tensors[name] for key, name in names.items()} | since
+
+
+def _take_off(child: nn.Module, change: _Change, divided: Mapping[str, Any]) -> None:
+    """Undo `_put_on` on a module that has been used since, where `divided` are its attributes from before that."""
+    own = vars(child)
+    for name in (*change.added, *change.attributes, *change.lists):
+        if name in own and own[name] is divided.get(name, _GONE):
+            continue  # the user's: see `_strip`
+        own.pop(name, None)
+        if name in divided:
+            own[name] = divided[name]
+    for name, entries in change.entries.items():
+        kept = copy.copy(own[name])
+        for key in (*entries, *change.added_entries[name]):
+            kept.pop(key, None)
+            if key in divided[name]:
+                kept[key] = divided[name][key]
+        own[name] = kept
+    for registry, names in ((PARAMETERS, change.parameters), (BUFFERS, change.buffers)):
+        current, before = own[registry], divided[registry]
+        held = {key: current[key] if key in names and key in current else value for key, value in before.items()}
+        own[registry] = {**held, **{key: value for key, value in current.items() if key not in names}}
+        # Freed tensors are placeholders in attributes.
+        own.update({key: divided[key] for key in names if isinstance(divided.get(key), PlaceholderTensor)})
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str))
 
 
 def _with_plain_list(child: nn.Module, name: str, forward: Callable[..., Any] | None) -> Callable[..., Any]:

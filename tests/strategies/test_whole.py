@@ -1,0 +1,305 @@
+"""Between runs the module is whole: what follows `fit` in a script for one process works."""
+
+import copy
+import io
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelSummary
+from torch import nn
+
+from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
+from lightning_parallel.compat import patched
+from lightning_parallel.strategies import reference
+from tests.harness import distributed
+from tests.strategies.models import Net, loader, trainer_for
+
+LAYOUTS = {
+    "tensor": (lambda **kw: TensorParallelStrategy(tensor_parallel_size=2, **kw), 2),
+    "pipeline": (lambda **kw: PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, **kw), 2),
+    "hybrid": (
+        lambda **kw: HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2, num_microbatches=2, **kw),
+        4,
+    ),
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 16), nn.Linear(16, 12)
+        self.register_buffer("scale", torch.tensor(0.5), persistent=False)
+
+    def forward(self, x):
+        return x + self.scale * self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(Net):
+    """A tied matrix, a recurrent layer with its list of weights, buffers, and a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(12, 12), nn.Sequential(*(Block() for _ in range(4))), nn.Linear(12, 12))
+        self.rnn, self.tied = nn.LSTM(12, 5, batch_first=True), nn.Linear(12, 12, bias=False)
+        self.tied.weight = self.net[0].weight
+        self.register_buffer("batches", torch.zeros(()))
+
+    def forward(self, x):
+        return self.rnn(self.tied(self.net(x))[:, None])[0][:, 0]
+
+    def on_train_batch_end(self, *args):
+        self.batches += 1
+
+
+def _script(strategy, devices, is_changed_on_zero):
+    """What a script for one process does: fit, save, call, change, validate, fit; returns what it has seen."""
+    torch.manual_seed(0)
+    module = Model().double()
+    seen = []
+
+    def look():
+        seen.append({name: value.clone() for name, value in module.state_dict().items()})
+        with torch.no_grad():
+            seen.append(module(torch.ones(3, 12, dtype=torch.float64)))
+
+    trainer = trainer_for(strategy(), devices, max_epochs=1)
+    trainer.fit(module, loader(), loader())
+    is_here = module.net[0].weight.shape == (12, 12) and len(list(module.parameters())) == 32
+    if is_here:
+        look()
+        pickled = io.BytesIO()
+        torch.save(copy.deepcopy(module), pickled)
+        if trainer.global_rank == 0 or not is_changed_on_zero:
+            with torch.no_grad():
+                module.net[1][3].down.weight.mul_(0.5)
+                module.load_state_dict({**module.state_dict(), "rnn.bias_hh_l0": torch.ones(20)})
+    trainer.validate(module, loader(), verbose=False)
+    seen.append(trainer.callback_metrics["val_loss"])
+    for parameter in module.net[1][0].parameters():
+        parameter.requires_grad_(False)
+    trainer = trainer_for(strategy(), devices, max_epochs=2)
+    trainer.fit(module, loader(), loader())
+    if is_here:
+        look()
+        module.net[1].append(Block().double())
+    return seen, module, is_here
+
+
+def _expect_equal(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def _check(layout, restore):
+    strategy, devices = LAYOUTS[layout]
+    expected, _, _ = _script(lambda: "auto", 1, False)
+    found, module, is_here = _script(lambda: strategy(restore=restore), devices, restore == "rank_zero")
+    assert is_here is (restore == "auto" or torch.distributed.get_rank() == 0)
+    _expect_equal(found if is_here else [found[0]], expected if is_here else [expected[2]])
+    return module
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_what_follows_a_fit_in_a_script(layout):
+    _check(layout, "auto")
+
+
+@distributed(world_size=4)
+def test_what_follows_a_fit_in_a_script_on_four_ranks():
+    module = _check("hybrid", "auto")
+    # Other modules: divided anew, here over another mesh.
+    torch.manual_seed(1)
+    trainer = trainer_for(LAYOUTS["tensor"][0](data_parallel_size=2), 4)
+    trainer.validate(module, loader(), verbose=False)
+    found = trainer.callback_metrics["val_loss"]
+    expected = trainer_for()
+    expected.validate(copy.deepcopy(module), loader(), verbose=False)
+    torch.testing.assert_close(found, expected.callback_metrics["val_loss"], rtol=1e-9, atol=1e-11)
+
+
+@distributed(world_size=4)
+def test_rank_zero_alone_gets_the_module():
+    _check("hybrid", "rank_zero")
+
+
+@distributed(world_size=2)
+def test_a_module_changed_on_rank_zero_only(group):
+    torch.manual_seed(0)
+    module = Model().double()
+    strategy, devices = LAYOUTS["pipeline"]
+    trainer = trainer_for(strategy(restore="rank_zero"), devices, max_epochs=1)
+    trainer.fit(module, loader())
+    if group.rank == 0:
+        module.net[2] = nn.Linear(12, 12).double()
+    with pytest.raises(ValueError, match="changed since the last run, which left it whole on rank zero only"):
+        trainer.validate(module, loader())
+    comm.barrier(group)
+
+
+@distributed(world_size=2)
+def test_a_run_that_failed_leaves_the_module_divided(group):
+    class Failing(Model):
+        def on_train_batch_end(self, *args):
+            raise RuntimeError("on every rank")
+
+    module = Failing().double()
+    trainer = trainer_for(LAYOUTS["tensor"][0](), 2)
+    with pytest.raises(RuntimeError, match="on every rank"):
+        trainer.fit(module, loader())
+    assert module.net[1][0].up.weight.shape == (8, 12)
+
+
+# ------------------------------------------------------------------------------------------------- during a run
+
+
+class Averaging(Callback):
+    """An average of the weights and a copy of a layer, by state dicts."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.average = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        for name, value in pl_module.state_dict().items():
+            self.average[name].lerp_(value, 0.1)
+        pl_module.net[1][3].load_state_dict(pl_module.net[1][0].state_dict())
+
+    def on_train_end(self, trainer, pl_module):
+        self.inner = {name: value.clone() for name, value in pl_module.net[1][2].state_dict(prefix="inner.").items()}
+        pl_module.load_state_dict(self.average)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_state_dicts_during_a_run_are_those_of_one_process(layout):
+    results = []
+    for strategy, devices in ((lambda: "auto", 1), LAYOUTS[layout]):
+        torch.manual_seed(0)
+        module, averaging = Model().double(), Averaging()
+        trainer_for(strategy(), devices, max_epochs=1, callbacks=[averaging]).fit(module, loader())
+        results.append([averaging.average, averaging.inner, module.state_dict()])
+        assert list(averaging.average) == list(module.state_dict())
+    _expect_equal(*reversed(results))
+
+
+class OnZero(Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.is_global_zero:
+            pl_module.state_dict()
+
+
+class InStep(Model):
+    def training_step(self, batch, index):
+        self.net[1][3].load_state_dict(self.net[1][0].state_dict())
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_a_state_dict_on_one_rank_is_refused(layout):
+    trainer = trainer_for(LAYOUTS[layout][0](), 2, max_epochs=1, callbacks=[OnZero()])
+    with pytest.raises(RuntimeError, match=r"in `OnZero.on_train_batch_end` on rank 0, .*rank 1"):
+        trainer.fit(Model().double(), loader())
+
+
+@distributed(world_size=2)
+def test_a_state_dict_in_a_step():
+    results = []
+    for strategy, devices in (("auto", 1), (LAYOUTS["tensor"][0](), 2)):
+        torch.manual_seed(0)
+        module = InStep().double()
+        with patched(reference, "_CACHE_BYTES", 1):  # parameters of the reference are let go after each use
+            trainer_for(strategy, devices, max_epochs=1, verifies=True).fit(module, loader())
+        results.append([module.state_dict()])
+    _expect_equal(*reversed(results))
+    # Stages come to it one after the other.
+    trainer = trainer_for(LAYOUTS["pipeline"][0](), 2, max_epochs=1, verifies=True)
+    with pytest.raises((RuntimeError, ValueError), match=r"(?s)asked for inside a step.*on_train_batch_end"):
+        trainer.fit(InStep().double(), loader())
+
+
+class Looking(Callback):
+    """What projects do with the model in hooks: samples, a submodule alone, gradients of a probe, draws in between."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, index):
+        with torch.no_grad():
+            self.seen += [pl_module(batch[0]), pl_module.net[1][3](batch[0]), torch.rand(()), pl_module.last]
+            pl_module.average(pl_module.last)  # its running statistics
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        probe = torch.ones(2, 12, dtype=torch.float64, requires_grad=True)
+        self.seen += torch.autograd.grad(pl_module(probe).square().sum(), probe)
+
+
+class Sampled(Model):
+    """Calls itself in its own hook, and has a parameter that its `forward` reads directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.average = nn.Parameter(torch.ones(5)), nn.BatchNorm1d(5)
+        self.example_input_array = torch.ones(2, 12, dtype=torch.float64)
+
+    def forward(self, x):
+        found = super().forward(x)
+        self.last = found.detach()
+        return found + self.shift
+
+    def training_step(self, batch, index):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_validation_epoch_end(self):
+        sample = torch.rand(1, 12, dtype=torch.float64)
+        for _ in range(2):
+            sample = torch.cat([self(sample), torch.rand(1, 7, dtype=torch.float64)], 1)
+        self.losses.append(sample.detach())
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_calls_outside_of_steps(layout):
+    _calls_outside_of_steps(layout)
+
+
+@distributed(world_size=4)
+def test_calls_outside_of_steps_on_four_ranks():
+    _calls_outside_of_steps("hybrid")
+
+
+def _calls_outside_of_steps(layout):
+    results = []
+    for strategy, devices in ((lambda: "auto", 1), LAYOUTS[layout]):
+        torch.manual_seed(0)
+        module, looking, summary = Sampled().double(), Looking(), Summary(max_depth=3)
+        trainer_for(strategy(), devices, max_epochs=1, callbacks=[looking, summary]).fit(module, loader(), loader())
+        results.append([*looking.seen, *module.losses, *module.state_dict().values()])
+        results[-1].append(torch.tensor(summary.total))
+    _expect_equal(*reversed(results))
+
+
+class Summary(ModelSummary):
+    """Keeps what it would print, which it gathers on every rank."""
+
+    def _summary(self, trainer, pl_module):
+        summary = super()._summary(trainer, pl_module)
+        self.total = summary.total_parameters, summary.model_size
+        return summary
+
+
+class CalledOnZero(Callback):
+    def on_train_batch_end(this, trainer, pl_module, *args):
+        if trainer.is_global_zero:
+            pl_module(torch.ones(1, 12, dtype=torch.float64))
+
+
+@distributed(world_size=2)
+def test_a_call_on_one_rank_is_refused():
+    trainer = trainer_for(LAYOUTS["pipeline"][0](), 2, max_epochs=1, callbacks=[CalledOnZero()])
+    with pytest.raises(RuntimeError, match=r"in `CalledOnZero.on_train_batch_end` on rank 0, .*rank 1"):
+        trainer.fit(Sampled().double(), loader())
