@@ -43,7 +43,8 @@ from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, warn_unless_mean
 from lightning_parallel.strategies.message_order import MessageOrder
 from lightning_parallel.tensor.auto_plan import make_plan
-from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, sharding_table
+from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
+from lightning_parallel.tensor.plan_table import sharding_table
 from lightning_parallel.tracing.spans import bytes_text, seconds_text, show
 
 __all__ = [

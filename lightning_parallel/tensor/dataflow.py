@@ -28,15 +28,16 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import buffers_of, parameters_of
-from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_of
+from lightning_parallel.tensor.inspection import structure_of
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
 from lightning_parallel.tensor.linear import NarrowInput, whole_input
+from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor, PerHead, set_local_values
 from lightning_parallel.tensor.plan import Plan
 from lightning_parallel.tensor.sharding import Shard, ShardPart, balanced
 from lightning_parallel.tensor.verify import copy_in_double, possible_inputs
 
-__all__ = ["NOT_RUN", "OUTSIDE", "Dataflow", "RegionFinder"]
+__all__ = ["NOT_RUN", "Dataflow", "RegionFinder"]
 
 Parts = tuple[ShardPart, ...]
 Slot = tuple[str, str, int]
@@ -45,8 +46,7 @@ Slot = tuple[str, str, int]
 NEGLIGIBLE = 1e-9  # of the largest value: rounding of a matrix product that was computed in another order
 MOST_TRIALS = 200
 MOST_NESTED = 3
-OUTSIDE = "each layer by itself, its output gathered: "
-NOT_RUN = f"{OUTSIDE}one tensor is not enough to run"
+NOT_RUN = "one tensor is not enough to run"
 
 
 @dataclass
@@ -110,7 +110,7 @@ def _share(value: int, units: int, ranks: int, rank: int) -> int:
 def _find(block: nn.Module, free: Sequence[str], ranks: int) -> Dataflow:
     cut = _CutBlock.that_runs(block)
     if cut is None:
-        alone = f"{NOT_RUN} `{type(block).__name__}` to see how they are used"
+        alone = f"{NOT_RUN} `{type(block).__name__}`"
         return Dataflow([], dict.fromkeys(free, alone))
     found = Dataflow()
     for opening, closing in cut.regions():
@@ -119,9 +119,9 @@ def _find(block: nn.Module, free: Sequence[str], ranks: int) -> Dataflow:
         try:
             found.regions.append(_Region(cut, opening, closing, ranks).plan())
         except _RefusedError as error:
-            found.reasons |= dict.fromkeys([*opening, *closing], f"{OUTSIDE}{error}")
+            found.reasons |= dict.fromkeys([*opening, *closing], str(error))
         except Exception:  # the user's code on numbers it may not be made for
-            found.reasons |= dict.fromkeys([*opening, *closing], f"{OUTSIDE}they do not run on random numbers")
+            found.reasons |= dict.fromkeys([*opening, *closing], "does not run on random numbers")
     return found
 
 
@@ -135,18 +135,19 @@ class _CutBlock:
         self.x = x.requires_grad_(True)
         self.module = copy_in_double(block)
         self.modules = dict(self.module.named_modules())
-        self.layers = {name: child for name, child in self.modules.items() if is_linear(child)}
+        self.layers = linear_layers(self.module)
+        inside = {f"{name}.{path}" for name, layer in self.layers.items() for path, _ in layer.named_modules() if path}
         self.tensors: dict[tuple[str, str], Tensor] = {}
         for path, child in self.modules.items():
             for name, tensor in [*parameters_of(child).items(), *buffers_of(child).items()]:
-                if tensor is None or path in self.layers:
+                if tensor is None or path in self.layers or path in inside:
                     continue
                 if tensor.is_floating_point():
                     tensor.requires_grad_(True)
                     with torch.no_grad():  # a zero (of a scale, at the start of training) would hide what it scales
                         tensor.copy_(torch.where(tensor == 0, torch.rand_like(tensor), tensor))
                 self.tensors[path, name] = tensor
-        self.sizes = {name: sizes_of(layer) for name, layer in self.layers.items()}
+        self.sizes = {name: layer_sizes(layer) for name, layer in self.layers.items()}
         self.outputs: dict[str, Tensor] = {}
         self.inputs: dict[str, Tensor] = {}
         self._given: Mapping[str, Tensor] = {}
@@ -176,8 +177,10 @@ class _CutBlock:
         finally:
             self.inputs = before
 
-    def _answer(self, name: str, input: Tensor) -> Tensor:
-        x = whole_input(input)
+    def _answer(self, name: str, *args: Tensor, **kwargs: Any) -> Tensor:
+        if len(args) != 1 or kwargs:
+            raise _RefusedError(f"`{name}` gets several inputs")
+        x = whole_input(args[0])
         if name in self.inputs:
             raise _RefusedError(f"`{name}` is called twice")
         self.inputs[name] = x
@@ -233,21 +236,22 @@ class _Region:
         self.ranks = ranks
         self.y = cut.inputs[closing[0]]
         if not all(_equal(cut.inputs[name], self.y) for name in closing):
-            raise _RefusedError("their outputs are used in several ways")
-        first, opened = self._first_unit()
-        if bool(first.all()):
-            raise _RefusedError(
-                f"each input feature of `{closing[0]}` depends on all of theirs (a norm over all heads, or heads that"
-                " are mixed)"
-            )
+            raise _RefusedError("its output is used in several ways")
+        for common in self._common():
+            first, opened = self._first_unit(common)
+            if not bool(first.all()):
+                break
+        else:
+            raise _RefusedError("features of all heads are mixed (a norm over all, one head)")
         self.row = _parts(first)
-        self.columns = {name: _parts(mask) for name, mask in opened.items()}
-        counts = {part.size // part.unit for parts in [self.row, *self.columns.values()] for part in parts}
+        self.columns = {name: _parts_beside(mask, common.get(name, slice(0, 0))) for name, mask in opened.items()}
+        divided = [part for parts in [self.row, *self.columns.values()] for part in parts if not part.shared]
+        counts = {part.size // part.unit for part in divided}
         self.units = min(counts)
         if len(counts) > 1:
-            raise _RefusedError("the features of their heads are in no regular order")
+            raise _RefusedError("no regular order of heads")
         if self.units < ranks:
-            raise _RefusedError(f"{self.units} groups of heads for {ranks} ranks")
+            raise _RefusedError(f"{self.units} heads for {ranks} ranks")
         self.tensors, self.shared = self._tensors(first)
 
     def plan(self) -> Plan:
@@ -258,17 +262,24 @@ class _Region:
         """
         settled = next((found for found in self._possible_slots() if self._works(*found)), None)
         if settled is None:
-            raise _RefusedError(
-                f"their code does not work with some of {self.units} heads (a number of heads written into it, or"
-                " values computed from the number)"
-            )
+            raise _RefusedError(f"the code works with all {self.units} heads only")
         slots, narrow = settled
         attributes: dict[str, dict[str, Any]] = {}
         for path, name, value in slots:
             attributes.setdefault(path, {})[name] = (value, self.units)
         return Plan(self._styles(narrow), attributes)
 
-    def _first_unit(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def _common(self) -> Iterator[dict[str, slice]]:
+        """Yield output features of the opening layers that all units may use: none; the keys and values of one head."""
+        yield {}
+        width = self.y.shape[-1]
+        outs = {name: self.cut.outputs[name].shape[-1] for name in self.opening}
+        yield {name: slice(0, out) for name, out in outs.items() if out < width}
+        if all(width < out < 2 * width for out in outs.values()):
+            yield {name: slice(width, out) for name, out in outs.items()}
+            yield {name: slice(0, out - width) for name, out in outs.items()}
+
+    def _first_unit(self, common: Mapping[str, slice]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the features of one unit: of the closing layers' input, and of the opening layers' outputs."""
         first = torch.zeros(self.y.shape[-1], dtype=torch.bool, device=self.y.device)
         first[0] = True
@@ -276,6 +287,8 @@ class _Region:
         while True:
             gradients = _gradients((self.y * torch.randn_like(self.y))[..., first], leaves)
             opened = {name: _features(gradient) for name, gradient in zip(self.opening, gradients)}
+            for name, features in common.items():
+                opened[name][features] = False
             changed = first | self._changed_by(opened)
             if bool((changed == first).all()):
                 return first, opened
@@ -289,10 +302,10 @@ class _Region:
         # With gradients: without them, torch's encoder layers take a kernel that calls no layers.
         changed = self.cut.run(given).get(self.closing[0])
         if changed is None or changed.shape != self.y.shape:
-            raise _RefusedError("other layers are called when their outputs change")
+            raise _RefusedError("values decide which layers are called")
         difference = (changed.detach() - self.y.detach()).abs()
         if not bool(difference.isfinite().all()):
-            raise _RefusedError("they compute with infinite numbers")
+            raise _RefusedError("computes with infinite numbers")
         return _features(difference > NEGLIGIBLE * float(self.y.detach().abs().max()))
 
     def _tensors(self, first: Tensor) -> tuple[dict[tuple[str, str], DividedTensor], list[tuple[str, str]]]:
@@ -315,7 +328,7 @@ class _Region:
                 shared.append(key)
         for known in divided.values():
             if {part.size // part.unit for part in known.parts} != {self.units}:
-                raise _RefusedError(f"the heads in `{known.name}` are in no regular order")
+                raise _RefusedError(f"no regular order of heads in `{known.name}`")
         return divided, shared
 
     # ------------------------------------------------------------------------------------------------------- styles
@@ -330,7 +343,8 @@ class _Region:
             shared = tuple(sorted(name for at, name in self.shared if at == path and name in own))
             buffers = tuple(known for known in divided if known.name not in own)
             width = self.row if narrow and path == "" else None
-            if divided or width is not None or len(shared) < len(own):
+            inside = self.cut.modules[path].named_parameters()  # `Replicate` counts those of its children, too
+            if divided or width is not None or len(shared) < sum(1 for _ in inside):
                 divided = [known for known in divided if known.name in own]
                 styles[path] = PerHead(tuple(divided), buffers, shared, width)
             elif shared:
@@ -357,7 +371,7 @@ class _Region:
     def _possible_slots(self) -> Iterator[tuple[tuple[Slot, ...], bool]]:
         """Yield sets of numbers to reduce, and whether the width of the input is one; the likeliest first."""
         slots = self._slots()
-        single = {part.unit for parts in [self.row, *self.columns.values()] for part in parts}
+        single = {part.unit for parts in [self.row, *self.columns.values()] for part in parts if not part.shared}
         values = sorted({value for _, _, value in slots})
         likely = tuple(slot for slot in slots if slot[2] not in single)
         choices = [likely, tuple(slots), ()]
@@ -426,12 +440,23 @@ def _parts(first: Tensor) -> Parts:
     starts = [at for at in range(len(first)) if marks[at + 1] and not marks[at]]
     stops = [at for at in range(1, len(first) + 1) if marks[at] and not marks[at + 1]]
     if not starts or starts[0] != 0:
-        raise _RefusedError("the features of their heads are in no regular order")
+        raise _RefusedError("no regular order of heads")
     sizes = [after - start for start, after in zip(starts, [*starts[1:], len(first)])]
     units = [stop - start for start, stop in zip(starts, stops)]
     if any(size % unit for size, unit in zip(sizes, units)):
-        raise _RefusedError("the features of their heads are in no regular order")
+        raise _RefusedError("no regular order of heads")
     return tuple(ShardPart(size, unit) for size, unit in zip(sizes, units))
+
+
+def _parts_beside(first: Tensor, common: slice) -> Parts:
+    """Return the parts of features of which those in `common`, at one end, are used by all units."""
+    size = common.stop - common.start
+    if size == 0:
+        return _parts(first)
+    shared = ShardPart.keys(1, size)
+    if size == len(first):
+        return (shared,)
+    return (shared, *_parts(first[size:])) if common.start == 0 else (*_parts(first[: common.start]), shared)
 
 
 def _subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:

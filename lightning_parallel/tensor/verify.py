@@ -94,6 +94,7 @@ class PlanVerifier:
                 return None
             # A branch on `self.training` shows only there. None where the block draws random numbers of its own.
             trained = self._run_together(lambda: _run_without_chance(copy_in_double(block).train(), x))
+            draws = trained is not None and self._run_together(lambda: _run_with_chance(block, x)) is not None
             for plan in candidates:
                 both = Plan(
                     {**given.styles, **plan.styles},
@@ -101,7 +102,10 @@ class PlanVerifier:
                     sequence_regions=plan.sequence_regions,
                 )
                 agrees = self._agrees(block, both, x, expected, all_outputs, training=False)
-                if agrees and (trained is None or self._agrees(block, both, x, trained, all_outputs, training=True)):
+                if agrees and trained is not None:
+                    agrees = self._agrees(block, both, x, trained, all_outputs, training=True)
+                    agrees = agrees and (not draws or self._draws_alike(block, both, x))
+                if agrees:
                     return plan
         return None
 
@@ -137,6 +141,27 @@ class PlanVerifier:
             mine = full if rule is None else rule.split(full, self.group.rank)
             right = right and _close(gradient, mine, SMALL * largest)
         return all(comm.all_gather_object(right, self.group))
+
+    def _draws_alike(self, block: nn.Module, plan: Plan, x: Tensor) -> bool:
+        """Return whether, with dropout, what is whole on all ranks is the same there.
+
+        Where each rank draws for its own features, what it computes whole must not depend on the draws.
+        """
+        divided = copy_in_double(block)
+        sharding = apply_plan(divided, plan, self.group)
+        torch.manual_seed(0)
+        outputs, gradients = _run(divided.train(), x)
+        reduced = {name: gradients[name] for name in sorted(sharding.partial & gradients.keys())}
+        reduce_partial_(reduced, sharding.shards, self.group)
+        whole = [*outputs[:2], *(gradient for name, gradient in gradients.items() if name not in sharding.shards)]
+        numbers = [float((tensor * torch.randn_like(tensor.cpu()).to(tensor)).sum()) for tensor in whole]
+        sizes = [float(tensor.norm()) for tensor in whole]
+        everywhere = comm.all_gather_object((numbers, sizes), self.group)
+        return all(
+            abs(mine - first) <= TOLERANCE * max(size, 1e-12)
+            for mine_of_all, _ in everywhere
+            for mine, first, size in zip(mine_of_all, *everywhere[0])
+        )
 
     def _run_together(self, run: Callable[[], _Result]) -> _Result | None:
         """Return the result of `run`, or None on every rank if it failed on any."""
@@ -210,6 +235,20 @@ def _run_without_chance(block: nn.Module, x: Tensor) -> _Result:
         after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
     if not all(map(torch.equal, before, after)):
         raise ValueError("the block draws random numbers")
+    return result
+
+
+def _run_with_chance(block: nn.Module, x: Tensor) -> _Result:
+    """Run a block in training with its dropout.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+    result = _run(copy_in_double(block).train(), x)
+    after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+    if all(map(torch.equal, before, after)):
+        raise ValueError("the block draws no random numbers")
     return result
 
 
