@@ -63,8 +63,7 @@ __all__ = [
 PLAN_FILE = "pipeline_plan.json"
 """Name of the file, in the folder of a checkpoint, from which a resumed run takes its plan."""
 
-_MOST_TIED = 0.5
-"""Share of the parameters that may be on several stages without a word."""
+_MOST_TIED = 0.5  # share of the parameters that may be on several stages without a word
 
 
 @dataclass(frozen=True)

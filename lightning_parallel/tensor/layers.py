@@ -137,9 +137,7 @@ class Column:
     def apply(self, module: nn.Module, group: Group) -> None:
         """See `Style`."""
         if inner := _inside_low_rank(module, self):
-            _divide_inside(
-                module, inner, group, None if self.gather_output or self.sequence_dim is not None else "opens"
-            )
+            _divide_inside(module, inner, group, "opens")
             return
         rules = self.rules(module, group.size)
         in_features, out_features = _features(module, type(self).__name__)
@@ -192,9 +190,7 @@ class Row:
     def apply(self, module: nn.Module, group: Group) -> None:
         """See `Style`."""
         if inner := _inside_low_rank(module, self):
-            _divide_inside(
-                module, inner, group, None if self.split_input or self.sequence_dim is not None else "closes"
-            )
+            _divide_inside(module, inner, group, "closes")
             return
         rules = self.rules(module, group.size)
         in_features, out_features = _features(module, type(self).__name__)

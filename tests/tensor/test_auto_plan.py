@@ -368,8 +368,10 @@ def test_wrong_plans_are_refused_as_a_whole(group, plan, message):
 def test_more_ranks_than_heads(group):
     config = {**HUGGING_FACE["LlamaForCausalLM"], "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
-    with pytest.raises(ValueError, match="2 heads .* cannot be divided over 4 ranks"):
-        make_plan(model, "auto", group)
+    plan = make_plan(model, "auto", group)
+    assert plan.notes["model.layers.0.self_attn.q_proj"] == "2 heads for 4 ranks"
+    assert plan.styles["model.layers.0.self_attn.q_proj"] == Column(gather_output=True)
+    assert _paired(plan, r"mlp")
 
 
 @distributed(world_size=2)
