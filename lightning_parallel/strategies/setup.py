@@ -43,7 +43,8 @@ from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, warn_unless_mean
 from lightning_parallel.strategies.message_order import MessageOrder
 from lightning_parallel.tensor.auto_plan import make_plan
-from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan, sharding_table
+from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
+from lightning_parallel.tensor.plan_table import sharding_table
 from lightning_parallel.tracing.spans import bytes_text, seconds_text, show
 
 __all__ = [
@@ -62,8 +63,7 @@ __all__ = [
 PLAN_FILE = "pipeline_plan.json"
 """Name of the file, in the folder of a checkpoint, from which a resumed run takes its plan."""
 
-_MOST_TIED = 0.5
-"""Share of the parameters that may be on several stages without a word."""
+_MOST_TIED = 0.5  # share of the parameters that may be on several stages without a word
 
 
 @dataclass(frozen=True)

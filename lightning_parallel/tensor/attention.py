@@ -24,7 +24,6 @@ from lightning_parallel.tensor.inspection import (
     heads_of,
     is_linear,
     local_attributes,
-    sizes_of,
 )
 from lightning_parallel.tensor.layers import (
     Column,
@@ -37,6 +36,7 @@ from lightning_parallel.tensor.layers import (
     shard_parameters,
 )
 from lightning_parallel.tensor.linear import SharedInputs, column_linear, shared_inputs
+from lightning_parallel.tensor.low_rank import layer_sizes, low_rank_of
 from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
@@ -329,8 +329,12 @@ def _no_fast_path() -> Iterator[None]:
 
 
 def divide_by_heads(
-    module: nn.Module, styles: MutableMapping[str, Style], attributes: MutableMapping[str, dict[str, int]], group: Group
-) -> None:
+    module: nn.Module,
+    styles: MutableMapping[str, Style],
+    attributes: MutableMapping[str, dict[str, int]],
+    group: Group,
+    may_gather: bool = False,
+) -> dict[str, str]:
     """Make `Column` and `Row` styles inside attention modules split whole heads, and record the local head counts.
 
     Norms of single heads inside such a module see this rank's heads only, so their gradients become partial. Any other
@@ -342,10 +346,15 @@ def divide_by_heads(
         styles: The style of each divided module, by path; changed in place.
         attributes: Receives the local head counts of the attention modules: `{path: {name: value}}`.
         group: The tensor-parallel group.
+        may_gather: Whether an attention with fewer heads than ranks is divided layer by layer, too.
+
+    Returns:
+        Why the layers of an attention are not divided by heads, by path.
 
     Raises:
-        ValueError: If an attention has fewer heads than ranks.
+        ValueError: If an attention has fewer heads than ranks, unless its outputs may be gathered.
     """
+    notes: dict[str, str] = {}
     for path, attention in list(module.named_modules()):
         heads = heads_of(attention)
         if heads is None:
@@ -356,7 +365,10 @@ def divide_by_heads(
             continue
         # No style says how a parameter that spans all heads, such as a norm over them, would be divided with them.
         others = _other_parameters(attention)
-        if _sees_single_heads(attention, others, heads):
+        why = "parameters that span all heads"
+        if few := heads.queries < group.size and may_gather:
+            why = f"{heads.queries} heads for {group.size} ranks"
+        if not few and _sees_single_heads(attention, others, heads):
             styles.update(by_heads)
             for name in others:
                 styles.setdefault(prefix + name.rpartition(".")[0], Replicate(partial_gradient=True))
@@ -364,6 +376,8 @@ def divide_by_heads(
         else:
             gathered = {full: _gathered(style) for full, style in styles.items() if full.startswith(prefix)}
             styles.update(gathered)
+            notes |= dict.fromkeys(gathered, why)
+    return notes
 
 
 def _head_styles(
@@ -373,18 +387,18 @@ def _head_styles(
     layers = {
         prefix + name: child
         for name, child in attention.named_children()
-        if is_linear(child) and prefix + name in styles
+        if prefix + name in styles and (is_linear(child) or low_rank_of(child) is not None)
     }
     # The output projection of an attention takes in exactly the features of all query heads.
     closing = [layer for full, layer in layers.items() if isinstance(styles[full], Row)]
-    if not any(sizes_of(layer)[0] == heads.queries * heads.size for layer in closing):
+    if not any(layer_sizes(layer)[0] == heads.queries * heads.size for layer in closing):
         return {}
     by_heads = {full: _by_heads(styles[full], layer, heads) for full, layer in layers.items()}
     return by_heads if any(by_heads[full] is not styles[full] for full in layers) else {}
 
 
 def _by_heads(style: Style, layer: nn.Module, heads: AttentionHeads) -> Style:
-    in_features, out_features = sizes_of(layer)
+    in_features, out_features = layer_sizes(layer)
     queries = heads.query_part()
     keys = heads.key_part()
     if isinstance(style, Column) and not style.gather_output and style.parts is None and style.unit == 1:

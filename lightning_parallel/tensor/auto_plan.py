@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -21,6 +21,7 @@ from torch import nn
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.initialization import tensor_parallel_plan_of
 from lightning_parallel.tensor.attention import divide_by_heads
+from lightning_parallel.tensor.dataflow import NOT_RUN, RegionFinder
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,
     heads_of,
@@ -28,16 +29,20 @@ from lightning_parallel.tensor.inspection import (
     is_native,
     local_attributes,
     read_elsewhere,
-    sizes_of,
+    why_no_linear,
 )
-from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
+from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
+from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
+from lightning_parallel.tensor.per_head import PerHead
 from lightning_parallel.tensor.plan import STYLES, Plan, UserPlan, parse_plan, resolve_ties
+from lightning_parallel.tensor.sequence_plan import divide_sequences
 from lightning_parallel.tensor.sharding import ShardPart
 from lightning_parallel.tensor.verify import PlanVerifier
 
-__all__ = ["make_plan", "sequence_parallel_styles"]
+__all__ = ["make_plan"]
 
-GATHERED = "each layer by itself, its output gathered: how its neighbours use it is not known"
+GATHERED = "how its neighbours use it is not known"
+REJECTED = "the module around computes something else with some of the heads"
 LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
 # Head sizes to try for fused projections of modules that do not tell their number of heads.
 HEAD_SIZES = (128, 96, 80, 64, 48, 40, 32, 24, 16, 12, 8, 6, 4, 2, 1)
@@ -68,7 +73,7 @@ def make_plan(module: nn.Module, plan: UserPlan, group: Group, sequence_parallel
         _verify_regions(module, found, verifier, group, explicit)
         resolve_ties(module, found, group.size)
     if sequence_parallel:
-        _divide_sequences(module, found, verifier)
+        divide_sequences(module, found, verifier)
     return found
 
 
@@ -116,10 +121,10 @@ def _check_fused(block: nn.Module, path: str, inside: Plan, explicit: Collection
         style = inside.styles[name]
         full = f"{path}.{name}" if path else name
         if isinstance(style, Row):
-            width = sizes_of(block.get_submodule(name))[0]
+            width = layer_sizes(block.get_submodule(name))[0]
         if not isinstance(style, Column) or style.gather_output or full in explicit or width is None:
             continue
-        out_features = sizes_of(block.get_submodule(name))[1]
+        out_features = layer_sizes(block.get_submodule(name))[1]
         if out_features > width:
             raise ValueError(
                 f"`{full}` makes {out_features} features for a row-parallel layer that takes {width}, so it is several"
@@ -156,19 +161,30 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
     found = Plan()
     for path, model in _hugging_face_models(module):
         found.add(path, _hugging_face_plan(model, group))
-    _plan_by_structure(module, found, verifier, group)
-    _plan_remaining_layers(module, found, group)
+    search = _Search(verifier, RegionFinder(group), group)
+    _plan_by_structure(module, found, search)
+    search.add_what_was_left(found)
+    _plan_remaining_layers(module, found, group, search.reasons)
     resolve_ties(module, found, group.size)
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
-        kinds = sorted(
-            {type(child).__name__ for child in module.modules() if any(True for _ in child.parameters(False))}
-        )
+        kinds = sorted({_kind(child) for child in module.modules() if any(True for _ in child.parameters(False))})
         raise ValueError(
-            f"`{type(module).__name__}` has nothing to shard over {group.size} tensor-parallel ranks: looked for linear"
-            f" layers, attention and embeddings, found {', '.join(kinds) or 'no parameters'}."
+            f"`{type(module).__name__}` has nothing to shard over {group.size} tensor-parallel ranks: looked for"
+            f" torch's linear layers, attention and embeddings, found {', '.join(kinds) or 'no parameters'}."
             " Use `tensor_parallel_size=1`, or give a `plan`."
         )
     return found
+
+
+def _kind(module: nn.Module) -> str:
+    why = why_no_linear(module)
+    return type(module).__name__ if why is None else f"{type(module).__name__} ({why})"
+
+
+def _owners(path: str, module: nn.Module) -> list[str]:
+    """Return the paths of the modules in the one at `path` that have parameters of their own."""
+    owners = [name for name, child in module.named_modules() if any(True for _ in child.parameters(recurse=False))]
+    return [f"{path}.{name}".strip(".") for name in owners]
 
 
 # -------------------------------------------------------------------------------------------------- Hugging Face plans
@@ -180,7 +196,9 @@ def _hugging_face_models(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, child in module.named_modules():
         if any(path.startswith(f"{outer}.") or not outer for outer in found):
             continue
-        if tensor_parallel_plan_of(child) and hasattr(child, "config"):
+        # Wrappers pass on the attributes of the model inside of them, whose paths the plan means.
+        table = tensor_parallel_plan_of(child) if hasattr(child, "config") else {}
+        if any(_planned(table, name) is not None for name, _ in child.named_modules()):
             found.append(path)
             yield path, child
 
@@ -191,8 +209,7 @@ def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
     found = Plan()
     unknown: set[str] = set()
     for path, child in model.named_modules():
-        generic = re.sub(r"\.\d+(?=\.|$)", ".*", path)
-        name = table.get(path) or table.get(generic)
+        name = _planned(table, path)
         if name is None:
             continue
         style = STYLES.get(name)
@@ -203,8 +220,21 @@ def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
     # A row-parallel layer without its column-parallel partner would take full features for this rank's.
     for path in [path for path in found.styles if path.rpartition(".")[0] in unknown]:
         del found.styles[path]
-    divide_by_heads(model, found.styles, found.attributes, group)
+    found.notes |= divide_by_heads(model, found.styles, found.attributes, group, may_gather=True)
     return found
+
+
+def _planned(table: Mapping[str, str], path: str) -> str | None:
+    return table.get(path) or table.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
+
+
+def _refusal(style: Style, module: nn.Module, ranks: int) -> str | None:
+    """Return why a style that applies to `module` cannot divide it over so many ranks, in a few words."""
+    try:
+        style.rules(module, ranks)
+        return None
+    except ValueError as error:
+        return str(error).partition(":")[0]
 
 
 def _applies(style: Style, module: nn.Module) -> bool:
@@ -218,50 +248,126 @@ def _applies(style: Style, module: nn.Module) -> bool:
 # ------------------------------------------------------------------------------------------------------ by structure
 
 
-def _plan_by_structure(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group, path: str = "") -> None:
+@dataclass
+class _Search:
+    """What the search through the structure of a model shares.
+
+    Attributes:
+        verifier: Accepts divisions.
+        finder: Proposes divisions where the order of the layers gives none for all of them.
+        group: The tensor-parallel group.
+        left: Divisions of some layers of a module only, by path: a module around may divide all of them (a low-rank
+            term of a layer, with the layer).
+        reasons: Why layers are in no region, by path.
+    """
+
+    verifier: PlanVerifier
+    finder: RegionFinder
+    group: Group
+    left: list[tuple[str, Plan]] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def note(self, prefix: str, reasons: Mapping[str, str]) -> None:
+        """Keep the reasons of the innermost module that could be run, for the layers inside of the one at `prefix`."""
+        for name, reason in reasons.items():
+            if self.reasons.get(prefix + name, NOT_RUN).startswith(NOT_RUN):
+                self.reasons[prefix + name] = reason
+
+    def add_what_was_left(self, plan: Plan) -> None:
+        """Use the divisions in `left` of layers that no module around has divided."""
+        for path, part in reversed(self.left):  # the outermost first
+            if not plan.under(path).styles.keys() & part.styles.keys() and path not in plan.styles:
+                plan.add(path, part)
+
+
+def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str = "") -> None:
     """Plan the modules inside `module`, innermost first, as far as the verifier accepts it."""
     for kind in ("transformer_layer", "attention"):
         if _applies(STYLES[kind], module):
-            STYLES[kind].rules(module, group.size)  # raises if there are more ranks than heads
-            plan.styles[path] = STYLES[kind]
+            if isinstance(why := _refusal(STYLES[kind], module, search.group.size), str):
+                plan.notes[path] = f"whole: {why}"
+                if kind == "transformer_layer":
+                    continue  # its other layers may be divided
+            else:
+                plan.styles[path] = STYLES[kind]
             return
     prefix = f"{path}." if path else ""
     for name, child in module.named_children():
-        _plan_by_structure(child, plan, verifier, group, prefix + name)
+        _plan_by_structure(child, plan, search, prefix + name)
     # Containers have no forward by which a division could be verified.
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is nn.Module.forward:
         return
     inside = plan.under(path)
     free = [
         name
-        for name, child in module.named_modules()
-        if name and is_linear(child) and not _has_style(name, inside.styles) and not read_elsewhere(module, name)
+        for name in linear_layers(module)
+        if name and not _has_style(name, inside.styles) and not read_elsewhere(module, name)
     ]
     # A module around repeated blocks is not one region; its blocks have been planned above.
-    repeated = any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.modules())
-    if len(free) < 2 or repeated or any(_holds_blocks(child) for child in module.children()):
+    if len(free) < 2 or any(_repeats_blocks(child) for child in [module, *module.modules()]):
         return
+    accepted = _regions_by_order(module, free, inside, search)
+    if not accepted.styles.keys() >= {*free}:
+        other = _regions_by_dataflow(module, free, inside, search, prefix)
+        accepted = max(accepted, other, key=lambda part: _weights(module, part))
+    if accepted.styles.keys() >= {*free}:
+        plan.add(path, accepted)
+    elif accepted.styles:
+        search.left.append((path, accepted))
+
+
+def _regions_by_order(module: nn.Module, free: list[str], inside: Plan, search: _Search) -> Plan:
+    """Return the verified regions of the layers `free`, by the order of their registration."""
+    found = Plan()
     for opening, closing in _possible_regions(module, free):
-        accepted = verifier.first_verified(module, inside, _candidates(module, opening, closing, group))
+        given = Plan({**inside.styles, **found.styles}, {**inside.attributes, **found.attributes})
+        candidates = _candidates(module, opening, closing, search.group)
+        accepted = search.verifier.first_verified(module, given, candidates)
         if accepted is not None:
-            inside.styles |= accepted.styles
-            inside.attributes |= accepted.attributes
-            plan.add(path, accepted)
+            found.add("", accepted)
+    return found
+
+
+def _regions_by_dataflow(module: nn.Module, free: list[str], inside: Plan, search: _Search, prefix: str) -> Plan:
+    """Return the verified regions of the layers `free`, by how their outputs are used; note why others are none."""
+    flow = search.finder.find(module, free)
+    search.note(prefix, flow.reasons)
+    found = Plan()
+    for region in flow.regions:
+        if region.styles.keys() & found.styles.keys():
+            continue
+        given = Plan({**inside.styles, **found.styles}, {**inside.attributes, **found.attributes})
+        accepted = search.verifier.first_verified(module, given, [region], source="dataflow")
+        if accepted is not None:
+            found.add("", accepted)
+        else:
+            search.note(prefix, dict.fromkeys(region.styles, REJECTED))
+    return found
+
+
+def _weights(module: nn.Module, plan: Plan) -> int:
+    layers = [module.get_submodule(path) for path, style in plan.styles.items() if isinstance(style, (Column, Row))]
+    return sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+
+
+def _repeats_blocks(module: nn.Module) -> bool:
+    """Return whether `module` holds a list of modules with linear layers in them, and not just of linear layers."""
+    if isinstance(module, nn.Sequential):
+        return sum(len(linear_layers(child)) > 1 for child in module.children()) > 1
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(
+        not linear_layers(child).keys() <= {""} for child in module.children()
+    )
 
 
 def _has_style(name: str, styles: dict[str, Style]) -> bool:
-    return any(name == path or name.startswith(f"{path}.") for path in styles)
-
-
-def _holds_blocks(module: nn.Module) -> bool:
-    """Return whether `module` is a sequence of several blocks of more than one linear layer each."""
-    blocks = [child for child in module.children() if sum(is_linear(part) for part in child.modules()) > 1]
-    return isinstance(module, nn.Sequential) and len(blocks) > 1
+    # What a module keeps for its heads says nothing about the layers inside of it.
+    whole = [path for path, style in styles.items() if not isinstance(style, PerHead)]
+    return any(name == path or name.startswith(f"{path}.") for path in whole)
 
 
 def _possible_regions(module: nn.Module, names: list[str]) -> Iterator[tuple[list[str], str]]:
     """Yield runs of layers that may form one divided region: (layers that open it, the layer that closes it)."""
-    sizes = [sizes_of(module.get_submodule(name)) for name in names]
+    sizes = [layer_sizes(module.get_submodule(name)) for name in names]
     opening: list[int] = []
     for position, (in_features, out_features) in enumerate(sizes):
         if opening:
@@ -280,18 +386,14 @@ def _possible_regions(module: nn.Module, names: list[str]) -> Iterator[tuple[lis
 
 
 def _candidates(module: nn.Module, opening: list[str], closing: str, group: Group) -> Iterator[Plan]:
-    """Yield ways to divide one region, the likeliest first.
-
-    Raises:
-        ValueError: If the region is an attention with fewer heads than ranks.
-    """
-    width = sizes_of(module.get_submodule(closing))[0]
-    outs = [sizes_of(module.get_submodule(name))[1] for name in opening]
+    """Yield ways to divide one region, the likeliest first."""
+    width = layer_sizes(module.get_submodule(closing))[0]
+    outs = [layer_sizes(module.get_submodule(name))[1] for name in opening]
     owners = dict.fromkeys(name.rpartition(".")[0] for name in [*opening, closing])
     for path in [*owners, ""]:
         owner = module.get_submodule(path)
         found = heads_of(owner)
-        if found is None or found.queries * found.size != width:
+        if found is None or found.queries * found.size != width or found.queries < group.size:
             continue
         attributes = {path: local_attributes(owner, found, group)}
         for parts in _possible_parts(outs, found):
@@ -325,81 +427,24 @@ def _fused(opening: list[str], closing: str, width: int, count: int, group: Grou
             yield Plan({**{name: Column(parts=(part,) * count) for name in opening}, closing: Row(parts=(part,))})
 
 
-def _divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> None:
-    """Divide the sequence along the stacks of blocks whose results this does not change."""
-    modules = dict(module.named_modules())
-    for path, stack in modules.items():
-        if not isinstance(stack, (nn.ModuleList, nn.Sequential)) or len(stack) == 0 or not path:
-            continue
-        blocks = [f"{path}.{name}" for name, _ in stack.named_children()]
-        # All blocks of a stack or none: the sequence is divided before the first and gathered after the last.
-        divided = [_sequence_plan(modules[block], plan.under(block), verifier) for block in blocks]
-        accepted = [part for part in divided if part is not None]
-        if len(accepted) == len(blocks):
-            for block, part in zip(blocks, accepted):
-                plan.add(block, part)
-            plan.sequence_regions.append((path.rpartition(".")[0], blocks[0], blocks[-1]))
-    if not plan.sequence_regions:
-        raise ValueError(
-            f"`sequence_parallel=True` finds no stack of blocks in `{type(module).__name__}` whose activations can be"
-            " divided along the sequence (dimension 1): blocks must take one tensor (batch, sequence, features), and"
-            " lengths from their projections, not from the input. Use `sequence_parallel=False`."
-        )
-
-
-def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier) -> Plan | None:
-    if not any(isinstance(style, Column) for style in inside.styles.values()):
-        return None
-    try:
-        styles = sequence_parallel_styles(block, inside.styles)
-    except ValueError:
-        return None
-    return verifier.first_verified(block, inside, [Plan(styles, sequence_regions=[("", "", "")])])
-
-
-def sequence_parallel_styles(block: nn.Module, styles: Mapping[str, Style], dim: int = 1) -> dict[str, Style]:
-    """Return the styles of a `block` whose input and output are divided along the sequence.
-
-    Args:
-        block: The full module.
-        styles: The styles of its layers without sequence parallelism, by path inside it.
-        dim: Dimension of the sequence.
-
-    Returns:
-        The same styles with sequence parallelism, and partial gradients for all other parameters of the block.
-
-    Raises:
-        ValueError: If a style cannot be combined with sequence parallelism.
-    """
-    result: dict[str, Style] = {}
-    for path, style in styles.items():
-        gathered = isinstance(style, Column) and style.gather_output
-        split = isinstance(style, Row) and style.split_input
-        if gathered or split or not isinstance(style, (Column, Row, Replicate)):
-            raise ValueError(f"`{path}` cannot be sequence-parallel with {style}; use `Column()` and `Row()` in pairs")
-        result[path] = style if isinstance(style, Replicate) else replace(style, sequence_dim=dim)
-    for path, module in block.named_modules():
-        # Norms and other layers see this rank's positions only.
-        if any(True for _ in module.parameters(recurse=False)) and not isinstance(result.get(path), (Column, Row)):
-            result[path] = Replicate(partial_gradient=True)
-    return result
-
-
 # --------------------------------------------------------------------------------------------------------- the rest
 
 
-def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group) -> None:
+def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group, reasons: Mapping[str, str]) -> None:
     """Gather the outputs of linear layers outside of regions; divide large and tied embeddings by vocabulary."""
     total = sum(parameter.numel() for parameter in module.parameters())
     weights: dict[int, int] = {}
     for child in module.modules():
         if is_linear(child):
             weights[id(child.weight)] = weights.get(id(child.weight), 0) + 1
+    layers = linear_layers(module)
     # A gathered output costs an all-gather but is right for any use of it.
     for path, child in module.named_modules():
-        if _has_style(path, plan.styles) or not any(True for _ in child.parameters(recurse=False)):
+        if _has_style(path, plan.styles):
             continue
-        if not (is_linear(child) or is_native(child, nn.Embedding)):
+        if not (path in layers or is_native(child, nn.Embedding)):
+            if (why := why_no_linear(child)) is not None:
+                plan.notes |= dict.fromkeys(_owners(path, child), f"whole: {why}")
             continue
         if read_elsewhere(module, path):
             plan.notes[path] = "whole: its weight is read outside of its forward"
@@ -408,6 +453,6 @@ def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group) -> None:
             large = child.weight.numel() >= LARGE_TABLE * total or id(child.weight) in weights
             if large and child.weight.shape[0] >= group.size and _applies(Vocab(), child):
                 plan.styles[path] = Vocab()
-        elif sizes_of(child)[1] >= group.size:
+        elif layer_sizes(child)[1] >= group.size:
             plan.styles[path] = Column(gather_output=True)
-            plan.notes[path] = GATHERED
+            plan.notes[path] = reasons.get(path, GATHERED)

@@ -10,6 +10,7 @@ Code      the methods that a step runs (`forward`, the steps of a LightningModul
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import re
 import textwrap
@@ -22,9 +23,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import parameters_of
+from lightning_parallel.compat import PartialModule
+from lightning_parallel.compat.torch import PARAMETERS, parameters_of
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "read_elsewhere",
     "sizes_of",
     "structure_of",
+    "why_no_linear",
 ]
 
 # ------------------------------------------------------------------------------------------------------------- layers
@@ -48,7 +52,7 @@ __all__ = [
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether `module` is an affine map with an ordinary weight: `nn.Linear`, or transformers' `Conv1D`."""
-    return is_native(module, nn.Linear) or is_transposed(module)
+    return is_native(module, nn.Linear) or is_transposed(module) or _computes_linear(module)
 
 
 def is_native(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -57,6 +61,54 @@ def is_native(module: nn.Module, kind: type[nn.Module]) -> bool:
     # A lazy module has no sizes before its first batch; quantised weights are not floating-point.
     ordinary = weight is not None and not is_lazy(weight) and weight.is_floating_point()
     return isinstance(module, kind) and ordinary and _has_class_forward(module) and only_wraps(type(module), kind)
+
+
+def _computes_linear(module: nn.Module) -> bool:
+    """Return whether the own `forward` of a subclass of `nn.Linear` computes the same, as `x @ weight.T + bias`."""
+    own = {name for name, value in parameters_of(module).items() if value is not None}
+    if not isinstance(module, nn.Linear) or isinstance(module, PartialModule):
+        return False
+    if own - {"weight", "bias"} or any(True for _ in module.buffers()):
+        return False
+    weight = parameters_of(module).get("weight")
+    plain = weight is not None and not is_lazy(weight) and weight.is_floating_point() and not [*module.children()]
+    if not plain or not _has_class_forward(module) or type(module).forward is nn.Linear.forward:
+        return False
+    settings = tuple(item for item in _settings(module) if item[0] not in _SIZES_OF_LINEAR)  # type: ignore[index]
+    return _tried_as_linear(type(module), module, settings)
+
+
+_SIZES_OF_LINEAR = {"in_features", "out_features", "training", PARAMETERS}
+_TRIED: dict[object, bool] = {}
+
+
+def _tried_as_linear(kind: type[nn.Module], module: nn.Linear, settings: tuple[object, ...]) -> bool:
+    """Run a copy of a few features, once for each kind; in training and in evaluation, with gradients."""
+    key = (kind, settings)
+    if key not in _TRIED:
+        agrees = []
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            for bias, training in ((True, True), (False, False)):
+                try:
+                    agrees.append(_agrees_with_linear(module, bias, training))
+                except Exception:  # any code of the user's
+                    agrees.append(False)
+        _TRIED[key] = all(agrees)
+    return _TRIED[key]
+
+
+def _agrees_with_linear(module: nn.Linear, bias: bool, training: bool) -> bool:
+    found = copy.copy(module)
+    plain = nn.Linear(5, 4, bias, dtype=torch.float64)
+    # The dict is still that of the original.
+    vars(found).update({"in_features": 5, "out_features": 4, "training": training, PARAMETERS: parameters_of(plain)})
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    results = []
+    for layer in (plain, found):
+        y = type(layer).forward(layer, x)
+        inputs = [x, *filter(lambda p: p is not None, parameters_of(layer).values())]
+        results.append([y, *torch.autograd.grad(y.square().sum(), inputs)])  # type: ignore[arg-type]
+    return all(map(torch.allclose, *results)) and results[0][0].dtype == results[1][0].dtype
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -90,6 +142,23 @@ def sizes_of(module: nn.Module) -> tuple[int, int]:
     """Return the (in, out) features of a linear layer, of its shard if it was divided."""
     first, second = parameters_of(module)["weight"].shape  # type: ignore[union-attr]
     return (first, second) if is_transposed(module) else (second, first)
+
+
+def why_no_linear(module: nn.Module) -> str | None:
+    """Return in a few words why `module`, which looks like a linear layer or an embedding, is not divided as one."""
+    own = parameters_of(module)
+    weight = own.get("weight")
+    parametrized = is_parametrized(module) or {"weight_g", "weight_v"} <= own.keys() or "weight_orig" in own
+    named = any(word in kind.__name__.lower() for kind in type(module).__mro__[:-2] for word in ("linear", "embedding"))
+    if parametrized:
+        return "its weight is computed from other parameters in each step (a parametrization, weight or spectral norm)"
+    if not named or (weight is None and not own):
+        return None
+    if weight is not None and not is_lazy(weight) and not weight.is_floating_point():
+        return "its weight is quantised"
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        return f"a class of its own, {describe(module)}, not torch's"
+    return f"{describe(module)} has a `forward` or parameters of its own"
 
 
 def describe(module: nn.Module) -> str:
@@ -252,22 +321,40 @@ _CACHE = re.compile("cache|past")
 def read_elsewhere(root: nn.Module, path: str) -> bool:
     """Return whether the code of a module around `path` reads the weight of the module there directly."""
     parts = path.split(".")
+    called: frozenset[str] = frozenset()
     for depth in range(len(parts)):
         around = root.get_submodule(".".join(parts[:depth]))
         inside = ".".join(parts[depth:])
         if isinstance(around, nn.MultiheadAttention) and inside == "out_proj":
             return True  # torch hands its weight to a function
-        if any(pattern.fullmatch(inside) for pattern in _weights_read(type(around))):
+        names = _own_names(type(around), called)
+        if any(pattern.fullmatch(inside) for pattern in _weights_read(type(around), names)):
             return True
+        called |= _methods_called(type(around), names)
     return False
 
 
+def _own_names(kind: type, called: frozenset[str]) -> tuple[str, ...]:
+    """Return which of the methods that modules around call are those of the user's class `kind`."""
+    own = {name for base in kind.__mro__ if not base.__module__.startswith(LIBRARIES) for name in vars(base)}
+    return tuple(sorted(own & called))
+
+
 @_cached
-def _weights_read(kind: type) -> tuple[re.Pattern[str], ...]:
+def _methods_called(kind: type, names: tuple[str, ...]) -> frozenset[str]:
+    """Return the names of methods that the code of `kind` calls on anything but the module itself."""
+    calls = (node for method in _methods(kind, names) for node in ast.walk(method) if isinstance(node, ast.Call))
+    return frozenset(
+        call.func.attr for call in calls if isinstance(call.func, ast.Attribute) and not _is_self(call.func.value)
+    )
+
+
+@_cached
+def _weights_read(kind: type, names: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
     """Return patterns for the paths of the modules inside one of class `kind` whose weights its methods read."""
     paths = {
         _path(node.value)
-        for method in _methods(kind)
+        for method in _methods(kind, names)
         for node in _attributes(method)
         if node.attr in ("weight", "bias") and not _is_self(node.value)
     }
@@ -299,10 +386,10 @@ def _path(node: ast.expr) -> str:
 
 
 @_cached
-def _methods(kind: type) -> tuple[ast.AST, ...]:
-    """Return the syntax trees of the methods of a user's class that a step runs."""
-    wanted = list(STEPS)
-    seen = set(STEPS)
+def _methods(kind: type, called: tuple[str, ...] = ()) -> tuple[ast.AST, ...]:
+    """Return the syntax trees of the methods of a user's class that a step runs, or those `called` from outside."""
+    wanted = [*STEPS, *called]
+    seen = set(wanted)
     found = []
     while wanted:
         name = wanted.pop()

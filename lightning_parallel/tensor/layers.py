@@ -33,8 +33,23 @@ from lightning_parallel.tensor.autograd import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
-from lightning_parallel.tensor.inspection import describe, full_shape, is_linear, is_native, is_transposed
-from lightning_parallel.tensor.linear import SequenceLengths, SharedInputs, column_linear, row_linear, shared_inputs
+from lightning_parallel.tensor.inspection import (
+    describe,
+    full_shape,
+    is_linear,
+    is_native,
+    is_transposed,
+    only_wraps,
+)
+from lightning_parallel.tensor.linear import (
+    SequenceLengths,
+    SharedInputs,
+    column_linear,
+    row_linear,
+    shared_inputs,
+    whole_input,
+)
+from lightning_parallel.tensor.low_rank import LowRankLinear, low_rank_of
 from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
@@ -108,6 +123,8 @@ class Column:
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`."""
+        if inner := _inside_low_rank(module, self):
+            return _rules_inside(module, inner, ranks)
         out_features = _features(module, type(self).__name__)[1]
         features = _feature_rule(self.parts, self.unit, out_features, ranks)
         rules = {"weight": features.along(1 if is_transposed(module) else 0)}
@@ -115,10 +132,13 @@ class Column:
 
     def partial(self, module: nn.Module) -> frozenset[str]:
         """See `Style`."""
-        return frozenset()
+        return _partial_inside(module, _inside_low_rank(module, self))
 
     def apply(self, module: nn.Module, group: Group) -> None:
         """See `Style`."""
+        if inner := _inside_low_rank(module, self):
+            _divide_inside(module, inner, group, "opens")
+            return
         rules = self.rules(module, group.size)
         in_features, out_features = _features(module, type(self).__name__)
         transposed = is_transposed(module)
@@ -152,6 +172,8 @@ class Row:
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`."""
+        if inner := _inside_low_rank(module, self):
+            return _rules_inside(module, inner, ranks)
         in_features = _features(module, type(self).__name__)[0]
         features = _feature_rule(self.parts, self.unit, in_features, ranks)
         if features.replicated:  # the sum over the ranks would count the shared features twice
@@ -160,11 +182,16 @@ class Row:
 
     def partial(self, module: nn.Module) -> frozenset[str]:
         """See `Style`."""
+        if inner := _inside_low_rank(module, self):
+            return _partial_inside(module, inner)
         # Each rank adds the bias to its part of the sequence only.
         return frozenset() if self.sequence_dim is None or module.bias is None else frozenset({"bias"})
 
     def apply(self, module: nn.Module, group: Group) -> None:
         """See `Style`."""
+        if inner := _inside_low_rank(module, self):
+            _divide_inside(module, inner, group, "closes")
+            return
         rules = self.rules(module, group.size)
         in_features, out_features = _features(module, type(self).__name__)
         transposed = is_transposed(module)
@@ -237,6 +264,38 @@ class Replicate:
         """See `Style`."""
 
 
+def _inside_low_rank(module: nn.Module, style: Column | Row) -> dict[str, Style]:
+    """Return the styles of the layers of a linear layer with low-rank terms; empty for any other module."""
+    found = low_rank_of(module)
+    if found is None:
+        return {}
+    divided, whole = (found.second, found.first) if isinstance(style, Column) else (found.first, found.second)
+    inner: dict[str, Style] = dict.fromkeys((found.base, *divided), style)
+    # With sequence parallelism, what is whole sees this rank's positions only.
+    return inner | dict.fromkeys(whole, Replicate(partial_gradient=style.sequence_dim is not None))
+
+
+def _rules_inside(module: nn.Module, inner: Mapping[str, Style], ranks: int) -> dict[str, Shard]:
+    found = {path: style.rules(module.get_submodule(path), ranks) for path, style in inner.items()}
+    return {f"{path}.{name}": rule for path, rules in found.items() for name, rule in rules.items()}
+
+
+def _partial_inside(module: nn.Module, inner: Mapping[str, Style]) -> frozenset[str]:
+    found = {path: style.partial(module.get_submodule(path)) for path, style in inner.items()}
+    return frozenset(f"{path}.{name}" for path, names in found.items() for name in names)
+
+
+def _divide_inside(
+    module: nn.Module, inner: Mapping[str, Style], group: Group, end: Literal["opens", "closes"]
+) -> None:
+    layers = [module.get_submodule(path) for path in inner]
+    for layer, style in zip(layers, inner.values()):
+        style.apply(layer, group)
+    around = convert(module, LowRankLinear)
+    around.region = None
+    around.region_end = end if any(getattr(layer, "region_end", None) for layer in layers) else None
+
+
 # ------------------------------------------------------------------------------------------------------------- layers
 
 
@@ -269,7 +328,7 @@ class ColumnLinear(_ParallelLinear):
     @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out / ranks), or to (..., out) if the output is gathered."""
-        y = column_linear(input, self.weight, self.bias, self.inputs, self.transposed)
+        y = column_linear(whole_input(input), self.weight, self.bias, self.inputs, self.transposed)
         if self.gather_output:
             return _gather_features(y, self.feature_rule, self.group)
         if self.region is not None and self.training:  # dropout draws in training only
@@ -354,7 +413,8 @@ class VocabEmbedding(nn.Embedding):
 def _features(module: nn.Module, style: str) -> tuple[int, int]:
     if not is_linear(module):
         raise TypeError(
-            f"`{style}` applies to `nn.Linear` (with an unchanged `forward`) and `Conv1D`, found {describe(module)}"
+            f"`{style}` applies to layers that compute what `nn.Linear` computes, and to `Conv1D`; found"
+            f" {describe(module)}"
         )
     shape = full_shape(parameters_of(module)["weight"])  # type: ignore[arg-type]
     out_features, in_features = shape if not is_transposed(module) else shape[::-1]
@@ -409,7 +469,7 @@ def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Modu
         return layer
     name = layer.__name__ if original.__module__.startswith("torch.nn.") else f"{layer.__name__}[{original.__name__}]"
     for native in (nn.Linear, nn.Embedding):
-        if issubclass(original, native) and original.forward is not native.forward:
+        if issubclass(original, native) and original.forward is not native.forward and only_wraps(original, native):
             # The user's forward goes first and its `super().forward` finds that of `layer`, not that of `native`.
             bases: tuple[type, ...] = (original, _subclass(layer, native))  # type: ignore[arg-type]
             break

@@ -24,11 +24,20 @@ from torch.autograd.function import once_differentiable
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
-from lightning_parallel.compat.torch import current_graph_task_id, version_of
+from lightning_parallel.compat.torch import current_graph_task_id, pytree, version_of
 from lightning_parallel.tensor.autograd import no_view
 from lightning_parallel.tensor.sharding import balanced
 
-__all__ = ["SequenceLengths", "SharedInputs", "column_linear", "compute_dtype", "row_linear", "shared_inputs"]
+__all__ = [
+    "NarrowInput",
+    "SequenceLengths",
+    "SharedInputs",
+    "column_linear",
+    "compute_dtype",
+    "row_linear",
+    "shared_inputs",
+    "whole_input",
+]
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -357,3 +366,48 @@ def _parameter_gradients(
         dw = (inputs.t() @ rows if ctx.transposed else rows.t() @ inputs).to(ctx.weight_dtype)
     db = rows.sum(0).to(ctx.bias_dtype) if bias and ctx.needs_input_grad[2] else None
     return dw, db
+
+
+# -------------------------------------------------------------------------------------------------------- input sizes
+
+_SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement}  # type: ignore[attr-defined]
+
+
+class NarrowInput(Tensor):
+    """Input (..., E) of an attention, whole, whose last size reads as that of this rank's heads.
+
+    Code such as `x.view(b, t, heads, x.shape[-1] // heads)` takes the width of its heads from its input. Functions
+    compute on the whole tensor, and what they make of it is narrow again if it has as many features.
+    """
+
+    whole: Tensor
+
+    @staticmethod
+    def of(whole: Tensor, features: int) -> NarrowInput:
+        """Let the last size of `whole` read as `features`."""
+        # Its own values are read by nothing; if they are, NaN shows it.
+        empty = whole.detach().new_full((1,), float("nan")).expand(*whole.shape[:-1], features)
+        narrow = empty.as_subclass(NarrowInput)
+        narrow.whole = whole
+        return narrow
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SIZES:
+            return super().__torch_function__(func, types, args, kwargs)
+        narrow = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, NarrowInput))
+        features, local = narrow.whole.shape[-1], narrow.shape[-1]
+        args, kwargs = pytree.tree_map(whole_input, (args, kwargs))
+        result = func(*args, **kwargs)
+
+        def again(leaf: Any) -> Any:
+            is_wide = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[-1] == features
+            return NarrowInput.of(leaf, local) if is_wide else leaf
+
+        return pytree.tree_map(again, result)
+
+
+def whole_input(value: Any) -> Any:
+    """Return the tensor that a `NarrowInput` stands for; anything else as it is."""
+    return value.whole if isinstance(value, NarrowInput) else value

@@ -8,16 +8,12 @@ to be possible, on every rank.
 from __future__ import annotations
 
 import difflib
-import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Literal, TypeVar, Union
+from typing import Any, Literal, TypeVar, Union
 
 import torch
-from rich import box
-from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_parallel import comm
@@ -33,6 +29,7 @@ from lightning_parallel.tensor.inspection import (
     read_elsewhere,
 )
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
+from lightning_parallel.tensor.per_head import set_local_values
 from lightning_parallel.tensor.regions import connect_random_regions, divide_stack
 from lightning_parallel.tensor.sharding import Shard
 
@@ -45,8 +42,6 @@ __all__ = [
     "materialize_shards",
     "parse_plan",
     "resolve_ties",
-    "sharding_rows",
-    "sharding_table",
     "style_named",
 ]
 
@@ -82,7 +77,7 @@ class Plan:
 
     Attributes:
         styles: The style of each divided module, by path.
-        attributes: Attributes that must be set to local values, such as the number of heads: `{path: {name: value}}`.
+        attributes: Local values, such as the number of heads, for `per_head.set_local_values`: `{path: {name: value}}`.
         notes: Why a module is divided less well than it could be, or not at all, by path.
         sequence_regions: Where activations are divided along the sequence: (path of the module around, of the first
             block, of the last block).
@@ -127,7 +122,7 @@ class Sharding:
     partial: frozenset[str]
     plan: Plan
     full_shapes: dict[str, Shape]
-    full_attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    full_attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------------------ a user's plan
@@ -335,11 +330,9 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
     shards, partial = _rules_by_name(module, modules, plan, group.size)
     for path, style in plan.styles.items():
         style.apply(modules[path], group)
-    full_attributes: dict[str, dict[str, int]] = {}
+    full_attributes: dict[str, dict[str, Any]] = {}
     for path, values in plan.attributes.items():
-        full_attributes[path] = {name: getattr(modules[path], name) for name in values}
-        for name, value in values.items():
-            setattr(modules[path], name, value)
+        full_attributes[path] = set_local_values(modules[path], values)
     # After all layers: a region is found by the divided layers inside one module.
     connect_random_regions(module, group)
     for region in plan.sequence_regions:
@@ -410,91 +403,3 @@ def materialize_shards(
         initialize_tensors(module, device, wanted=wanted, full_shape=full_shape, keep=keep)
     finally:
         patches.undo()
-
-
-# -------------------------------------------------------------------------------------------------------------- table
-
-
-def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tuple[str, ...]]:
-    """Return (module, style, global shape, local shape, parameters per rank, note), one row per kind of module.
-
-    Equal modules of repeated layers are merged. The shapes are those of the module's largest parameter; the parameters
-    are counted over all merged modules.
-
-    Args:
-        sharding: The result of `apply_plan`.
-        local_shapes: Shape of every parameter on this rank, by name.
-    """
-    owners: dict[str, list[str]] = {}
-    for name in sharding.full_shapes:
-        owners.setdefault(name.rpartition(".")[0], []).append(name)
-    merged: dict[tuple[str, ...], list[tuple[str, int]]] = {}
-    for owner, names in owners.items():
-        largest = max(names, key=lambda name: math.prod(sharding.full_shapes[name]))
-        style = _style_of(owner, names, sharding)
-        # Layer numbers are replaced by `*`: modules of repeated layers with the same key share a row.
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", f"{owner}.")
-        note = sharding.plan.notes.get(owner, "")
-        key = (pattern, style, _shape(sharding.full_shapes[largest]), _shape(local_shapes[largest]), note)
-        merged.setdefault(key, []).append((owner, sum(math.prod(local_shapes[name]) for name in names)))
-    rows: list[tuple[str, ...]] = []
-    for (_, style, full, local, note), found in merged.items():
-        count = sum(count for _, count in found)
-        rows.append((_merge_names([owner for owner, _ in found]), style, full, local, f"{count:,}", note))
-    return rows
-
-
-def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
-    """Return the table that is shown after a model has been divided over `ranks` ranks."""
-    local_shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    total = sum(map(math.prod, sharding.full_shapes.values()))
-    held = sum(map(math.prod, local_shapes.values()))
-    rows = sharding_rows(sharding, local_shapes)
-    table = Table(
-        title=f"{type(module).__name__} over {ranks} tensor-parallel ranks",
-        caption=f"this rank holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
-    )
-    for header in ("module", "style", "global", "local", "parameters per rank"):
-        numeric = header in ("global", "local", "parameters per rank")
-        table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "parameters per rank")
-    if any(row[-1] for row in rows):
-        table.add_column("note", overflow="fold")
-    for row in rows:
-        table.add_row(*row[: len(table.columns)], style="dim" if row[1] == "whole" else None)
-    return table
-
-
-def _style_of(owner: str, names: Sequence[str], sharding: Sharding) -> str:
-    """Return the name of the style by which the module at path `owner`, or one around it, was divided."""
-    if not any(name in sharding.shards for name in names):
-        return "whole"
-    parts = owner.split(".")
-    for depth in range(len(parts), -1, -1):
-        style = sharding.plan.styles.get(".".join(parts[:depth]))
-        if style is not None:
-            return _style_name(style)
-    return "whole"
-
-
-def _style_name(style: Style) -> str:
-    if isinstance(style, Column):
-        return "column, gathered" if style.gather_output else "column"
-    if isinstance(style, Row):
-        return "row, input split" if style.split_input else "row"
-    return {Vocab: "vocab", Attention: "heads", TransformerLayer: "heads, mlp"}.get(type(style), type(style).__name__)
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "1"
-
-
-def _merge_names(names: Sequence[str]) -> str:
-    """Merge `layers.0.up`, ..., `layers.11.up` -> `layers.{0..11}.up`."""
-    merged = []
-    for parts in zip(*(name.split(".") for name in names)):
-        different = sorted({int(part) for part in parts if part.isdigit()})
-        merged.append(parts[0] if len(set(parts)) == 1 else f"{{{different[0]}..{different[-1]}}}")
-    return ".".join(merged)

@@ -130,7 +130,9 @@ def _connect(module: nn.Module, region: RandomRegion) -> list[nn.Module]:
     if end == "inside":
         module.region = region  # type: ignore[assignment]
         return []
-    layers = [] if end is None else [module]
+    if end is not None:
+        return [module]  # the layers inside of one with low-rank terms leave the region to it
+    layers: list[nn.Module] = []
     for child in module.children():
         layers += _connect(child, region)
     if {layer.region_end for layer in layers} != {"opens", "closes"}:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 
-__all__ = ["DropoutOff", "PlanVerifier"]
+__all__ = ["DropoutOff", "PlanVerifier", "copy_in_double", "possible_inputs"]
 
 TOLERANCE = 1e-6  # of the largest value; blocks that compute in single precision inside stay below it
 SMALL = 1e-4  # a gradient this far below the largest one is compared as if it were this large
+LONGEST = 1024
+MOST_INPUTS = 6
 INPUT_SHAPE = (2, 6)  # samples and positions of the input with which a block is run
 
 _Result = tuple[list[Tensor], dict[str, Tensor]]
@@ -45,18 +49,21 @@ class PlanVerifier:
         self._refused: set[object] = set()
         self._verdicts: dict[object, bool | None] = {}
 
-    def first_verified(self, block: nn.Module, given: Plan, candidates: Iterable[Plan]) -> Plan | None:
+    def first_verified(
+        self, block: nn.Module, given: Plan, candidates: Iterable[Plan], source: str = ""
+    ) -> Plan | None:
         """Return the first candidate that does not change the results of `block`; None if there is none.
 
         Args:
             block: The full module.
             given: What is divided in addition to each candidate.
             candidates: Plans for the block, the likeliest first.
+            source: How they were found: a block that refused those of one source may accept those of another.
         """
         candidates = list(candidates)
-        kind = (type(block), tuple(candidates[0].styles) if candidates else ())
+        kind = (type(block), source, tuple(candidates[0].styles) if candidates else ())
         described = [(plan.styles, plan.attributes) for plan in candidates]
-        key = (structure_of(block), repr(given.styles), repr(described))
+        key = (structure_of(block), source, repr(given.styles), repr(described))
         if key not in self._known:
             self._known[key] = None if kind in self._refused else self._run_all(block, given, candidates)
         if self._known[key] is None:
@@ -79,13 +86,15 @@ class PlanVerifier:
             block = _with_random_values(block)
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            features = sizes_of(next(child for child in block.modules() if is_linear(child)))[0]
-            x = torch.randn(*INPUT_SHAPE, features, dtype=torch.float64).to(_device())
-            expected = self._run_together(lambda: _run(_copy(block), x))
-            if expected is None:
+            for x in possible_inputs(block):
+                expected = self._run_together(partial(_run_copy, block, x))
+                if expected is not None:
+                    break
+            else:
                 return None
             # A branch on `self.training` shows only there. None where the block draws random numbers of its own.
-            trained = self._run_together(lambda: _run_without_chance(_copy(block).train(), x))
+            trained = self._run_together(lambda: _run_without_chance(copy_in_double(block).train(), x))
+            draws = trained is not None and self._run_together(lambda: _run_with_chance(block, x)) is not None
             for plan in candidates:
                 both = Plan(
                     {**given.styles, **plan.styles},
@@ -93,7 +102,10 @@ class PlanVerifier:
                     sequence_regions=plan.sequence_regions,
                 )
                 agrees = self._agrees(block, both, x, expected, all_outputs, training=False)
-                if agrees and (trained is None or self._agrees(block, both, x, trained, all_outputs, training=True)):
+                if agrees and trained is not None:
+                    agrees = self._agrees(block, both, x, trained, all_outputs, training=True)
+                    agrees = agrees and (not draws or self._draws_alike(block, both, x))
+                if agrees:
                     return plan
         return None
 
@@ -101,7 +113,7 @@ class PlanVerifier:
         self, block: nn.Module, plan: Plan, x: Tensor, expected: _Result, all_outputs: bool, training: bool
     ) -> bool:
         try:
-            divided = _copy(block)
+            divided = copy_in_double(block)
             sharding = apply_plan(divided, plan, self.group)
         except ValueError:  # raised on every rank
             return False
@@ -130,6 +142,27 @@ class PlanVerifier:
             right = right and _close(gradient, mine, SMALL * largest)
         return all(comm.all_gather_object(right, self.group))
 
+    def _draws_alike(self, block: nn.Module, plan: Plan, x: Tensor) -> bool:
+        """Return whether, with dropout, what is whole on all ranks is the same there.
+
+        Where each rank draws for its own features, what it computes whole must not depend on the draws.
+        """
+        divided = copy_in_double(block)
+        sharding = apply_plan(divided, plan, self.group)
+        torch.manual_seed(0)
+        outputs, gradients = _run(divided.train(), x)
+        reduced = {name: gradients[name] for name in sorted(sharding.partial & gradients.keys())}
+        reduce_partial_(reduced, sharding.shards, self.group)
+        whole = [*outputs[:2], *(gradient for name, gradient in gradients.items() if name not in sharding.shards)]
+        numbers = [float((tensor * torch.randn_like(tensor.cpu()).to(tensor)).sum()) for tensor in whole]
+        sizes = [float(tensor.norm()) for tensor in whole]
+        everywhere = comm.all_gather_object((numbers, sizes), self.group)
+        return all(
+            abs(mine - first) <= TOLERANCE * max(size, 1e-12)
+            for mine_of_all, _ in everywhere
+            for mine, first, size in zip(mine_of_all, *everywhere[0])
+        )
+
     def _run_together(self, run: Callable[[], _Result]) -> _Result | None:
         """Return the result of `run`, or None on every rank if it failed on any."""
         try:
@@ -139,7 +172,23 @@ class PlanVerifier:
         return result if all(comm.all_gather_object(result is not None, self.group)) else None
 
 
-def _copy(block: nn.Module) -> nn.Module:
+def possible_inputs(block: nn.Module) -> Iterator[Tensor]:
+    """Yield random inputs (2, length, features) that `block` may be made for, the likeliest first."""
+    sizes = [sizes_of(child)[0] for child in block.modules() if is_linear(child)]
+    features = list(dict.fromkeys([sizes[0], max(sizes, key=sizes.count)]))
+    # Tables of positions fix the length of the sequence: that of a window, of an image.
+    others = [child for child in block.modules() if not is_linear(child)]
+    tables = [table for child in others for table in (*child.buffers(False), *child.parameters(False))]
+    fixed = [size for table in tables for size in table.shape if table.dim() > 1 and 1 < size <= LONGEST]
+    lengths = list(dict.fromkeys([INPUT_SHAPE[1], *fixed]))
+    for length, size in islice(((length, size) for length in lengths for size in features), MOST_INPUTS):
+        yield torch.randn(INPUT_SHAPE[0], length, size, dtype=torch.float64).to(_device())
+
+
+def copy_in_double(block: nn.Module) -> nn.Module:
+    """Return a copy of `block` in double precision, in evaluation and without dropout, on a device to compute on."""
+    if any(parameter.is_meta for parameter in block.parameters()):
+        block = _with_random_values(block)
     # Double precision tells rounding from a wrong division; `eval` switches off dropout, which would differ.
     copied = copy.deepcopy(block).to(_device(), torch.float64).eval().requires_grad_(True)
     for module in copied.modules():
@@ -152,6 +201,10 @@ def _device() -> torch.device:
     """Return a device on which the ranks can communicate: NCCL does not take tensors on the CPU."""
     on_gpu = torch.distributed.is_initialized() and "nccl" in torch.distributed.get_backend()
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _run_copy(block: nn.Module, x: Tensor) -> _Result:
+    return _run(copy_in_double(block), x)
 
 
 def _run(block: nn.Module, x: Tensor) -> _Result:
@@ -182,6 +235,20 @@ def _run_without_chance(block: nn.Module, x: Tensor) -> _Result:
         after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
     if not all(map(torch.equal, before, after)):
         raise ValueError("the block draws random numbers")
+    return result
+
+
+def _run_with_chance(block: nn.Module, x: Tensor) -> _Result:
+    """Run a block in training with its dropout.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+    result = _run(copy_in_double(block).train(), x)
+    after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+    if all(map(torch.equal, before, after)):
+        raise ValueError("the block draws no random numbers")
     return result
 
 

@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
-from lightning_parallel.tensor.auto_plan import make_plan, sequence_parallel_styles
+from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.layers import Column, Replicate, Row
 from lightning_parallel.tensor.plan import apply_plan
 from lightning_parallel.tensor.regions import divide_sequence
+from lightning_parallel.tensor.sequence_plan import sequence_parallel_styles
 from lightning_parallel.tensor.sharding import ShardPart
 from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import divide, finish_gradients, same_by_name

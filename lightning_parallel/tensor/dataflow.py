@@ -1,0 +1,484 @@
+"""Which features belong together: found by running a block whose linear layers return numbers of our own.
+
+A region is a set of linear layers whose outputs alone decide the inputs of another one. Gradients tell which features
+of the outputs the first feature of that input depends on, and changing these tells which other features do:
+
+    qkv -> [reshape, permute, softmax, ...] -> out        out[0] <- q, k of head 0, one feature of v -> all of head 0
+
+What is connected in this way, a head or a group of heads with their keys, must stay on one rank. Names say nothing:
+how the features are packed shows in their places, and which numbers the code takes for the number of heads shows in a
+run with the features of some heads.
+
+Legend for shapes: B samples, T positions, E features, U units (heads or groups of heads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from itertools import combinations, islice
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import buffers_of, parameters_of
+from lightning_parallel.tensor.inspection import structure_of
+from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
+from lightning_parallel.tensor.linear import NarrowInput, whole_input
+from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
+from lightning_parallel.tensor.per_head import DividedTensor, PerHead, set_local_values
+from lightning_parallel.tensor.plan import Plan
+from lightning_parallel.tensor.sharding import Shard, ShardPart, balanced
+from lightning_parallel.tensor.verify import copy_in_double, possible_inputs
+
+__all__ = ["NOT_RUN", "Dataflow", "RegionFinder"]
+
+Parts = tuple[ShardPart, ...]
+Slot = tuple[str, str, int]
+"""A number that the code may read: path of the module, name (see `set_local_values`), value."""
+
+NEGLIGIBLE = 1e-9  # of the largest value: rounding of a matrix product that was computed in another order
+MOST_TRIALS = 200
+MOST_NESTED = 3
+NOT_RUN = "one tensor is not enough to run"
+
+
+@dataclass
+class Dataflow:
+    """What was found out about a block.
+
+    Attributes:
+        regions: Ways to divide each region, the largest region first.
+        reasons: Why layers of the block are in no region, by path.
+    """
+
+    regions: list[Plan] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+class _RefusedError(Exception):
+    """A region cannot be divided; the message says why, in a few words."""
+
+
+class RegionFinder:
+    """Finds the regions of blocks; blocks of equal structure are run once.
+
+    Args:
+        group: The tensor-parallel group; all its ranks must call `find` in the same order.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._known: dict[object, Dataflow] = {}
+
+    def find(self, block: nn.Module, free: Sequence[str]) -> Dataflow:
+        """Return the regions that the linear layers `free` of `block` form."""
+        key = (structure_of(block), tuple(free))
+        if key not in self._known:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                found = _find(block, free, self.group.size)
+            # Ranks that propose different divisions would wait for each other.
+            local = repr((found.regions, found.reasons))
+            if len(set(comm.all_gather_object(local, self.group))) > 1:
+                found = Dataflow()
+            mine = [_of_rank(plan, self.group) for plan in found.regions]
+            self._known[key] = Dataflow(mine, found.reasons)
+        return self._known[key]
+
+
+def _of_rank(plan: Plan, group: Group) -> Plan:
+    found: Any = plan.attributes
+    # Found as (value of the whole, number of units), so that the ranks could compare.
+    attributes = {
+        path: {name: _share(whole[0], whole[1], group.size, group.rank) for name, whole in values.items()}
+        for path, values in found.items()
+    }
+    return Plan(plan.styles, attributes)
+
+
+def _share(value: int, units: int, ranks: int, rank: int) -> int:
+    return value // units * balanced(units, ranks)[rank]
+
+
+def _find(block: nn.Module, free: Sequence[str], ranks: int) -> Dataflow:
+    cut = _CutBlock.that_runs(block)
+    if cut is None:
+        alone = f"{NOT_RUN} `{type(block).__name__}`"
+        return Dataflow([], dict.fromkeys(free, alone))
+    found = Dataflow()
+    for opening, closing in cut.regions():
+        if not {*opening, *closing} <= {*free}:
+            continue
+        try:
+            found.regions.append(_Region(cut, opening, closing, ranks).plan())
+        except _RefusedError as error:
+            found.reasons |= dict.fromkeys([*opening, *closing], str(error))
+        except Exception:  # the user's code on numbers it may not be made for
+            found.reasons |= dict.fromkeys([*opening, *closing], "does not run on random numbers")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ running blocks
+
+
+class _CutBlock:
+    """Copy of a block whose linear layers return given outputs, or random ones, and keep their inputs."""
+
+    def __init__(self, block: nn.Module, x: Tensor) -> None:
+        self.x = x.requires_grad_(True)
+        self.module = copy_in_double(block)
+        self.modules = dict(self.module.named_modules())
+        self.layers = linear_layers(self.module)
+        inside = {f"{name}.{path}" for name, layer in self.layers.items() for path, _ in layer.named_modules() if path}
+        self.tensors: dict[tuple[str, str], Tensor] = {}
+        for path, child in self.modules.items():
+            for name, tensor in [*parameters_of(child).items(), *buffers_of(child).items()]:
+                if tensor is None or path in self.layers or path in inside:
+                    continue
+                if tensor.is_floating_point():
+                    tensor.requires_grad_(True)
+                    with torch.no_grad():  # a zero (of a scale, at the start of training) would hide what it scales
+                        tensor.copy_(torch.where(tensor == 0, torch.rand_like(tensor), tensor))
+                self.tensors[path, name] = tensor
+        self.sizes = {name: layer_sizes(layer) for name, layer in self.layers.items()}
+        self.outputs: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self._given: Mapping[str, Tensor] = {}
+        for name, layer in self.layers.items():
+            layer.forward = partial(self._answer, name)
+
+    @classmethod
+    def that_runs(cls, block: nn.Module) -> _CutBlock | None:
+        """Run a cut copy of `block` with the first input that it takes; None if there is none."""
+        for x in possible_inputs(block):
+            try:
+                cut = cls(block, x)
+                cut.outputs = {}
+                cut.inputs = cut.run({})
+                return cut
+            except Exception:  # the user's code on an input it may not be made for
+                continue
+        return None
+
+    def run(self, given: Mapping[str, Tensor], x: Tensor | None = None) -> dict[str, Tensor]:
+        """Run the block, with `given` instead of the first outputs of the layers; return the inputs of its layers."""
+        self._given = given
+        before, self.inputs = self.inputs, {}
+        try:
+            self.module(self.x if x is None else x)
+            return self.inputs
+        finally:
+            self.inputs = before
+
+    def _answer(self, name: str, *args: Tensor, **kwargs: Any) -> Tensor:
+        if len(args) != 1 or kwargs:
+            raise _RefusedError(f"`{name}` gets several inputs")
+        x = whole_input(args[0])
+        if name in self.inputs:
+            raise _RefusedError(f"`{name}` is called twice")
+        self.inputs[name] = x
+        if name not in self.outputs:
+            shape = (*x.shape[:-1], self.sizes[name][1])
+            self.outputs[name] = torch.randn(shape, dtype=x.dtype, device=x.device, requires_grad=True)
+        y = self._given.get(name, self.outputs[name])
+        if y.shape[:-1] != x.shape[:-1]:
+            raise _RefusedError(f"`{name}` gets an input of another shape")
+        return y
+
+    def regions(self) -> list[tuple[list[str], list[str]]]:
+        """Return the possible regions: (layers that open it, layers that close it), those with most weights first."""
+        groups: dict[tuple[str, ...], list[str]] = {}
+        leaves = [self.x, *self.outputs.values()]
+        for name, y in self.inputs.items():
+            if not y.requires_grad:
+                continue
+            past, *found = _gradients(y * torch.randn_like(y), leaves)
+            opening = tuple(leaf for leaf, gradient in zip(self.outputs, found) if bool(gradient.any()))
+            if opening and not bool(past.any()):
+                groups.setdefault(opening, []).append(name)
+        regions = [(list(opening), closing) for opening, closing in groups.items()]
+        return sorted(regions, key=lambda region: -sum(self._weights(name) for part in region for name in part))
+
+    def _weights(self, name: str) -> int:
+        return self.sizes[name][0] * self.sizes[name][1]
+
+
+def _gradients(values: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of the sum of `values`, zeros for leaves that it does not depend on."""
+    if not leaves:
+        return []
+    found = torch.autograd.grad(values.sum(), leaves, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in zip(found, leaves)]
+
+
+def _features(values: Tensor) -> Tensor:
+    """Return which features (E,) of values (..., E) are not zero anywhere."""
+    return (values != 0).flatten(0, -2).any(0)
+
+
+# --------------------------------------------------------------------------------------------------------- one region
+
+
+class _Region:
+    """A region of a block, and how it can be divided by units: (layers that open it) -> (layers that close it)."""
+
+    def __init__(self, cut: _CutBlock, opening: list[str], closing: list[str], ranks: int) -> None:
+        self.cut = cut
+        self.opening = opening
+        self.closing = closing
+        self.ranks = ranks
+        self.y = cut.inputs[closing[0]]
+        if not all(_equal(cut.inputs[name], self.y) for name in closing):
+            raise _RefusedError("its output is used in several ways")
+        for common in self._common():
+            first, opened = self._first_unit(common)
+            if not bool(first.all()):
+                break
+        else:
+            raise _RefusedError("features of all heads are mixed (a norm over all, one head)")
+        self.row = _parts(first)
+        self.columns = {name: _parts_beside(mask, common.get(name, slice(0, 0))) for name, mask in opened.items()}
+        divided = [part for parts in [self.row, *self.columns.values()] for part in parts if not part.shared]
+        counts = {part.size // part.unit for part in divided}
+        self.units = min(counts)
+        if len(counts) > 1:
+            raise _RefusedError("no regular order of heads")
+        if self.units < ranks:
+            raise _RefusedError(f"{self.units} heads for {ranks} ranks")
+        self.tensors, self.shared = self._tensors(first)
+
+    def plan(self) -> Plan:
+        """Return the division, with attributes as (value of the whole, units).
+
+        Raises:
+            _RefusedError: If the code does not run with some of the units.
+        """
+        settled = next((found for found in self._possible_slots() if self._works(*found)), None)
+        if settled is None:
+            raise _RefusedError(f"the code works with all {self.units} heads only")
+        slots, narrow = settled
+        attributes: dict[str, dict[str, Any]] = {}
+        for path, name, value in slots:
+            attributes.setdefault(path, {})[name] = (value, self.units)
+        return Plan(self._styles(narrow), attributes)
+
+    def _common(self) -> Iterator[dict[str, slice]]:
+        """Yield output features of the opening layers that all units may use: none; the keys and values of one head."""
+        yield {}
+        width = self.y.shape[-1]
+        outs = {name: self.cut.outputs[name].shape[-1] for name in self.opening}
+        yield {name: slice(0, out) for name, out in outs.items() if out < width}
+        if all(width < out < 2 * width for out in outs.values()):
+            yield {name: slice(width, out) for name, out in outs.items()}
+            yield {name: slice(0, out - width) for name, out in outs.items()}
+
+    def _first_unit(self, common: Mapping[str, slice]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the features of one unit: of the closing layers' input, and of the opening layers' outputs."""
+        first = torch.zeros(self.y.shape[-1], dtype=torch.bool, device=self.y.device)
+        first[0] = True
+        leaves = [self.cut.outputs[name] for name in self.opening]
+        while True:
+            gradients = _gradients((self.y * torch.randn_like(self.y))[..., first], leaves)
+            opened = {name: _features(gradient) for name, gradient in zip(self.opening, gradients)}
+            for name, features in common.items():
+                opened[name][features] = False
+            changed = first | self._changed_by(opened)
+            if bool((changed == first).all()):
+                return first, opened
+            first = changed
+
+    def _changed_by(self, opened: Mapping[str, Tensor]) -> Tensor:
+        given = {
+            name: self.cut.outputs[name].detach() + torch.randn_like(self.cut.outputs[name]) * mask
+            for name, mask in opened.items()
+        }
+        # With gradients: without them, torch's encoder layers take a kernel that calls no layers.
+        changed = self.cut.run(given).get(self.closing[0])
+        if changed is None or changed.shape != self.y.shape:
+            raise _RefusedError("values decide which layers are called")
+        difference = (changed.detach() - self.y.detach()).abs()
+        if not bool(difference.isfinite().all()):
+            raise _RefusedError("computes with infinite numbers")
+        return _features(difference > NEGLIGIBLE * float(self.y.detach().abs().max()))
+
+    def _tensors(self, first: Tensor) -> tuple[dict[tuple[str, str], DividedTensor], list[tuple[str, str]]]:
+        """Return the parameters and buffers that the units divide, and those that all of them use, by path and name."""
+        floating = {key: tensor for key, tensor in self.cut.tensors.items() if tensor.requires_grad}
+        weighted = self.y * torch.randn_like(self.y)
+        of_first = _gradients(weighted[..., first], list(floating.values()))
+        of_others = _gradients(weighted[..., ~first], list(floating.values()))
+        divided = {}
+        shared = []
+        for (key, tensor), mine, theirs in zip(floating.items(), of_first, of_others):
+            if not bool(mine.any()) and not bool(theirs.any()):
+                continue
+            for dim in range(tensor.dim()):
+                unit, rest = (_features(part.movedim(dim, -1).unsqueeze(0)) for part in (mine, theirs))
+                if not bool((unit & rest).any()) and bool(unit.any()):
+                    divided[key] = DividedTensor(key[1], dim, _parts(unit))
+                    break
+            else:
+                shared.append(key)
+        for known in divided.values():
+            if {part.size // part.unit for part in known.parts} != {self.units}:
+                raise _RefusedError(f"no regular order of heads in `{known.name}`")
+        return divided, shared
+
+    # ------------------------------------------------------------------------------------------------------- styles
+
+    def _styles(self, narrow: bool) -> dict[str, Style]:
+        styles: dict[str, Style] = {name: Column(parts=_unless_plain(parts)) for name, parts in self.columns.items()}
+        styles |= {name: Row(parts=_unless_plain(self.row)) for name in self.closing}
+        paths = dict.fromkeys(path for path, _ in [*self.tensors, *self.shared])
+        for path in [*paths, *([""] if narrow and "" not in paths else [])]:
+            own = parameters_of(self.cut.modules[path])
+            divided = [known for key, known in self.tensors.items() if key[0] == path]
+            shared = tuple(sorted(name for at, name in self.shared if at == path and name in own))
+            buffers = tuple(known for known in divided if known.name not in own)
+            width = self.row if narrow and path == "" else None
+            inside = self.cut.modules[path].named_parameters()  # `Replicate` counts those of its children, too
+            if divided or width is not None or len(shared) < sum(1 for _ in inside):
+                divided = [known for known in divided if known.name in own]
+                styles[path] = PerHead(tuple(divided), buffers, shared, width)
+            elif shared:
+                styles[path] = Replicate(partial_gradient=True)
+        return styles
+
+    # --------------------------------------------------------------------------------------------- numbers of heads
+
+    def _slots(self) -> list[Slot]:
+        """Return the numbers in the region's modules that may count units, or features of all units."""
+        inside = {path for path, _ in [*self.tensors, *self.shared]}
+        around = {name.rpartition(".")[0] for name in [*self.opening, *self.closing]}
+        slots = []
+        for path, module in self.cut.modules.items():
+            own = any(True for _ in module.parameters(recurse=False))
+            # What layers with parameters outside of the region keep are not sizes of the region.
+            if path in self.cut.layers or (own and path not in inside and path not in around):
+                continue
+            for name, value in vars(module).items():
+                if name not in _OF_MODULES:
+                    slots += [(path, full, number) for full, number in _numbers(name, value)]
+        return [slot for slot in slots if slot[2] >= self.units and slot[2] % self.units == 0]
+
+    def _possible_slots(self) -> Iterator[tuple[tuple[Slot, ...], bool]]:
+        """Yield sets of numbers to reduce, and whether the width of the input is one; the likeliest first."""
+        slots = self._slots()
+        single = {part.unit for parts in [self.row, *self.columns.values()] for part in parts if not part.shared}
+        values = sorted({value for _, _, value in slots})
+        likely = tuple(slot for slot in slots if slot[2] not in single)
+        choices = [likely, tuple(slots), ()]
+        choices += [tuple(slot for slot in slots if slot[2] in some) for some in _subsets(values)]
+        choices += [tuple(slot for slot in likely if slot not in left) for left in islice(_subsets(likely), 100)]
+        choices += list(islice(_subsets(slots), 100))
+        wide = self.cut.x.shape[-1] == self.y.shape[-1]
+        for slots_and in dict.fromkeys(choices[:MOST_TRIALS]):
+            yield slots_and, False
+            if wide and "forward" not in vars(self.cut.module):
+                yield slots_and, True
+
+    def _works(self, slots: tuple[Slot, ...], narrow: bool) -> bool:
+        """Return whether the code, with some of the units, makes the features of these units."""
+        # The first rank holds the largest share, the last one the smallest.
+        return all(self._works_on(rank, slots, narrow) for rank in (0, self.ranks - 1))
+
+    def _works_on(self, rank: int, slots: tuple[Slot, ...], narrow: bool) -> bool:
+        rules = {name: Shard.packed(-1, parts, self.ranks) for name, parts in self.columns.items()}
+        given = {name: rule.split(self.cut.outputs[name].detach(), rank) for name, rule in rules.items()}
+        row = Shard.packed(-1, self.row, self.ranks)
+        x = NarrowInput.of(self.cut.x.detach(), row.local_size(rank)) if narrow else None
+        saved: list[tuple[Any, dict[str, Any]]] = []
+        try:
+            for path, name, value in slots:
+                module = self.cut.modules[path]
+                share = _share(value, self.units, self.ranks, rank)
+                saved.append((vars(module), set_local_values(module, {name: share})))
+            for (path, _), known in self.tensors.items():
+                for own in (parameters_of(self.cut.modules[path]), buffers_of(self.cut.modules[path])):
+                    if known.name in own:
+                        saved.append((own, {known.name: own[known.name]}))
+                        local = known.rule(self.ranks).split(own[known.name].detach(), rank)  # type: ignore[union-attr]
+                        own[known.name] = local  # type: ignore[assignment]
+            inputs = self.cut.run(given, x)
+        except Exception:  # the user's code with sizes it may not be made for
+            return False
+        finally:
+            for own, values in reversed(saved):
+                own.update(values)
+        expected = {name: row.split(y, rank) if name in self.closing else y for name, y in self.cut.inputs.items()}
+        return all(name in inputs and _equal(inputs[name], y) for name, y in expected.items())
+
+
+def _equal(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    found, expected = found.detach(), expected.detach()
+    return bool((found - expected).abs().max() <= NEGLIGIBLE * float(expected.abs().max()))
+
+
+def _unless_plain(parts: Parts) -> Parts | None:
+    """Return None for features that are independent of each other."""
+    return None if len(parts) == 1 and parts[0].unit == 1 else parts
+
+
+def _parts(first: Tensor) -> Parts:
+    """Return the parts of features (E,), from the features of the first unit: each part begins with some of them.
+
+        1100 1100 1100    three parts of two units of two features
+
+    Raises:
+        _RefusedError: If the parts are not made of whole units.
+    """
+    marks = [False, *first.tolist(), False]
+    starts = [at for at in range(len(first)) if marks[at + 1] and not marks[at]]
+    stops = [at for at in range(1, len(first) + 1) if marks[at] and not marks[at + 1]]
+    if not starts or starts[0] != 0:
+        raise _RefusedError("no regular order of heads")
+    sizes = [after - start for start, after in zip(starts, [*starts[1:], len(first)])]
+    units = [stop - start for start, stop in zip(starts, stops)]
+    if any(size % unit for size, unit in zip(sizes, units)):
+        raise _RefusedError("no regular order of heads")
+    return tuple(ShardPart(size, unit) for size, unit in zip(sizes, units))
+
+
+def _parts_beside(first: Tensor, common: slice) -> Parts:
+    """Return the parts of features of which those in `common`, at one end, are used by all units."""
+    size = common.stop - common.start
+    if size == 0:
+        return _parts(first)
+    shared = ShardPart.keys(1, size)
+    if size == len(first):
+        return (shared,)
+    return (shared, *_parts(first[size:])) if common.start == 0 else (*_parts(first[: common.start]), shared)
+
+
+def _subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    for count in range(1, len(items) + 1):
+        yield from combinations(items, count)
+
+
+_OF_MODULES = {*vars(nn.Module())}
+_NO_HOLDERS = (nn.Module, Tensor, Enum, type, FunctionType, MethodType, ModuleType, str, bytes)
+
+
+def _numbers(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, int]]:
+    """Yield the integers in the value of an attribute, with their names; see `set_local_values`."""
+    if isinstance(value, int) and not isinstance(value, (bool, Enum)):
+        yield name, value
+    if depth == MOST_NESTED or isinstance(value, _NO_HOLDERS):
+        return
+    if isinstance(value, dict):
+        inner = [(key, item) for key, item in value.items() if isinstance(key, str) and "." not in key]
+    elif isinstance(value, (list, tuple)):
+        inner = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        inner = list(getattr(value, "__dict__", {}).items())
+    for key, item in inner:
+        yield from _numbers(f"{name}.{key}", item, depth + 1)

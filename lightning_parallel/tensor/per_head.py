@@ -1,0 +1,155 @@
+"""What attention modules keep for each head, besides linear layers: parameters, buffers, and numbers of heads.
+
+    slopes (H, 1, 1)    tables of relative positions (buckets, H)    scales (H, 1, 1)    num_heads = H
+
+Legend for shapes: H heads, h heads on this rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import buffers_of, pytree, version_of
+from lightning_parallel.tensor.layers import convert, shard_parameters
+from lightning_parallel.tensor.linear import NarrowInput, whole_input
+from lightning_parallel.tensor.sharding import Shard, ShardPart
+
+__all__ = ["DividedTensor", "PerHead", "PerHeadModule", "set_local_values"]
+
+
+@dataclass(frozen=True)
+class DividedTensor:
+    """A parameter or buffer of which each rank uses the entries of its heads.
+
+    Attributes:
+        name: Its name in its module.
+        dim: The dimension of the heads.
+        parts: The parts of that dimension that are split one by one.
+    """
+
+    name: str
+    dim: int
+    parts: tuple[ShardPart, ...]
+
+    def rule(self, ranks: int) -> Shard:
+        """Return which entries each rank uses."""
+        return Shard.packed(self.dim, self.parts, ranks)
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """Divides the parameters of a module that belong to heads, and lets its code see this rank's heads only.
+
+    Args:
+        parameters: The parameters that are divided.
+        buffers: The buffers of which the forward sees this rank's entries; they stay whole, as checkpoints keep them.
+        shared: Names of parameters that all heads use: each rank has the gradient from its heads.
+        width: The parts of the features of all heads, if the code takes their number from the input's last size, which
+            then reads as this rank's.
+    """
+
+    parameters: tuple[DividedTensor, ...] = ()
+    buffers: tuple[DividedTensor, ...] = ()
+    shared: tuple[str, ...] = ()
+    width: tuple[ShardPart, ...] | None = None
+
+    def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
+        """See `Style`."""
+        own = dict(module.named_parameters(recurse=False))
+        for known in self.parameters:
+            if known.name not in own:
+                raise TypeError(f"`PerHead` applies to a module with a parameter `{known.name}`")
+        return {known.name: known.rule(ranks) for known in self.parameters}
+
+    def partial(self, module: nn.Module) -> frozenset[str]:
+        """See `Style`."""
+        return frozenset(self.shared)
+
+    def apply(self, module: nn.Module, group: Group) -> None:
+        """See `Style`."""
+        rules = self.rules(module, group.size)
+        layer = convert(module, PerHeadModule)
+        layer.buffer_rules = {known.name: known.rule(group.size) for known in self.buffers}
+        layer.input_features = None
+        if self.width is not None:
+            layer.input_features = Shard.packed(0, self.width, group.size).local_size(group.rank)
+        layer.group = group
+        shard_parameters(layer, rules, group)
+
+
+class PerHeadModule(nn.Module):
+    """Module that computes this rank's heads; see `PerHead`."""
+
+    buffer_rules: dict[str, Shard]
+    input_features: int | None
+    group: Group
+
+    @torch.compiler.disable  # the input's own size and the buffers' slices are made in every call
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the original class with this rank's entries.
+
+        Raises:
+            RuntimeError: If it changes a buffer of which it sees this rank's entries.
+        """
+        if self.input_features is not None and args and isinstance(args[0], Tensor):
+            args = (NarrowInput.of(args[0], self.input_features), *args[1:])
+        own = buffers_of(self)
+        whole = {name: buffer for name in self.buffer_rules if (buffer := own.get(name)) is not None}
+        local = {name: self.buffer_rules[name].split(buffer, self.group.rank) for name, buffer in whole.items()}
+        versions = {name: version_of(buffer) for name, buffer in local.items()}
+        try:
+            own.update(local)
+            output = super().forward(*args, **kwargs)
+            for name, buffer in local.items():
+                if own[name] is not buffer or version_of(buffer) != versions[name]:
+                    raise RuntimeError(
+                        f"`{type(self).__name__}` changes its buffer `{name}`, of which each tensor-parallel rank sees"
+                        " the entries of its heads only; keep the layers of this module whole with"
+                        " plan={..., '<its path>.*': 'replicate'}"
+                    )
+        finally:
+            own.update(whole)
+        return pytree.tree_map(whole_input, output)
+
+
+def set_local_values(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Set attributes, or values inside of them, to this rank's; return the attributes as they were.
+
+    What an attribute holds is copied before it is changed, as other modules may hold it, too (a configuration).
+
+    Args:
+        module: The module.
+        values: New values by name; "config.heads" and "sizes.0" are names of values inside of an attribute.
+    """
+    before: dict[str, Any] = {}
+    for name, value in values.items():
+        attribute, *inner = name.split(".")
+        old = getattr(module, attribute)
+        before.setdefault(attribute, old)
+        setattr(module, attribute, _with_value(old, inner, value))
+    return before
+
+
+def _with_value(holder: Any, keys: list[str], value: Any) -> Any:
+    """Return a copy of `holder` in which the value at the end of `keys` is replaced."""
+    if not keys:
+        return value
+    key, *rest = keys
+    if isinstance(holder, (list, tuple)):
+        items = list(holder)
+        items[int(key)] = _with_value(items[int(key)], rest, value)
+        return type(holder)(*items) if hasattr(holder, "_fields") else type(holder)(items)
+    copied = copy.copy(holder)
+    if isinstance(holder, dict):
+        copied[key] = _with_value(holder[key], rest, value)
+    else:
+        # A frozen dataclass refuses `setattr`.
+        object.__setattr__(copied, key, _with_value(getattr(holder, key), rest, value))
+    return copied
