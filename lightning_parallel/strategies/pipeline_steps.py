@@ -196,17 +196,18 @@ class PipelineSteps:
 
     def _shared(self, name: str, result: StepResult, effects: StepEffects) -> Any:
         """Bring what the last stage found to every rank of the pipeline."""
+        samples = [_samples(microbatch) for microbatch in result.microbatches]
 
         def found() -> tuple[Any, Any, Any]:
-            samples = [_samples(microbatch) for microbatch in result.microbatches]
             output: Any = merge_outputs(result.outputs, samples, result.weights)
             if name == "training_step":
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
             return (to_device(output, torch.device("cpu")), *effects.merged(samples, result.weights))
 
         # On the CPU, since objects are pickled; a tensor of another rank's device would be created there.
-        output, calls, attributes = comm.broadcast_from(found, self.engine.group, self.engine.last_rank)
-        effects.repeat(calls, attributes, self.device)
+        output, calls, changes = comm.broadcast_from(found, self.engine.group, self.engine.last_rank)
+        effects.repeat(calls, changes, self.device)
+        effects.settle(samples, result.weights)
         return to_device(output, self.device)
 
     def gradient_scale(self) -> float | Tensor:

@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
@@ -35,6 +34,7 @@ from lightning_parallel.strategies.observed_step import (
     ObservedStep,
     StepDifference,
     compare,
+    compare_counters,
     first_difference,
     largest_of,
     relative_difference,
@@ -314,9 +314,10 @@ class _Comparison:
         """Compare buffers that changed; where several stages hold one, one of them has to be right."""
         held = dict(self.runs.module.named_buffers())
         found: dict[str, float] = {}
-        for name in {*whole.buffers, *divided.buffers}:
+        for name in {*whole.buffers, *divided.buffers} & held.keys():
             expected = whole.buffers.get(name, held[name]).to(held[name].device)
             found[name] = relative_difference(divided.buffers.get(name, held[name]), expected, 1e-2)
+        found.update(compare_counters(divided.effects, whole.effects, self.runs.module))
         best: dict[str, float] = {}
         for theirs in comm.all_gather_object(found, self.replica):
             for name, relative in theirs.items():
@@ -408,32 +409,31 @@ class _Comparison:
 
     def _learn_attributes(self, way: Way, whole: WholeRun) -> None:
         """Find out how the values that microbatches leave in attributes give that of one step."""
-        mine = {entry.name for entry in self.differences if entry.kind == "attribute"}
-        names = sorted({name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs})
         rules = ParallelState.of(self.runs.module).attributes
-        for rule in ("mean", "count"):
-            # Entries of lists and the like have a path behind their name, and no rule.
-            names = [name for name in names if isinstance(vars(self.runs.module).get(name, 0), (int, float, Tensor))]
-            rules.update(dict.fromkeys(names, rule))
+        names = self._kept_names() - rules.keys()
+        for rule in ("mean", "samples"):
             if names:
+                rules.update(dict.fromkeys(sorted(names), rule))
                 self.differences = self._found(whole, self.runs.divided(self.call, way))
-                wrong = {entry.name for entry in self.differences if entry.kind == "attribute"}
-                wrong = {name for theirs in comm.all_gather_object(wrong, self.replica) for name in theirs}
-                names = [name for name in names if name in wrong]
+                names &= self._kept_names()
         for name in names:
             del rules[name]
+        if names:
+            self.differences = self._found(whole, self.runs.divided(self.call, way))
         self._warn_of_buffers()
 
+    def _kept_names(self) -> set[str]:
+        """Return the names of attributes and buffers that differ on any rank of the replica."""
+        mine = {entry.name for entry in self.differences if entry.kind in ("attribute", "buffer")}
+        return {name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs}
+
     def _warn_of_buffers(self) -> None:
-        """Leave out buffers that are updated once per microbatch, as in batch normalisation, with a warning."""
-        names = [entry.name for entry in self.differences if entry.kind == "buffer"]
-        self.differences = [entry for entry in self.differences if entry.kind != "buffer"]
+        """Leave out buffers of layers that are updated once per microbatch, with a warning."""
+        names = [entry.name for entry in self.differences if entry.kind == "buffer" and "." in entry.name]
+        self.differences = [entry for entry in self.differences if entry.name not in names or entry.kind != "buffer"]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            rank_zero_warn(
-                f"the buffer `{names[0]}`{more} is updated once per microbatch, and so has other values than in one"
-                " process, where it is updated once per batch"
-            )
+            rank_zero_warn(f"the buffer `{names[0]}`{more} is updated per microbatch, not per batch as in one process")
 
     def _varying(self, one: WholeRun, two: WholeRun) -> set[tuple[str, str]]:
         """Return what two runs on one process do not agree in, as kinds and names."""

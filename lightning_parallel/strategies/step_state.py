@@ -1,0 +1,411 @@
+"""What a module keeps: attributes, buffers of its own, and what is inside of lists, dicts, sets, arrays and objects.
+
+before = Snapshot(module)
+step(batch)                    # self.outputs[0].append({"loss": loss}); self.seen += len(x)
+before.changes()               # {("outputs", 0): Fresh([{"loss": loss}]), ("seen",): Value(0, 8, False)}
+before.restore()               # as if the step had not been run
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_parallel.compat import FOREIGN
+from lightning_parallel.compat.torch import buffers_of, version_of
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor, missing
+
+__all__ = [
+    "MISSING",
+    "Added",
+    "Elsewhere",
+    "Edit",
+    "Fresh",
+    "Gone",
+    "Members",
+    "Path",
+    "Snapshot",
+    "Value",
+    "Whole",
+    "emptied",
+    "is_container",
+    "label_of",
+    "put",
+]
+
+Path = tuple[Any, ...]
+"""Name of an attribute, then keys, positions and fields inside of it."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+
+_COPIED_BYTES = 16 << 20
+"""Larger tensors and arrays are not copied before each step: what a step writes into them stays."""
+
+_COPIED_ENTRY_BYTES = 4 << 10
+"""The same for entries of lists: those that steps have collected are many, and are not written to again."""
+
+_FOLLOWED_ITEMS = 10_000
+"""Longer containers, such as data sets, are not followed inside."""
+
+# Copies of tensors that have not changed since, by tensor: most buffers are constants.
+_copies = WeakTensorKeyDictionary()
+
+
+class _Missing:
+    def __reduce__(self) -> str:
+        return "MISSING"  # one object in every process
+
+
+MISSING = _Missing()
+"""Stands for a value that is not there."""
+
+
+class Elsewhere:
+    """A value that the last stage does not know; on other ranks it is that of one microbatch."""
+
+    def __init__(self, placeholder: PlaceholderTensor) -> None:
+        self.shape, self.dtype = placeholder.signature
+        self.provenance = placeholder.provenance
+
+    def placeholder(self, device: torch.device) -> PlaceholderTensor:
+        """Return a placeholder, which refuses to be read."""
+        return PlaceholderTensor(torch.empty(self.shape, dtype=self.dtype, device="meta"), device, self.provenance)
+
+
+class Value(NamedTuple):
+    """A number, tensor, array or other value that was set, or changed in place."""
+
+    before: Any
+    after: Any
+    in_place: bool
+
+
+class Added(NamedTuple):
+    """Entries at the end of a list or deque."""
+
+    entries: list[Any]
+
+
+class Members(NamedTuple):
+    """New members of a set."""
+
+    added: set[Any]
+
+
+class Fresh(NamedTuple):
+    """A container that was not there before."""
+
+    value: Any
+
+
+class Whole(NamedTuple):
+    """All of a container that was changed in another way."""
+
+    value: Any
+
+
+class Gone(NamedTuple):
+    """Removed."""
+
+
+Edit = Value | Added | Members | Fresh | Whole | Gone
+
+
+def label_of(path: Path) -> str:
+    """Return a path as code has it behind `self.`."""
+    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
+
+
+def is_container(value: Any) -> bool:
+    """Tell whether a value is a list, deque, dict or set, in which steps collect."""
+    return isinstance(value, (list, deque, dict, set))
+
+
+_names_of_frameworks: set[str] = set()
+
+
+def _is_foreign(name: str) -> bool:
+    if not _names_of_frameworks:
+        _names_of_frameworks.update(vars(LightningModule()), ("_parallel_state", "_pipeline_site"))
+    return name in _names_of_frameworks
+
+
+class Snapshot:
+    """What a module keeps at one time.
+
+    Args:
+        module: The module; modules inside of it are not looked at.
+        with_buffers: Whether its own buffers count.
+    """
+
+    def __init__(self, module: nn.Module, with_buffers: bool = True) -> None:
+        self.module = module
+        self._with_buffers = with_buffers
+        self._packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__} - FOREIGN
+        self._holders: dict[Path, Any] = {}
+        self._items: dict[Path, Any] = {}
+        self._kept: dict[Path, Any] = {}
+        self._seen: set[int] = set()
+        self._visit((), module, _COPIED_BYTES)
+
+    def original(self, path: Path) -> Any:
+        """Return the object that was at `path`; `MISSING` if there was none."""
+        items = self._items.get(path[:-1])
+        if isinstance(items, list):
+            return items[path[-1]] if path[-1] < len(items) else MISSING
+        return MISSING if items is None else items.get(path[-1], MISSING)
+
+    def paths(self) -> list[Path]:
+        """Return where numbers, tensors and other single values were."""
+        found = []
+        for path, items in self._items.items():
+            if len(items) <= _FOLLOWED_ITEMS:
+                keys = range(len(items)) if isinstance(items, list) else items
+                found += [(*path, key) for key in keys if (*path, key) not in self._holders]
+        return found
+
+    def holder(self, path: Path) -> Any:
+        """Return the container, object or module that holds what is at `path`, as it is now."""
+        found: Any = self.module
+        for key in path[:-1]:
+            found = self.entries_of(found)[key]
+        return found
+
+    # -------------------------------------------------------------------------------------------------- looking
+
+    def _is_object(self, value: Any) -> bool:
+        """Tell whether a value is a plain object of the user's, or a dataclass, whose fields are followed."""
+        kind = type(value)
+        if not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.utils.data.Dataset, Tensor)):
+            return False
+        if callable(value) or hasattr(value, "__iter__") or hasattr(value, "__next__"):
+            return False
+        is_theirs = kind.__module__.partition(".")[0] in self._packages
+        return is_theirs or dataclasses.is_dataclass(value) or kind is SimpleNamespace
+
+    def _is_followed(self, value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return not isinstance(value, (PlaceholderTensor, nn.Parameter))
+        return isinstance(value, (*_PLAIN, np.ndarray)) or is_container(value) or self._is_object(value)
+
+    def entries_of(self, holder: Any) -> Any:
+        """Return what a holder has: a dict by key or name, or a list."""
+        if isinstance(holder, nn.Module):
+            found = {k: v for k, v in vars(holder).items() if not _is_foreign(k) and self._is_followed(v)}
+            buffers = buffers_of(holder).items() if self._with_buffers else ()
+            return found | {k: v for k, v in buffers if isinstance(v, Tensor) and self._is_followed(v)}
+        if isinstance(holder, (list, deque)):
+            return list(holder)
+        return dict(holder if isinstance(holder, Mapping) else vars(holder))
+
+    def _visit(self, path: Path, holder: Any, most: int) -> None:
+        if id(holder) in self._seen:
+            return
+        self._seen.add(id(holder))
+        items = self.entries_of(holder)
+        self._holders[path], self._items[path] = holder, items
+        if len(items) > _FOLLOWED_ITEMS:
+            return
+        if isinstance(items, list):
+            most = _COPIED_ENTRY_BYTES
+        for key, value in enumerate(items) if isinstance(items, list) else items.items():
+            place: Path = (*path, key)
+            if isinstance(value, _PLAIN):
+                continue
+            if isinstance(value, set):
+                self._kept[place] = set(value)
+            elif isinstance(value, (Tensor, np.ndarray)):
+                if self._is_followed(value) and value.nbytes <= most:
+                    self._kept[place] = _copy_of(value)
+            elif is_container(value) or self._is_object(value):
+                self._visit((*path, key), value, most)
+
+    # -------------------------------------------------------------------------------------------------- changes
+
+    def changes(self) -> dict[Path, Edit]:
+        """Return what has changed since, by path."""
+        edits: dict[Path, Edit] = {}
+        self._compare((), self.module, edits)
+        return edits
+
+    def _compare(self, path: Path, holder: Any, edits: dict[Path, Edit]) -> None:
+        before, now = self._items[path], self.entries_of(holder)
+        if isinstance(before, list):
+            is_limited = isinstance(holder, deque) and holder.maxlen is not None
+            shift = _shift(before, now, len(before) if is_limited else 0)
+            if shift is None:
+                edits[path] = Whole(_frozen(holder))
+                return
+            if len(now) > len(before) - shift:
+                edits[path] = Added(now[len(before) - shift :])
+            if not shift:
+                for index, value in enumerate(before):
+                    self._compare_same((*path, index), value, edits)
+            return
+        for key, value in now.items():
+            old, place = before.get(key, MISSING), (*path, key)
+            if value is old:
+                self._compare_same((*path, key), value, edits)
+            elif is_container(value):
+                self._compare_container((*path, key), old, value, edits)
+            elif type(value) is not type(old) or not isinstance(value, _PLAIN) or value != old:
+                edits[place] = Value(self._kept.get((*path, key), old), _leaf(value), False)
+        for key in before.keys() - now.keys():
+            place = (*path, key)
+            # What is a placeholder now is refused where it is read.
+            if not (isinstance(holder, nn.Module) and (key in vars(holder) or key in buffers_of(holder))):
+                edits[place] = Gone()
+
+    def _compare_container(self, path: Path, old: Any, value: Any, edits: dict[Path, Edit]) -> None:
+        # `self.found = self.found + [x]` is `self.found.append(x)`.
+        if type(value) is list and type(old) is list and old and path in self._items:
+            before = self._items[path]
+            if len(value) >= len(before) and _shift(before, value, 0) == 0:
+                if len(value) > len(before):
+                    edits[path] = Added(value[len(before) :])
+                return
+        edits[path] = Fresh(_frozen(value))
+
+    def _compare_same(self, path: Path, value: Any, edits: dict[Path, Edit]) -> None:
+        """Compare an object with what it was."""
+        if path in self._holders:
+            self._compare(path, value, edits)
+        elif path in self._kept and not _is_equal(self._kept[path], value):
+            before = self._kept[path]
+            if not isinstance(value, set):
+                edits[path] = Value(before, copy.copy(value) if isinstance(value, np.ndarray) else value, True)
+            elif before <= value:
+                edits[path] = Members(value - before)
+            else:
+                edits[path] = Whole(set(value))
+
+    # -------------------------------------------------------------------------------------------------- restoring
+
+    def restore(self, removes: bool = True) -> None:
+        """Put back what was there, tensors that were changed as copies: autograd may have saved what was changed.
+
+        Args:
+            removes: Whether to remove new attributes of the module.
+        """
+        for path, holder in self._holders.items():
+            items = copy.copy(self._items[path])
+            for key in range(len(items)) if isinstance(items, list) else items:
+                items[key] = self._as_it_was((*path, key), items[key])
+            self._refill(holder, items, removes)
+
+    def put_back(self, path: Path) -> None:
+        """Put back what was at one path, if it was there."""
+        value = self.original(path)
+        if value is not MISSING:
+            put(self.holder(path), path[-1], self._as_it_was(path, value))
+
+    def _as_it_was(self, path: Path, value: Any) -> Any:
+        before = self._kept.get(path)
+        if before is None or _is_equal(before, value):
+            return value
+        if isinstance(value, set):
+            value.clear()
+            value.update(before)
+            return value
+        return before.clone() if isinstance(before, Tensor) else before.copy()
+
+    def _refill(self, holder: Any, items: Any, removes: bool) -> None:
+        if isinstance(holder, nn.Module):
+            if removes:
+                for name in self.entries_of(holder).keys() - items.keys() - buffers_of(holder).keys():
+                    del holder.__dict__[name]
+            for name, value in items.items():
+                put(holder, name, value)
+        elif isinstance(holder, (list, deque)):
+            holder.clear()
+            holder.extend(items)
+        elif isinstance(holder, dict):
+            holder.clear()
+            holder.update(items)
+        else:
+            vars(holder).clear()
+            vars(holder).update(items)
+
+
+def put(holder: Any, key: Any, value: Any) -> None:
+    """Set an entry of a container, a field of an object, an attribute or buffer of a module."""
+    if isinstance(holder, nn.Module):
+        (buffers_of(holder) if key in buffers_of(holder) else holder.__dict__)[key] = value
+    elif isinstance(holder, (list, deque, dict)):
+        holder[key] = value
+    else:
+        vars(holder)[key] = value
+
+
+def _copy_of(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    with torch.no_grad(), torch.inference_mode(False):
+        if value.is_inference() or type(value) is not Tensor:
+            return value.detach().clone()
+        known = _copies.get(value)
+        if known is None or known[0] != version_of(value):
+            known = _copies[value] = (version_of(value), value.detach().clone())
+        return known[1]
+
+
+def _is_equal(before: Any, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        known = _copies.get(value) if type(value) is Tensor and not value.is_inference() else None
+        if known is not None and known[1] is before and known[0] == version_of(value):
+            return True
+        return before.shape == value.shape and torch.equal(before, value.detach())
+    if isinstance(value, np.ndarray):
+        return before.shape == value.shape and before.tobytes() == value.tobytes()
+    return bool(before == value)
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    return old is new or (type(old) is type(new) and isinstance(old, _PLAIN) and old == new)
+
+
+def _shift(before: list[Any], now: list[Any], most: int) -> int | None:
+    """Return how many of the first entries are gone, up to `most`, as a deque loses them; None if others are."""
+    if len(now) < len(before):
+        return None
+    return next((shift for shift in range(most + 1) if all(map(_is_same, before[shift:], now))), None)
+
+
+def _leaf(value: Any) -> Any:
+    return Elsewhere(value) if missing(value) else value
+
+
+def _frozen(value: Any) -> Any:
+    """Return a container with copies of the containers inside; what other stages hold is marked."""
+    if isinstance(value, dict):
+        items: Any = {key: _frozen(item) for key, item in value.items()}
+    elif isinstance(value, (list, deque)):
+        return _refilled(value, [_frozen(item) if is_container(item) else item for item in value])
+    elif isinstance(value, set):
+        return set(value)
+    else:
+        return _leaf(value)
+    return _refilled(value, items)
+
+
+def _refilled(value: Any, items: Any) -> Any:
+    found = emptied(value)
+    found.update(items) if isinstance(found, (dict, set)) else found.extend(items)
+    return found
+
+
+def emptied(value: Any) -> Any:
+    """Return an empty container of the same class, with its default factory, or its limit."""
+    found = copy.copy(value)
+    found.clear()
+    return found
