@@ -4,6 +4,7 @@ import inspect
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import transformers
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _init_utils, _runtime_utils
@@ -330,6 +332,19 @@ def test_fsdp_says_whether_it_reduces_gradients(group):
             seen.append(compat_torch.fsdp1_synchronizes(model))
             loss.backward()
     assert seen == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("package", "fabric"), [("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")]
+)
+def test_the_door_of_both_packages(package, fabric):
+    connector = import_module(f"{package}.trainer.connectors.accelerator_connector")._AcceleratorConnector
+    assert "strategy" in inspect.signature(connector.__init__).parameters
+    assert inspect.unwrap(connector.__init__) is not connector.__init__, "strategies come in through it"
+    import_module(package).Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    assert rank_zero.log.name == f"{package}.utilities.rank_zero"
+    assert rank_zero.rank_zero_deprecation_category.__module__ == f"{fabric}.utilities.rank_zero"
+    assert import_module(f"{package}.utilities.rank_zero").rank_zero_only is rank_zero.rank_zero_only
 
 
 def test_what_constructors_only_take():

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_parallel import tracing
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import ddp_comm_hooks, intercepted_all_reduce
+from lightning_parallel.compat.twins import is_a
 from lightning_parallel.mesh import AXES, DATA, Mesh
 from lightning_parallel.tracing import InFlight, Recorder
 
@@ -221,9 +222,9 @@ def trace_ddp_buckets(tracer: CollectiveTracer, strategy: Strategy) -> Iterator[
 def hides_waits(strategy: Strategy) -> bool:
     """Return whether ranks wait for each other inside forward and backward where that cannot be told from work."""
     # On CPU FSDP waits in functions of `torch.distributed`; on CUDA its streams wait for each other.
-    if isinstance(strategy, FSDPStrategy):
+    if is_a(strategy, FSDPStrategy):
         return strategy.root_device.type == "cuda"
-    return isinstance(strategy, (DeepSpeedStrategy, ModelParallelStrategy))
+    return is_a(strategy, DeepSpeedStrategy) or is_a(strategy, ModelParallelStrategy)
 
 
 def blind_spots(trainer: Trainer) -> Iterator[str]:
@@ -239,11 +240,11 @@ def blind_spots(trainer: Trainer) -> Iterator[str]:
         if hooks:
             names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
             yield f"The communication hook {names} is seen only as far as it calls functions of torch.distributed."
-    if isinstance(strategy, FSDPStrategy) and hides_waits(strategy):
+    if is_a(strategy, FSDPStrategy) and hides_waits(strategy):
         yield "FSDP communicates in separate streams: how long computing waits for it counts as forward and backward."
-    if isinstance(strategy, ModelParallelStrategy):
+    if is_a(strategy, ModelParallelStrategy):
         yield "DTensor communicates inside torch, where that is not seen: it counts as forward and backward."
-    if isinstance(strategy, DeepSpeedStrategy):
+    if is_a(strategy, DeepSpeedStrategy):
         yield "DeepSpeed's communication is seen only as far as it calls functions of torch.distributed."
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Generic, Optional, TypeVar
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from rich.table import Table
 from typing_extensions import override
@@ -34,6 +34,7 @@ from lightning_parallel import comm
 from lightning_parallel.callbacks.session import Session
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import logged_step, should_update_logs
+from lightning_parallel.compat.twins import Callback
 from lightning_parallel.mesh import AXES
 from lightning_parallel.tracing import Window
 from lightning_parallel.tracing.spans import show

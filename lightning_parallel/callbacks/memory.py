@@ -31,6 +31,7 @@ from lightning_parallel.compat.torch import (
     storage_address,
     version_of,
 )
+from lightning_parallel.compat.twins import is_a
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.tracing.spans import bytes_text
 
@@ -285,7 +286,7 @@ def _compression_bytes(strategy: Strategy) -> int | None:
 
 def _tells_activations(strategy: Strategy, model: torch.nn.Module) -> bool:
     """Return whether saved activations can be told from parameters that are gathered temporarily."""
-    if isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3:
+    if is_a(strategy, DeepSpeedStrategy) and strategy.zero_stage_3:
         return False
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return False

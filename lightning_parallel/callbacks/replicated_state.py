@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_parallel.compat.torch import NormalizationBase
+from lightning_parallel.compat.twins import is_a
 from lightning_parallel.compression.fsdp import plain_name
 from lightning_parallel.mesh import Mesh
 
@@ -89,7 +90,7 @@ def _entries(trainer: Trainer, module: LightningModule) -> Iterator[tuple[StateK
     for name, buffer in module.named_buffers():
         if name not in excluded:
             yield StateKey("buffer", name, _rule_shards(trainer)(name) or ""), StateEntry(buffer)
-    if isinstance(strategy, DeepSpeedStrategy):  # its optimizers work on flattened partitions
+    if is_a(strategy, DeepSpeedStrategy):  # its optimizers work on flattened partitions
         return
     # Optimizers know parameters by identity only.
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -126,14 +127,14 @@ def option_entries(optimizer: Optimizer, prefix: str, stage: str) -> Iterator[tu
 def _shards(trainer: Trainer) -> ShardOf:
     strategy = trainer.strategy
     model = strategy.model
-    if isinstance(strategy, FSDPStrategy) and isinstance(model, FullyShardedDataParallel):
+    if is_a(strategy, FSDPStrategy) and isinstance(model, FullyShardedDataParallel):
         if model.sharding_strategy == ShardingStrategy.NO_SHARD:
             return lambda name: ""
         # Under a HYBRID strategy the ranks with the same index in their shard groups hold the same shards.
         shard = f"part {dist.get_rank(model.process_group)} of {dist.get_world_size(model.process_group)}"
         return lambda name: shard
     # Under ZeRO-3 every rank holds another partition of each parameter: nothing is there twice.
-    if isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3:
+    if is_a(strategy, DeepSpeedStrategy) and strategy.zero_stage_3:
         return lambda name: None
     return _rule_shards(trainer)
 

@@ -25,6 +25,7 @@ from lightning_parallel.comm import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.lightning import wrapped_sampler
 from lightning_parallel.compat.torch import pytree
+from lightning_parallel.compat.twins import is_a, kinds_of
 
 __all__ = ["NO_SAMPLES", "EpochEnd", "KnownBy", "ReadReport", "SampleTracker", "TrackedLoader", "sample_hashes"]
 
@@ -176,7 +177,7 @@ class TrackedLoader:
         """Whether samples are drawn with replacement, so that each may come any number of times."""
         sampler = getattr(self._loader, "sampler", None)
         # Lightning wraps samplers to divide them; how they draw is up to the one inside.
-        if isinstance(sampler, DistributedSamplerWrapper):
+        if is_a(sampler, DistributedSamplerWrapper):
             sampler = wrapped_sampler(sampler)
         return isinstance(sampler, (RandomSampler, WeightedRandomSampler)) and sampler.replacement
 
@@ -204,7 +205,7 @@ def _takes_all(sampler: Any, kind: Any) -> bool:
 
     Compared by method: a subclass may yield something else, but need not.
     """
-    if kind.__iter__ is DistributedSamplerWrapper.__iter__:
+    if any(kind.__iter__ is vars(wrapper)["__iter__"] for wrapper in kinds_of(DistributedSamplerWrapper)):
         wrapped = wrapped_sampler(sampler)
         return _takes_all(wrapped, type(wrapped))
     if kind.__iter__ is RandomSampler.__iter__:

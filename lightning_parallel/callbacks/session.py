@@ -28,6 +28,7 @@ from lightning_parallel.callbacks.collective_tracer import (
 )
 from lightning_parallel.comm import PROFILING, Group, ThreadExecutor
 from lightning_parallel.compat import Patches
+from lightning_parallel.compat.twins import is_a, kinds_of
 from lightning_parallel.mesh import DATA, TENSOR, Mesh
 from lightning_parallel.tracing import OTHER, CallCounter, OpenSpan, Recorder, Window
 
@@ -423,7 +424,7 @@ def mesh_of(trainer: Trainer) -> Mesh:
     mesh = getattr(trainer.strategy, "mesh", None)
     if isinstance(mesh, Mesh):
         return mesh
-    if isinstance(trainer.strategy, ModelParallelStrategy):
+    if is_a(trainer.strategy, ModelParallelStrategy):
         sizes = trainer.strategy.device_mesh
         return Mesh(data_parallel=sizes[DATA].size(), tensor_parallel=sizes[TENSOR].size())
     return Mesh(data_parallel=trainer.world_size)
@@ -486,7 +487,7 @@ def _record_actions(profiler: Profiler, patches: Patches) -> None:
     patches.replace(profiler, "start", start_phase)
     patches.replace(profiler, "stop", stop_phase)
     # About a hundred actions a step: the profiler that does nothing need not even be asked to.
-    if type(profiler) is PassThroughProfiler:
+    if type(profiler) in kinds_of(PassThroughProfiler):
         patches.replace(profiler, "profile", profile)
 
 

@@ -3,7 +3,7 @@
 `lightning`, `torch` and `deepspeed` in this package give each private name of that dependency once, under a public one,
 with the reason why no public name will do; `tests/test_compat.py` holds them against the installed version. `patched`
 is the one way to replace an attribute of an object that is not ours, `PartialModule` the first base of classes that
-modules get in place, and `ParallelState` all that is kept on a module.
+modules get in place, `ParallelState` all that is kept on a module; `twins` is for the other package of Lightning.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def patched(target: Any, name: str, value: Any) -> Iterator[Any]:
         patches.undo()
 
 
-FOREIGN = {"torch", "lightning", "pytorch_lightning", "builtins", "torchmetrics", "lightning_parallel", "numpy"}
+FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_parallel"}
+FOREIGN |= {"builtins", "torchmetrics", "numpy"}
 """Packages whose classes and functions are not the user's own."""
 
 
@@ -114,6 +115,7 @@ class ParallelState:
         full_states: Makes its state dicts whole during a run (`strategies.full_state.FullStates`).
         pending: Parameters that wait for their data (`strategies.deferred_init.PendingInitialization`); a run that was
             refused leaves them to the next one.
+        is_in_step: Whether a part of a step is running, of those that all ranks run.
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
         logged: By name of what a step logs in microbatches: whether it is a mean over samples although microbatches are
             weighted by something else, and whether its `batch_size` is that of the whole batch.
@@ -132,6 +134,7 @@ class ParallelState:
     whole: Any = None
     full_states: Any = None
     pending: Any = None
+    is_in_step: bool = False
     skipped_steps: int = 0
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     attributes: dict[str, str] = field(default_factory=dict)

@@ -85,9 +85,19 @@ class CallHandler(Protocol):
 
 @dataclass
 class ActiveHandler:
-    """The current handler, shared by all sites of a model; None outside of steps."""
+    """The current handler, shared by all sites of a model; None outside of steps.
+
+    Attributes:
+        handler: Decides what calls do.
+        outside: Runs a call outside of steps, with what this rank lacks; it returns `NotImplemented` in a step.
+    """
 
     handler: CallHandler | None = None
+    outside: Callable[[Call], Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActiveHandler:
+        # A copy of the module is on its own: nobody gathers what it lacks.
+        return ActiveHandler()
 
     @contextmanager
     def use(self, handler: CallHandler) -> Iterator[None]:
@@ -140,9 +150,13 @@ class CallSite:
             RuntimeError: If there is no handler and the module is on another stage.
         """
         handler = self.active.handler
+        call = Call(self, module, function, args, kwargs)
         if handler is not None:
-            call = Call(self, module, function, args, kwargs)
             return handler.outer_module(call) if self.index is None else handler.layer(call)
+        if self.active.outside is not None:
+            result = self.active.outside(call)
+            if result is not NotImplemented:
+                return result
         if not self.present:
             raise RuntimeError(
                 f"`{self.name}` is on another pipeline stage and cannot be called on its own; "

@@ -206,12 +206,11 @@ class PipelinePlan:
                 f"expected a plan for the {num_ranks} ranks of the pipeline group, got one for "
                 f"{self.schedule.num_ranks}; make it anew (`analyze`)"
             )
-        # Sizes of this rank's shards: layers are divided over the tensor-parallel ranks before the plan is made.
-        found = {name: parameter.numel() for name, parameter in module.named_parameters()}
-        planned = {name: parameter.count for name, parameter in self.parameters.items()}
-        if found != planned:
-            names = sorted(found.keys() ^ planned.keys())
-            names += [name for name in found if found[name] != planned.get(name, found[name])]
+        found = dict(module.named_parameters())
+        names = sorted(found.keys() ^ self.parameters.keys())
+        known = [name for name in found if name in self.parameters]
+        names += [name for name in known if self.parameters[name].count not in _sizes(found[name])]
+        if names:
             raise ValueError(
                 f"the plan was made for another model (`{self.model}`): `{names[0]}` and {len(names) - 1} other "
                 "parameters are missing, new, or of another size; make the plan anew (`analyze`)"
@@ -367,3 +366,12 @@ def device_of(module: nn.Module) -> torch.device:
         if not parameter.is_meta:
             return parameter.device
     return torch.device("cpu")
+
+
+def _sizes(parameter: nn.Parameter) -> set[int]:
+    """Return what a plan may say of the size of a parameter: that of a shard on any tensor-parallel rank."""
+    # Layers are divided before a plan is made, perhaps unevenly, and all ranks take the plan of one.
+    rule = getattr(parameter, "shard_rule", None)
+    if rule is None or not parameter.numel():
+        return {parameter.numel()}
+    return {parameter.numel() // parameter.shape[rule.dim] * size for size in rule.sizes}

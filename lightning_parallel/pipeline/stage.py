@@ -383,9 +383,9 @@ class PipelineStages:
         self._hidden = self._stand_ins(stack)
 
     @property
-    def is_running(self) -> bool:
-        """Whether a stage runs a step at the moment."""
-        return self._intercepted.active.handler is not None
+    def active(self) -> ActiveHandler:
+        """What decides about calls; it has a handler while a stage runs a step."""
+        return self._intercepted.active
 
     @property
     def outer_names(self) -> list[str]:

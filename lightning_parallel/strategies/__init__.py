@@ -1,7 +1,10 @@
 """Lightning strategies: thin classes, no algorithms. Importing this package registers their names."""
 
-from lightning.pytorch.strategies import StrategyRegistry
+from collections.abc import Callable
 
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from lightning_parallel.compat.twins import share_strategies
 from lightning_parallel.strategies.compressed import NAMED_COMPRESSORS, CompressedDDPStrategy, with_compressor
 from lightning_parallel.strategies.compressed_deepspeed import CompressedDeepSpeedStrategy
 from lightning_parallel.strategies.compressed_fsdp import CompressedFSDPStrategy, CompressedModelParallelStrategy
@@ -21,20 +24,21 @@ __all__ = [
     "TensorParallelStrategy",
 ]
 
-for _name, _strategy, _description in (
-    ("tensor_parallel", TensorParallelStrategy, "Layers divided over ranks, data over replicas"),
-    ("pipeline_parallel", PipelineParallelStrategy, "Runs of layers on stages, data over replicas"),
-    ("hybrid_parallel", HybridParallelStrategy, "Tensor x pipeline x data parallelism"),
-):
-    if _name not in StrategyRegistry:
-        StrategyRegistry.register(_name, _strategy, description=_description)
-
+_NAMES: dict[str, tuple[Callable[[], Strategy], str]] = {
+    "tensor_parallel": (TensorParallelStrategy, "Layers divided over ranks, data over replicas"),
+    "pipeline_parallel": (PipelineParallelStrategy, "Runs of layers on stages, data over replicas"),
+    "hybrid_parallel": (HybridParallelStrategy, "Tensor x pipeline x data parallelism"),
+}
 for _family, _compressed, _description in (
     ("ddp", CompressedDDPStrategy, "DDP with compressed gradients"),
     ("fsdp", CompressedFSDPStrategy, "FSDP with compressed gradients"),
     ("deepspeed", CompressedDeepSpeedStrategy, "DeepSpeed ZeRO 1 with compressed gradients"),
 ):
     for _ending, _build in NAMED_COMPRESSORS.items():
-        if f"{_family}_{_ending}" not in StrategyRegistry:
-            _make = with_compressor(_compressed, _build)
-            StrategyRegistry.register(f"{_family}_{_ending}", _make, description=_description)
+        _NAMES[f"{_family}_{_ending}"] = (with_compressor(_compressed, _build), _description)
+
+for _name, (_make, _description) in _NAMES.items():
+    if _name not in StrategyRegistry:
+        StrategyRegistry.register(_name, _make, description=_description)
+
+share_strategies([globals()[_name] for _name in __all__], {_name: _make for _name, (_make, _) in _NAMES.items()})

@@ -1,35 +1,54 @@
-"""State dicts of a divided module and of its submodules: full tensors under all names, as in one process.
+"""What a divided module is for code outside of its steps: the whole module, as in one process.
 
-Copies of weights are made by them (target networks, moving averages, teachers, `torch.save`): a part of a matrix would
-be saved or compared without a word. So `state_dict()` gathers what this rank lacks, and all ranks have to call it;
-`load_state_dict` takes this rank's part of what it is given.
+*State dicts* of the module and its submodules hold full tensors. Copies of weights are made by them (target networks,
+moving averages, teachers, `torch.save`): a part of a matrix would be saved or compared without a word.
+
+*Calls* of a module that is cut into stages, in hooks and callbacks (samples, summaries, probes), run the whole model on
+each rank, with parameters that are fetched when they are read.
+
+All ranks have to do either, or none: the ranks meet before each message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelSummary
 from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compat import ParallelState
-from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of
+from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.compat.torch import (
+    buffers_of,
+    mark_as_parameter,
+    non_persistent_buffers_of,
+    parameters_of,
+)
+from lightning_parallel.compat.twins import is_a
+from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSite, intercept
+from lightning_parallel.pipeline.layer_stack import LayerStack
 from lightning_parallel.strategies.message_order import MessageOrder
+from lightning_parallel.strategies.reference import Fetched
+from lightning_parallel.strategies.replicas import share_random_state
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["FullStates"]
+__all__ = ["FullStates", "OutsideCalls", "open_outside"]
 
 
 class _Entry(NamedTuple):
-    """A tensor of a module's state: where it is, and what a rank there holds of it."""
+    """A tensor of a module: where it is, what a rank there holds of it, and whether it is part of its state."""
 
     stage: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_saved: bool
 
 
 class FullStates:
@@ -42,6 +61,11 @@ class FullStates:
         groups: The mesh's groups.
         rules: How its tensors are sharded over the tensor axis, by name.
         device: Where messages are.
+
+    Attributes:
+        rules: As given.
+        meet: Waits until all ranks of the replica are about to send the message that it is called with.
+        trained: Names of the parameters that require a gradient.
     """
 
     def __init__(self, module: nn.Module, groups: MeshGroups, rules: Mapping[str, Shard], device: torch.device) -> None:
@@ -53,35 +77,43 @@ class FullStates:
         self._pipeline_group = groups.pipeline_parallel
         if self._state.order is not None:
             self._tensor_group = self._tensor_group.guarded_by(self._state.order)
+        self.meet = MessageOrder(groups.replica)
         if self._pipeline_group.size > 1:
-            self._pipeline_group = self._pipeline_group.guarded_by(MessageOrder(groups.replica))
-        self._rules = rules
+            self._pipeline_group = self._pipeline_group.guarded_by(self.meet)
+        self.rules = rules
         self._device = device
         self._is_paused = False
         self._hooks: list[Any] = []
+        self._at_end: list[Callable[[], None]] = []
         # By `id`: the hash of a metric changes with its state.
         self._paths: dict[int, str] = {}
         self._entries: dict[str, dict[str, _Entry]] = {}
+        self._holders: dict[str, int] = {}
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.trained = set().union(*comm.all_gather_object(trained, groups.pipeline_parallel))
         last_rank = 0 if self._state.engine is None else self._state.engine.last_rank
         everyone = comm.all_gather_object(_held(module), groups.pipeline_parallel)
         order = self._state.names
         for stage, held in enumerate(everyone):
             for path, own in held.items():
                 entries = self._entries.setdefault(path, {})
-                for key, (shape, dtype, is_buffer) in own.items():
+                for key, (shape, dtype, is_buffer, is_saved) in own.items():
                     # Steps that update a buffer of all stages end on the last one.
                     if key not in entries or (is_buffer and stage == last_rank):
-                        entries[key] = _Entry(stage, shape, dtype)
+                        entries[key] = _Entry(stage, shape, dtype, is_saved)
+        position = {} if order is None else {name: index for index, name in enumerate(order.state)}
         for path, entries in self._entries.items():
-            names = [f"{path}.{key}" if path else key for key in entries]
-            is_everywhere = all(held.get(path, {}).keys() == entries.keys() for held in everyone)
-            if is_everywhere and not any(name in rules for name in names):
+            names = {f"{path}.{key}" if path else key: key for key in entries}
+            self._holders |= {name: sum(key in held.get(path, {}) for held in everyone) for name, key in names.items()}
+            if all(self._is_whole(name) for name, key in names.items() if entries[key].is_saved):
                 continue
-            if order is not None:
-                position = {name: index for index, name in enumerate(order.state)}
-                ends = sorted(zip(names, entries), key=lambda pair: position.get(pair[0], 0))
-                self._entries[path] = {key: entries[key] for _, key in ends}
+            in_order = sorted(names, key=lambda name: position.get(name, 0))
+            self._entries[path] = {names[name]: entries[names[name]] for name in in_order}
             self._watch(module.get_submodule(path), path)
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether every rank holds the full tensor."""
+        return name not in self.rules and self._holders[name] == self._pipeline_group.size
 
     def _watch(self, owner: nn.Module, path: str) -> None:
         self._paths[id(owner)] = path
@@ -94,7 +126,14 @@ class FullStates:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for function in self._at_end:
+            function()
+        self._at_end.clear()
         self._state.full_states = None
+
+    def at_end(self, function: Callable[[], None]) -> None:
+        """Call `function` when state dicts are made to hold this rank's part again, at the end of a run."""
+        self._at_end.append(function)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -118,13 +157,15 @@ class FullStates:
         if path is None:
             return
         engine = self._state.engine
-        if engine is not None and engine.model.is_running:
+        if engine is not None and engine.model.active.handler is not None:
             raise RuntimeError(
                 f"the state dict of `{path or type(owner).__name__}` is asked for inside a step, which the stages of a"
                 " pipeline run one after the other, so that none has what the others hold; move it into a hook that"
                 " all ranks run, such as `on_train_batch_end`"
             )
-        full = {key: self._full(owner, path, key, entry) for key, entry in self._entries[path].items()}
+        entries = {key: entry for key, entry in self._entries[path].items() if entry.is_saved}
+        own: dict[str, Any] = {**parameters_of(owner), **buffers_of(owner)}
+        full = {key: self._full(path, key, entry, own.get(key)) for key, entry in entries.items()}
         # What a stage lacks would come last: names have the order of one process.
         others = [key for key in state if key.startswith(prefix) and key[len(prefix) :] not in full]
         for key, value in full.items():
@@ -133,9 +174,27 @@ class FullStates:
         for key in others:
             state[key] = state.pop(key)
 
-    def _full(self, owner: nn.Module, path: str, key: str, entry: _Entry) -> Tensor:
-        tensor: Tensor | None = parameters_of(owner).get(key)
-        tensor = buffers_of(owner).get(key) if tensor is None else tensor
+    def full(self, name: str, mine: Tensor | None) -> Tensor:
+        """Return a full tensor, a copy unless all ranks hold it whole; every rank must call it.
+
+        Args:
+            name: Of a parameter or buffer of the whole model.
+            mine: What this rank holds of it.
+        """
+        path, _, key = name.rpartition(".")
+        entry = self._entries[path][key]
+        if self._is_whole(name) and mine is not None:
+            return mine.detach()
+        return self._full(path, key, entry, mine)
+
+    def full_shape(self, name: str) -> tuple[torch.Size, torch.dtype]:
+        """Return shape and dtype of a full tensor."""
+        path, _, key = name.rpartition(".")
+        entry = self._entries[path][key]
+        rule = self.rules.get(name)
+        return torch.Size(entry.shape) if rule is None else rule.full_shape(entry.shape), entry.dtype
+
+    def _full(self, path: str, key: str, entry: _Entry, tensor: Tensor | None) -> Tensor:
         group = self._pipeline_group
         if group.size > 1:
             is_mine = group.rank == entry.stage and tensor is not None
@@ -144,7 +203,7 @@ class FullStates:
                 sent = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
             tensor = comm.broadcast_(sent, group, entry.stage)
         assert tensor is not None
-        rule = self._rules.get(f"{path}.{key}" if path else key)
+        rule = self.rules.get(f"{path}.{key}" if path else key)
         if rule is None:
             return tensor.detach()
         sizes = [rule.local_size(rank) for rank in range(self._tensor_group.size)]
@@ -155,30 +214,169 @@ class FullStates:
         path = self._path_of(owner)
         if path is None:
             return
-        for key in self._entries[path]:
+        for key, entry in self._entries[path].items():
+            if not entry.is_saved:
+                continue
             given = state.get(prefix + key)
             if parameters_of(owner).get(key) is None and buffers_of(owner).get(key) is None:
                 state.pop(prefix + key, None)  # on another stage
                 continue
-            rule = self._rules.get(f"{path}.{key}" if path else key)
+            rule = self.rules.get(f"{path}.{key}" if path else key)
             if rule is not None and isinstance(given, Tensor) and given.shape[rule.dim] == rule.full_size:
                 state[prefix + key] = rule.split(given, self._tensor_group.rank)
 
 
-_Own = dict[str, tuple[tuple[int, ...], torch.dtype, bool]]
+class OutsideCalls:
+    """Runs calls of a module that is cut into stages on the whole module, outside of steps, on all ranks alike.
+
+    Args:
+        module: The divided module.
+        states: Gathers its tensors.
+        groups: The mesh's groups.
+        device: Where the stages compute.
+    """
+
+    def __init__(self, module: nn.Module, states: FullStates, groups: MeshGroups, device: torch.device) -> None:
+        self._module = module
+        self._states = states
+        self._replica = groups.replica
+        self._rank = groups.tensor_parallel.rank
+        self._state = ParallelState.of(module)
+        self._anchor = torch.empty(0, device=device, requires_grad=True)
+
+    def intercept(self, active: ActiveHandler) -> None:
+        """Let calls of the module and its submodules outside of steps come here."""
+        active.outside = self
+        self._states.at_end(partial(setattr, active, "outside", None))
+        stack = LayerStack.at(self._module, self._state.engine.plan.container)
+        layers = set(stack.layers)
+        for path, child in self._module.named_modules():
+            if child not in layers and any(inner in layers for inner in child.modules()):
+                self._states.at_end(partial(_release, child, type(child)))
+                intercept(child, _AroundSite(active, path or type(child).__name__, path))
+
+    def __call__(self, call: Call) -> Any:
+        """Run a call; returns `NotImplemented` in a step, where each stage runs its own."""
+        if self._state.is_in_step:
+            return NotImplemented
+        self._states.meet("a call")
+        # What follows the call may depend on draws, such as the next token, and has to be the same on all ranks.
+        share_random_state(self._replica)
+        with self.whole():
+            return call.module(*call.args, **call.kwargs)
+
+    @contextmanager
+    def whole(self, without_data: bool = False) -> Iterator[None]:
+        """Make the module whole inside the block; its parameters are fetched when they are read.
+
+        Args:
+            without_data: Give parameters on the meta device, for code that looks at shapes only; no rank has to wait.
+        """
+        held: dict[str, Tensor] = dict(self._module.named_parameters())
+        buffers = self._state.whole.buffers()
+        given: WeakValueDictionary[tuple[str, bool, bool], Tensor] = WeakValueDictionary()
+
+        def parameter(name: str) -> Tensor:
+            trains = torch.is_grad_enabled() and name in self._states.trained
+            key = (name, trains, torch.is_inference_mode_enabled())
+            # One object for a parameter while somebody holds it: code compares parameters by identity.
+            if key not in given:
+                mine = held.get(name)
+                with torch.no_grad():
+                    full = self._empty(name) if without_data else self._states.full(name, mine)
+                found = Fetched.apply(self._anchor, partial(self._keep, name, mine), full) if trains else full.detach()
+                mark_as_parameter(found, True)
+                given[key] = found
+                return found
+            return given[key]
+
+        with torch.inference_mode(False), torch.no_grad():
+            names = self._state.whole.buffer_names
+            begun = {n: self._empty(n) if without_data else self._states.full(n, buffers.get(n)) for n in names}
+            full = {name: value.clone() for name, value in begun.items()}
+        with self._state.whole.put_on(parameter, full, keeps=True):
+            yield
+        for name, value in full.items():
+            # Not by versions, which the kernels of batch normalisation leave alone.
+            if name in buffers and not value.is_meta and not torch.equal(value, begun[name]):
+                self._keep_buffer(name, buffers[name], value)
+
+    @torch.no_grad()
+    def _keep_buffer(self, name: str, mine: Tensor, full: Tensor) -> None:
+        rule = self._states.rules.get(name)
+        mine.copy_(full if rule is None else rule.split(full, self._rank))
+
+    def _empty(self, name: str) -> Tensor:
+        shape, dtype = self._states.full_shape(name)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def _keep(self, name: str, mine: Tensor | None, gradient: Tensor) -> None:
+        """Add the gradient of a full parameter to what this rank holds of it; each rank computes all of them."""
+        if mine is None:
+            return
+        rule = self._states.rules.get(name)
+        part = gradient.detach() if rule is None else rule.split(gradient.detach(), self._rank)
+        mine.grad = part.clone() if mine.grad is None else mine.grad + part
+
+
+def _release(module: nn.Module, kind: type) -> None:
+    """Undo `intercept`."""
+    module.__class__ = kind
+    del vars(module)["_pipeline_site"]
+
+
+class _AroundSite(CallSite):
+    """A module that contains the layers: in steps it runs by itself, and its parts are intercepted."""
+
+    def dispatch(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the module."""
+        result = NotImplemented
+        if self.active.handler is None and self.active.outside is not None:
+            result = self.active.outside(Call(self, module, function, args, kwargs))
+        return function(*args, **kwargs) if result is NotImplemented else result
+
+
+_Own = dict[str, tuple[tuple[int, ...], torch.dtype, bool, bool]]
 
 
 def _held(module: nn.Module) -> dict[str, _Own]:
-    """Return shape and dtype of the tensors in the state of each submodule, and whether they are buffers."""
+    """Return the tensors of each submodule: shape, dtype, whether it is a buffer, whether it is saved."""
     found: dict[str, _Own] = {}
     for path, child in module.named_modules():
         own: _Own = {}
         for key, parameter in parameters_of(child).items():
             if parameter is not None:
-                own[key] = (tuple(parameter.shape), parameter.dtype, False)
+                own[key] = (tuple(parameter.shape), parameter.dtype, False, True)
         for key, buffer in buffers_of(child).items():
-            if buffer is not None and key not in non_persistent_buffers_of(child):
-                own[key] = (tuple(buffer.shape), buffer.dtype, True)
+            if buffer is not None:
+                own[key] = (tuple(buffer.shape), buffer.dtype, True, key not in non_persistent_buffers_of(child))
         if own:
             found[path] = own
     return found
+
+
+def open_outside(
+    module: LightningModule, groups: MeshGroups, rules: Mapping[str, Shard], device: torch.device, patches: Patches
+) -> None:
+    """Make a divided module whole for code outside of its steps until the run ends; on every rank of the replica."""
+    if groups.replica.size == 1:
+        return
+    states = FullStates(module, groups, rules, device)
+    calls = OutsideCalls(module, states, groups, device)
+    engine = ParallelState.of(module).engine
+    if engine is not None:
+        calls.intercept(engine.model.active)
+    for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+        if is_a(callback, ModelSummary):
+            patches.replace(callback, "on_fit_start", _on_whole(callback.on_fit_start, calls))
+
+
+def _on_whole(summarize: Callable[[Any, LightningModule], None], calls: OutsideCalls) -> Callable[..., None]:
+    """Let a summary count the parameters of the whole module."""
+
+    def on_fit_start(trainer: Any, pl_module: LightningModule) -> None:
+        # It calls the module only where it has an example.
+        with calls.whole(without_data=pl_module.example_input_array is None):
+            summarize(trainer, pl_module)
+
+    return on_fit_start

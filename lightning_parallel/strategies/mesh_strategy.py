@@ -44,7 +44,7 @@ from lightning_parallel.strategies import checks, replicas
 from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
-from lightning_parallel.strategies.full_state import FullStates
+from lightning_parallel.strategies.full_state import open_outside
 from lightning_parallel.strategies.gradient_norms import ReplicaNorm, span_replica
 from lightning_parallel.strategies.message_order import in_step
 from lightning_parallel.strategies.optimization import WholeGroups, check_optimizers
@@ -142,8 +142,7 @@ class MeshStrategy(MeshProcesses):
         self._patches = Patches()
         self._whole: WholeGroups | None = None
         self._first_batches: FirstBatches | None = None
-        self._loader_index = 0
-        self._is_first_batch = True
+        self._loader_index, self._is_first_batch = 0, True
         self._audit: StepAudit | None = None
         self._shows_stages = self._is_restored = False
 
@@ -159,15 +158,13 @@ class MeshStrategy(MeshProcesses):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
-        module = self.module
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        module, fitting = self.module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
-        divide_again(module, self.groups, self.root_device)
-        self._is_restored = False
+        self._is_restored = divide_again(module, self.groups, self.root_device)
         if synchronizes_layers(self) and fitting:
             # Before the model is planned, since this replaces modules.
             replicas.synchronize_batch_norm(module, self.groups.data_parallel)
-        # Entered again, so that a cast of deferred parameters is recorded, too, rather than executed.
+        # Entered again, so that a cast of deferred parameters is recorded, too.
         with deferred_init(self.root_device):
             self.precision_plugin.convert_module(module)
         self.parallelize(module)
@@ -175,7 +172,7 @@ class MeshStrategy(MeshProcesses):
         # Each replica has built its own model, perhaps from other random numbers.
         replicas.start_equal(module, self.groups.data_parallel)
         replicas.scope_metrics(module, self.groups)
-        FullStates(module, self.groups, self._rules, self.root_device)
+        open_outside(module, self.groups, self._rules, self.root_device, self._patches)
         self._compression = MeshCompression.of(self.compression, module, self.groups) if fitting else None
         if fitting:
             self.setup_optimizers(trainer)
@@ -257,8 +254,8 @@ class MeshStrategy(MeshProcesses):
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
-        is_cut = self.engine is not None
-        check_optimizers(self.optimizers, self.parameter_names, self._rules, is_cut, self.groups.world)
+        world, is_cut = self.groups.world, self.engine is not None
+        check_optimizers(self.optimizers, self.parameter_names, self._rules, is_cut, world)
         for group in (self.groups.tensor_parallel, self.groups.data_parallel):
             checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)
 
@@ -371,6 +368,8 @@ class MeshStrategy(MeshProcesses):
 
     @in_step
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_restored:
+            return getattr(super(), name)(*args, **kwargs)  # in `on_fit_end`
         self._end_on_sigterm()
         assert self._first_batches is not None
         self._first_batches.see_evaluation(name, args, kwargs, self._loader_index)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -127,7 +127,8 @@ def _hook() -> str:
     """Name the hook that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        # The first argument, whatever its author calls the instance.
+        name, owner = frame.f_code.co_name, frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""))
         is_hook = name.startswith("on_") or name in ("log_graph", "setup", "configure_optimizers")
         if is_hook and owner is not None and not isinstance(owner, MessageOrder):
             return f"`{type(owner).__name__}.{name}`"
@@ -147,7 +148,15 @@ def in_step(method: Callable[P, R]) -> Callable[P, R]:
     return run_in_step
 
 
-def _step_of(module: nn.Module | None, name: str) -> AbstractContextManager[None]:
-    if module is None or ParallelState.of(module).order is None:
-        return nullcontext()
-    return ParallelState.of(module).order.step(name, module)
+@contextmanager
+def _step_of(module: nn.Module | None, name: str) -> Iterator[None]:
+    if module is None:
+        yield
+        return
+    state = ParallelState.of(module)
+    before, state.is_in_step = state.is_in_step, True
+    try:
+        with nullcontext() if state.order is None else state.order.step(name, module):
+            yield
+    finally:
+        state.is_in_step = before

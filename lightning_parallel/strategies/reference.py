@@ -31,13 +31,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compat.torch import mark_as_parameter
+from lightning_parallel.compat.torch import mark_as_parameter, version_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.strategies.pinned import UnprovableError, communication_refused, doubled
 from lightning_parallel.strategies.skeleton import Skeleton
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["Owners", "WholeModel", "run_reference"]
+__all__ = ["Fetched", "Owners", "WholeModel", "run_reference"]
 
 _CHUNK_BYTES = 32 << 20
 """Parameters that travel together, so that a small model needs few messages."""
@@ -315,7 +315,7 @@ class WholeModel:
             return known
         data = self._full(name)
         if trains:
-            given: Tensor = _Fetched.apply(self._anchor, lambda gradient: self._keep(name, gradient), data)
+            given: Tensor = Fetched.apply(self._anchor, lambda gradient: self._keep(name, gradient), data)
         else:
             given = data.view_as(data)
         mark_as_parameter(given, True)
@@ -326,10 +326,11 @@ class WholeModel:
         if name not in self._data:
             with torch.no_grad(), torch.inference_mode(False):
                 fetched = self._owners.fetch(self._chunk_of[name])
-            for other, value in fetched.items():
-                full = self._data[other] = doubled(value) if self._double else value
+            for other in [other for other in fetched if other not in self._data]:
+                # `.data` counts versions from zero.
+                full = self._data[other] = (doubled(fetched[other]) if self._double else fetched[other]).data
                 self._names[full.untyped_storage().data_ptr()] = other
-                self._num_bytes += full.numel() * full.element_size()
+                self._num_bytes += full.nbytes
             self._make_room(set(fetched))
         self._data.move_to_end(name)
         return self._data[name]
@@ -338,10 +339,10 @@ class WholeModel:
         for name in list(self._data):
             if self._num_bytes <= _CACHE_BYTES:
                 return
-            if name not in kept:
+            # What the step has changed, such as a target network, is nowhere else.
+            if name not in kept and version_of(self._data[name]) == 0:
                 full = self._data.pop(name)
-                self._num_bytes -= full.numel() * full.element_size()
-                # From now on the address may become that of something else.
+                self._num_bytes -= full.nbytes
                 del self._names[full.untyped_storage().data_ptr()]
 
     @contextmanager
@@ -385,7 +386,7 @@ class WholeModel:
             self._owners.give_back(gradients)
 
 
-class _Fetched(Function):
+class Fetched(Function):
     """Put a fetched parameter into the graph, and pass on its gradient."""
 
     # An output of a function instead of a leaf: the graph would hold a leaf until its gradient is there.

@@ -43,6 +43,7 @@ class _Change:
         kind: Its class.
         attributes: Attributes that had another value, or are gone.
         added: Attributes that it did not have.
+        after: What it had for both when it had been divided: what is there later may be the user's.
         entries: Of dicts among its attributes (hooks, children): entries that had another value, or are gone.
         added_entries: Of these dicts: keys that they did not have.
         parameters, buffers: First name of each own parameter and buffer, by key.
@@ -52,6 +53,7 @@ class _Change:
     kind: type
     attributes: dict[str, Any] = field(default_factory=dict)
     added: list[str] = field(default_factory=list)
+    after: dict[str, Any] = field(default_factory=dict)
     entries: dict[str, dict[Any, Any]] = field(default_factory=dict)
     added_entries: dict[str, list[Any]] = field(default_factory=dict)
     parameters: dict[str, str | None] = field(default_factory=dict)
@@ -104,6 +106,8 @@ class Skeleton:
                     change.added_entries[name] = [key for key in new if key not in old]
                 else:
                     change.attributes[name] = old
+            changed = [name for name in (*change.added, *change.attributes) if name in vars(child)]
+            change.after = {name: vars(child)[name] for name in changed}
         self._before.clear()
         self._first.clear()
 
@@ -115,6 +119,12 @@ class Skeleton:
             for key, name in change.buffers.items()
             if name is not None and (value := buffers_of(child).get(key)) is not None
         }
+
+    @property
+    def buffer_names(self) -> list[str]:
+        """First names of all buffers of the whole module."""
+        found = [name for _, change in self._changes for name in change.buffers.values() if name is not None]
+        return list(dict.fromkeys(found))
 
     def _names(self, tensors: Mapping[str, Tensor | None]) -> dict[str, str | None]:
         return {key: None if value is None else self._first[id(value)] for key, value in tensors.items()}
@@ -203,19 +213,35 @@ class Skeleton:
     # -------------------------------------------------------------------------------------------------- for a while
 
     @contextmanager
-    def put_on(self, parameters: FetchParameter, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the module its former classes and attributes inside the block; afterwards it is as it was before."""
+    def put_on(self, parameters: FetchParameter, buffers: Mapping[str, Tensor], keeps: bool = False) -> Iterator[None]:
+        """Give the module its former classes and attributes inside the block; afterwards it is as it was before.
+
+        Args:
+            parameters: Returns each parameter when it is read.
+            buffers: All of them, by first name.
+            keeps: Whether attributes that the block sets stay.
+        """
         current = [(child, type(child), dict(vars(child))) for child, _ in self._changes]
+        begun: list[dict[str, Any]] = []
         try:
             for child, change in self._changes:
                 _put_on(child, change, parameters, buffers)
+            begun += [dict(vars(child)) if keeps else {} for child, _ in self._changes]
             with ParallelState.of(self.module).own_parts():  # all that is fetched is whole
                 yield
         finally:
-            for child, kind, attributes in current:
+            for index, (child, kind, attributes) in enumerate(current):
                 child.__class__ = kind
+                if keeps and index < len(begun):
+                    attributes.update(_set_since(child, begun[index]))
                 vars(child).clear()
                 vars(child).update(attributes)
+
+
+def _set_since(child: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module that are new or other objects than before, without its registries."""
+    registries = {PARAMETERS, BUFFERS}
+    return {k: v for k, v in vars(child).items() if k not in registries and before.get(k, _GONE) is not v}
 
 
 def keep_skeleton(module: nn.Module) -> None:
@@ -265,8 +291,11 @@ def _strip(child: nn.Module, change: _Change) -> None:
     child.__class__ = change.kind
     own = vars(child)
     for name in change.added:
-        own.pop(name, None)
-    own.update({name: value for name, value in change.attributes.items() if not isinstance(value, _Named)})
+        if own.get(name, _GONE) is change.after.get(name, _GONE):
+            own.pop(name, None)
+    for name, value in change.attributes.items():
+        if not isinstance(value, _Named) and own.get(name, _GONE) is change.after.get(name, _GONE):
+            own[name] = value
     for name, entries in change.entries.items():
         # Not what was there then: the user may have registered more hooks since.
         kept = copy.copy(own[name])
@@ -294,6 +323,8 @@ def _take_off(child: nn.Module, change: _Change, divided: Mapping[str, Any]) -> 
     """Undo `_put_on` on a module that has been used since, where `divided` are its attributes from before that."""
     own = vars(child)
     for name in (*change.added, *change.attributes, *change.lists):
+        if name in own and own[name] is divided.get(name, _GONE):
+            continue  # the user's: see `_strip`
         own.pop(name, None)
         if name in divided:
             own[name] = divided[name]

@@ -182,7 +182,7 @@ def local_attributes(module: nn.Module, heads: AttentionHeads, group: Group) -> 
 
 STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 # Only the user's code is read; the classes of these packages are skipped.
-LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "builtins")
+LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.", "builtins")
 HARMLESS = {"dtype", "device", "requires_grad", "is_cuda"}  # equal for a shard and the full tensor
 SIZES = ("weight", "bias", "in_features", "out_features", "num_embeddings")
 

@@ -141,9 +141,9 @@ def test_training_equals_one_process(layout, options):
     expected, expected_trainer = on_one_process(**options)
     module = Deep()
     if "pipeline" in layout:
-        strategy = HybridParallelStrategy(num_microbatches=3, balance="uniform", **sizes)
+        strategy = HybridParallelStrategy(num_microbatches=3, balance="uniform", restore="off", **sizes)
     else:
-        strategy = TensorParallelStrategy(**sizes)
+        strategy = TensorParallelStrategy(restore="off", **sizes)
     trainer = fit(module, strategy, 4, replicas, **options)
     assert_same(trainer, module, expected_trainer, expected)
     if replicas == 1:

@@ -75,7 +75,7 @@ def script(tmp_path):
 def test_the_trainer_runs_the_script_again(script):
     _, out, err = run_script(script, "name")
     assert out.count("DONE") == 2, err
-    assert out.count("(8, 8)") == 2
+    assert out.count("(16, 8)") == 2
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
@@ -88,7 +88,7 @@ def test_torchrun(script):
     torchrun = script.with_name("torchrun.py")
     torchrun.write_text(TORCHRUN)
     _, out, err = run_script(torchrun, "--nproc-per-node=2", script, "popen")
-    assert out.count("(8, 8)") == 2, err
+    assert out.count("(16, 8)") == 2, err
 
 
 def test_a_rank_that_dies_is_named(script):

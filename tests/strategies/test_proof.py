@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
-from lightning_parallel.strategies import proof_record
+from lightning_parallel.compat import Patches, patched
+from lightning_parallel.strategies import proof_record, reference
 from lightning_parallel.strategies.proof import ProofError
 from lightning_parallel.strategies.reference import Owners, WholeModel, run_reference
 from lightning_parallel.strategies.skeleton import Skeleton
@@ -343,16 +344,17 @@ def test_steps_that_microbatches_change_are_refused(kind, named):
 
 
 @distributed(world_size=2)
-def test_the_first_module_that_differs_is_named(monkeypatch):
-    module = Tokens()
+def test_the_first_module_that_differs_is_named():
+    module, patches = Tokens(), Patches()
 
     def break_it(trainer, module):
         down = module.blocks[2].down
         whole = type(down).forward
-        monkeypatch.setattr(type(down), "forward", lambda self, x: whole(self, x) * (1.01 if self is down else 1))
+        patches.replace(type(down), "forward", lambda self, x: whole(self, x) * (1.01 if self is down else 1))
 
     with pytest.raises(ProofError, match=r"(?s)first module that differs is `blocks\.2\.down`.*plan=.*'blocks\.\*\*'"):
         fit(module, "tensor", callbacks=[LambdaCallback(on_train_start=break_it)])
+    patches.undo()
 
 
 # -- what cannot be compared -------------------------------------------------------------------------------------------
@@ -408,12 +410,7 @@ def test_a_verified_step_is_remembered_beside_its_checkpoints(group):
 
 
 @distributed(world_size=2)
-def test_the_reference_never_holds_the_whole_model(group, monkeypatch):
-    from lightning_parallel.strategies import reference
-
-    # As if one layer were a large part of a device.
-    monkeypatch.setattr(reference, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr(reference, "_CACHE_BYTES", 1)
+def test_the_reference_never_holds_the_whole_model(group):
     held = []
 
     class Watched(WholeModel):
@@ -421,8 +418,10 @@ def test_the_reference_never_holds_the_whole_model(group, monkeypatch):
             super()._make_room(kept)
             held.append(sum(value.numel() for value in self._data.values()))
 
-    monkeypatch.setattr(reference, "WholeModel", Watched)
-    said = fit(Checkpointed(), "pipeline")
+    # As if one layer were a large part of a device.
+    sizes = patched(reference, "_CHUNK_BYTES", 1), patched(reference, "_CACHE_BYTES", 1)
+    with sizes[0], sizes[1], patched(reference, "WholeModel", Watched):
+        said = fit(Checkpointed(), "pipeline")
     if group.rank == 0:
         assert said[0].startswith("verified on 2 samples: loss and 20 gradients equal")
         largest = 12 * 48

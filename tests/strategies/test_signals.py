@@ -62,7 +62,9 @@ class Project(LightningModule):
 
     def step(self, batch, index):
         if index == 2:
-            open(f"{folder}/{self.global_rank}", "w").write(str(os.getpid()))
+            open(f"{folder}/{self.global_rank}.part", "w").write(str(os.getpid()))
+            # In one piece: each epoch writes it again, and a file opened for writing is empty until then.
+            os.replace(f"{folder}/{self.global_rank}.part", f"{folder}/{self.global_rank}")
             self.fails("step")
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
@@ -119,7 +121,8 @@ def _start_ranks(script, layout, when="training"):
 def _wait_for_steps(folder, ranks, *started):
     """Return the process of each rank, once all of them have been at a step."""
     until = time.monotonic() + 120
-    while not all((folder / str(rank)).exists() for rank in range(ranks)):
+    # Not only there: it is read between its creation and its text otherwise.
+    while not all((folder / str(rank)).exists() and (folder / str(rank)).read_text() for rank in range(ranks)):
         assert all(script.process.is_alive() for script in started), started[0]().stderr
         assert time.monotonic() < until, "it has not begun"
         time.sleep(0.02)

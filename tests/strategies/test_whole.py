@@ -5,9 +5,13 @@ import io
 
 import pytest
 import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
+from lightning_parallel.compat import patched
+from lightning_parallel.strategies import reference
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 
@@ -146,3 +150,156 @@ def test_a_run_that_failed_leaves_the_module_divided(group):
     with pytest.raises(RuntimeError, match="on every rank"):
         trainer.fit(module, loader())
     assert module.net[1][0].up.weight.shape == (8, 12)
+
+
+# ------------------------------------------------------------------------------------------------- during a run
+
+
+class Averaging(Callback):
+    """An average of the weights and a copy of a layer, by state dicts."""
+
+    def on_fit_start(self, trainer, pl_module):
+        self.average = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        for name, value in pl_module.state_dict().items():
+            self.average[name].lerp_(value, 0.1)
+        pl_module.net[1][3].load_state_dict(pl_module.net[1][0].state_dict())
+
+    def on_train_end(self, trainer, pl_module):
+        self.inner = {name: value.clone() for name, value in pl_module.net[1][2].state_dict(prefix="inner.").items()}
+        pl_module.load_state_dict(self.average)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_state_dicts_during_a_run_are_those_of_one_process(layout):
+    results = []
+    for strategy, devices in ((lambda: "auto", 1), LAYOUTS[layout]):
+        torch.manual_seed(0)
+        module, averaging = Model().double(), Averaging()
+        trainer_for(strategy(), devices, max_epochs=1, callbacks=[averaging]).fit(module, loader())
+        results.append([averaging.average, averaging.inner, module.state_dict()])
+        assert list(averaging.average) == list(module.state_dict())
+    _expect_equal(*reversed(results))
+
+
+class OnZero(Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        if trainer.is_global_zero:
+            pl_module.state_dict()
+
+
+class InStep(Model):
+    def training_step(self, batch, index):
+        self.net[1][3].load_state_dict(self.net[1][0].state_dict())
+        return super().training_step(batch, index)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_a_state_dict_on_one_rank_is_refused(layout):
+    trainer = trainer_for(LAYOUTS[layout][0](), 2, max_epochs=1, callbacks=[OnZero()])
+    with pytest.raises(RuntimeError, match=r"in `OnZero.on_train_batch_end` on rank 0, .*rank 1"):
+        trainer.fit(Model().double(), loader())
+
+
+@distributed(world_size=2)
+def test_a_state_dict_in_a_step():
+    results = []
+    for strategy, devices in (("auto", 1), (LAYOUTS["tensor"][0](), 2)):
+        torch.manual_seed(0)
+        module = InStep().double()
+        with patched(reference, "_CACHE_BYTES", 1):  # parameters of the reference are let go after each use
+            trainer_for(strategy, devices, max_epochs=1, verifies=True).fit(module, loader())
+        results.append([module.state_dict()])
+    _expect_equal(*reversed(results))
+    # Stages come to it one after the other.
+    trainer = trainer_for(LAYOUTS["pipeline"][0](), 2, max_epochs=1, verifies=True)
+    with pytest.raises((RuntimeError, ValueError), match=r"(?s)asked for inside a step.*on_train_batch_end"):
+        trainer.fit(InStep().double(), loader())
+
+
+class Looking(Callback):
+    """What projects do with the model in hooks: samples, a submodule alone, gradients of a probe, draws in between."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, index):
+        with torch.no_grad():
+            self.seen += [pl_module(batch[0]), pl_module.net[1][3](batch[0]), torch.rand(()), pl_module.last]
+            pl_module.average(pl_module.last)  # its running statistics
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        probe = torch.ones(2, 12, dtype=torch.float64, requires_grad=True)
+        self.seen += torch.autograd.grad(pl_module(probe).square().sum(), probe)
+
+
+class Sampled(Model):
+    """Calls itself in its own hook, and has a parameter that its `forward` reads directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.average = nn.Parameter(torch.ones(5)), nn.BatchNorm1d(5)
+        self.example_input_array = torch.ones(2, 12, dtype=torch.float64)
+
+    def forward(self, x):
+        found = super().forward(x)
+        self.last = found.detach()
+        return found + self.shift
+
+    def training_step(self, batch, index):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_validation_epoch_end(self):
+        sample = torch.rand(1, 12, dtype=torch.float64)
+        for _ in range(2):
+            sample = torch.cat([self(sample), torch.rand(1, 7, dtype=torch.float64)], 1)
+        self.losses.append(sample.detach())
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_calls_outside_of_steps(layout):
+    _calls_outside_of_steps(layout)
+
+
+@distributed(world_size=4)
+def test_calls_outside_of_steps_on_four_ranks():
+    _calls_outside_of_steps("hybrid")
+
+
+def _calls_outside_of_steps(layout):
+    results = []
+    for strategy, devices in ((lambda: "auto", 1), LAYOUTS[layout]):
+        torch.manual_seed(0)
+        module, looking, summary = Sampled().double(), Looking(), Summary(max_depth=3)
+        trainer_for(strategy(), devices, max_epochs=1, callbacks=[looking, summary]).fit(module, loader(), loader())
+        results.append([*looking.seen, *module.losses, *module.state_dict().values()])
+        results[-1].append(torch.tensor(summary.total))
+    _expect_equal(*reversed(results))
+
+
+class Summary(ModelSummary):
+    """Keeps what it would print, which it gathers on every rank."""
+
+    def _summary(self, trainer, pl_module):
+        summary = super()._summary(trainer, pl_module)
+        self.total = summary.total_parameters, summary.model_size
+        return summary
+
+
+class CalledOnZero(Callback):
+    def on_train_batch_end(this, trainer, pl_module, *args):
+        if trainer.is_global_zero:
+            pl_module(torch.ones(1, 12, dtype=torch.float64))
+
+
+@distributed(world_size=2)
+def test_a_call_on_one_rank_is_refused():
+    trainer = trainer_for(LAYOUTS["pipeline"][0](), 2, max_epochs=1, callbacks=[CalledOnZero()])
+    with pytest.raises(RuntimeError, match=r"in `CalledOnZero.on_train_batch_end` on rank 0, .*rank 1"):
+        trainer.fit(Sampled().double(), loader())
