@@ -122,7 +122,11 @@ class ParallelState:
         attributes: By name of a number, tensor or buffer that a step changes in the module, such as `seen`,
             `stats['n']` or `layers.0.calls`: `mean`, if one step leaves the mean of what microbatches leave that each
             begin with the value before the batch (also a count of batches, and a running mean), `samples`, if it is
-            their mean by samples although they are weighted by something else.
+            their mean by samples although they are weighted by something else, `entries` of a list to which each adds
+            as many as one step, even if that is one per sample in the proof; empty, if what microbatches leave one
+            after another is what one step leaves.
+        followed: Paths of the modules that are not intercepted: all stages run their code, and the last one knows what
+            it leaves in attributes.
     """
 
     tensor_ranks: tuple[int, ...] = ()
@@ -138,6 +142,7 @@ class ParallelState:
     skipped_steps: int = 0
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     attributes: dict[str, str] = field(default_factory=dict)
+    followed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, module: Any) -> ParallelState:

@@ -37,6 +37,7 @@ __all__ = [
     "changed_attributes",
     "compare",
     "compare_counters",
+    "compare_gradients",
     "counters_of",
     "first_difference",
     "largest_of",
@@ -240,6 +241,24 @@ def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], to
     differences += [
         StepDifference(kind, name, math.inf, "is not there on one process") for name in found if name not in expected
     ]
+    return differences
+
+
+def compare_gradients(
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], floor: float, tolerance: float
+) -> list[StepDifference]:
+    """Compare gradients by name; one that is not there and one of zeros are the same."""
+    differences = []
+    for name, mine in found.items():
+        theirs = expected.get(name)
+        if mine is None and theirs is None:
+            continue
+        one = torch.zeros_like(theirs) if mine is None else mine  # type: ignore[arg-type]
+        one = one.to_dense() if one.is_sparse else one
+        two = torch.zeros_like(one) if theirs is None else theirs.to(one.device)
+        relative = relative_difference(one, two, floor)
+        if relative > tolerance:
+            differences.append(StepDifference("gradient", name, relative))
     return differences
 
 

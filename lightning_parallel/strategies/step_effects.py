@@ -6,6 +6,7 @@ They are recorded for each microbatch on the last stage, merged into those of on
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
 from lightning_parallel.compat import FOREIGN, ParallelState, patched
 from lightning_parallel.compat.lightning import (
     batch_value_of,
@@ -28,6 +31,7 @@ from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.microbatch import merge_entries, merge_outputs, reduce_logged
 from lightning_parallel.pipeline.placeholder import in_dry_run, missing, require_known
 from lightning_parallel.strategies.step_state import (
+    MEANS,
     MISSING,
     Edit,
     Elsewhere,
@@ -41,6 +45,8 @@ from lightning_parallel.strategies.step_state import (
     is_container,
     label_of,
     put,
+    refuse_unknown,
+    rule_of,
 )
 
 __all__ = ["LogCall", "StepEffects", "log_recorded", "side_effects_discarded", "to_device"]
@@ -61,11 +67,14 @@ class StepEffects:
         self.module = module
         self.logged: list[list[LogCall]] = []
         self._start = Snapshot(module)
-        self._attributes = dict(vars(module))
+        self._attributes = {path: dict(vars(holder)) for path, holder in self._start.modules()}
         self._rules = ParallelState.of(module).attributes
         self._history: list[dict[Path, Edit]] = []
+        followed = {label_of((*path, "")) for path in self._attributes if path}
         self._counters = [
-            _Counter(module, name, rule) for name, rule in self._rules.items() if _is_inside(module, name)
+            _Counter(module, name, rule)
+            for name, rule in self._rules.items()
+            if f"{name.rpartition('.')[0]}." not in followed and _is_inside(module, name)
         ]
 
     @contextmanager
@@ -73,9 +82,13 @@ class StepEffects:
         """Record one microbatch inside the block: it counts if the step runs to its end, else leaves no trace."""
         calls: list[LogCall] = []
         # One process has the value before the batch for all of its samples.
-        for path in self._start.paths() if self._rules else ():
-            if label_of(path) in self._rules:
+        for path in self._start.paths() if MEANS & set(self._rules.values()) else ():
+            if rule_of(self._rules, label_of(path)) in MEANS:
                 self._start.put_back(path)
+        for path, edit in self._history[-1].items() if self._history else ():
+            is_new = isinstance(edit, Value) and edit.before is MISSING
+            if is_new and rule_of(self._rules, label_of(path)) in MEANS:
+                _remove(self._start.holder(path), path[-1])
         for counter in self._counters:
             counter.reset()
         before = Snapshot(self.module)
@@ -100,19 +113,29 @@ class StepEffects:
         for path, _, value in changes:
             require_known(value, f"`self.{label_of(path)}`")
         # Refused where it is used after the step: most such attributes are read inside of it only.
-        for name, value in vars(self.module).items():
-            if missing(value) and value is not self._attributes.get(name):
-                changes.append(((name,), "set", Elsewhere(value)))
+        for path, holder in self._start.modules():
+            before = self._attributes[path]
+            for name, value in vars(holder).items():
+                if missing(value) and value is not before.get(name):
+                    changes.append(((*path, name), "set", Elsewhere(value)))
         changes = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), changes)
         known = ParallelState.of(self.module).logged
         return _merge_calls(self.logged, samples, weights, known), changes
 
     @torch.no_grad()
-    def settle(self, samples: Sequence[int], weights: Sequence[float]) -> None:
-        """Set what layers of this rank keep to what one step on the whole batch would have left there."""
+    def settle(self, samples: Sequence[int], weights: Sequence[float], group: Group) -> None:
+        """Set what layers keep to what one step on the whole batch would have left there, numbers on every rank."""
         with torch.inference_mode(False):
             for counter in self._counters:
                 counter.settle(samples, weights)
+        numbers = [counter for counter in self._counters if not counter.is_tensor]
+        # All ranks have the same rules, and numbers stay where parameters are freed.
+        if numbers:
+            mine = {counter.label: counter.value for counter in numbers if counter.has_moved}
+            for theirs in comm.all_gather_object(mine, group):
+                for counter in numbers:
+                    if counter.label in theirs and not counter.has_moved:
+                        counter.value = theirs[counter.label]
 
     def repeat(self, calls: Sequence[LogCall], changes: Sequence[Change], device: torch.device) -> None:
         """Log and remember on this rank what the last stage logged and remembered."""
@@ -132,22 +155,37 @@ class _Counter:
     """A number, or buffer, that a submodule updates once in each step: see `ParallelState.attributes`."""
 
     def __init__(self, module: nn.Module, name: str, rule: str) -> None:
+        self.label = name
         path, _, self._name = name.rpartition(".")
         self._holder = module.get_submodule(path)
         self._rule = rule
-        self._before = self._value()
+        self._before = self.value
+        self.is_tensor = isinstance(self._before, Tensor)
         # One that the steps do not write into: autograd may have saved those.
         self._original = self._copied()
         self._after: list[Any] = []
 
-    def _value(self) -> Any:
+    @property
+    def value(self) -> Any:
+        """What it is now."""
         return getattr(self._holder, self._name)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        put(self._holder, self._name, value)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether steps on this rank have changed it."""
+        return bool(self._after)
 
     def _copied(self) -> Any:
         return self._before.detach().clone() if isinstance(self._before, Tensor) else self._before
 
     def reset(self) -> None:
         """Give the next microbatch the value before the batch."""
+        if self._rule not in MEANS:
+            return
         if isinstance(self._before, Tensor):
             put(self._holder, self._name, self._original.clone())
         else:
@@ -155,13 +193,15 @@ class _Counter:
 
     def note(self) -> None:
         """Keep what a microbatch has left, if it came by."""
-        value = self._value()
+        value = self.value
         same = torch.equal(value, self._original) if isinstance(value, Tensor) else value == self._before
         if not same:
             self._after.append(value)
 
     def settle(self, samples: Sequence[int], weights: Sequence[float]) -> None:
         """Set the mean; the same object stays."""
+        if self._rule not in MEANS:
+            return
         # Dry runs come before the forward of the next microbatch, and in the first batch only.
         after = dict(enumerate(self._after[-len(weights) :]))
         value: Any = self._original if isinstance(self._before, Tensor) else self._before
@@ -300,7 +340,7 @@ def _merge_changes(
                     inside = {(*path, key): _first(value) for key, value in new.value.items()}
                     history[number].update(inside)
                     paths.extend(key for key in inside if key not in paths)
-            merged += _merge_entries_of(path, found, samples, weights)
+            merged += _merge_entries_of(path, found, samples, weights, rules.get(label_of(path)) == "entries")
     return merged
 
 
@@ -309,7 +349,7 @@ def _first(value: Any) -> Edit:
 
 
 def _merge_entries_of(
-    path: Path, found: Sequence[tuple[int, Any]], samples: Sequence[int], weights: Sequence[float]
+    path: Path, found: Sequence[tuple[int, Any]], samples: Sequence[int], weights: Sequence[float], is_per_step: bool
 ) -> list[Change]:
     """Return how what microbatches added to a list, deque or set is added at once."""
     values = [edit.value if isinstance(edit, Fresh) else edit[0] for _, edit in found]
@@ -319,7 +359,11 @@ def _merge_entries_of(
         return []
     entries = [entry for value in values for entry in value]
     counts = {len(value) for value in values}
-    if len(found) == len(samples) and (len(counts) == 1 or len(entries) == sum(samples)):
+    if is_per_step and len(counts) == 1:
+        # As many entries as samples, by chance.
+        count = counts.pop()
+        entries = [merge_outputs(entries[number::count], samples, weights) for number in range(count)]
+    elif len(found) == len(samples) and (len(counts) == 1 or len(entries) == sum(samples)):
         entries = merge_entries(entries, samples, weights)
     return [(path, "extend", entries)]
 
@@ -338,8 +382,9 @@ def _merge_values(
     """
     values = [edit.after for _, edit in found]
     before, after = found[0][1].before, values[-1]
-    rule = rules.get(label_of(path))
-    if rule is not None and isinstance(after, (bool, int, float, Tensor, np.ndarray, np.generic)):
+    refuse_unknown(rules, label_of(path))
+    rule = rule_of(rules, label_of(path))
+    if rule in MEANS and isinstance(after, (bool, int, float, Tensor, np.ndarray, np.generic)):
         after = _mean(before, {number: edit.after for number, edit in found}, _shares(rule, samples, weights))
     elif _is_per_sample(before, values, samples):
         after = merge_outputs(values, samples, weights)
@@ -379,7 +424,7 @@ def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], 
         if action == "create":
             put(holder, key, value)
         elif action == "remove":
-            holder.pop(key, None) if isinstance(holder, dict) else vars(holder).pop(key, None)
+            _remove(holder, key)
         elif action == "set":
             put(holder, key, value)
         elif action == "write":
@@ -400,6 +445,11 @@ def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], 
             target.update(value) if isinstance(target, (dict, set)) else target.extend(value)
 
 
+def _remove(holder: Any, key: Any) -> None:
+    if not isinstance(holder, (list, deque)):
+        (holder if isinstance(holder, dict) else vars(holder)).pop(key, None)
+
+
 @contextmanager
 def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     """Drop what steps log, remember and count inside the block."""
@@ -410,7 +460,11 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     before = Snapshot(module, with_buffers=False)
     # By value: the block moves them to the device, and frees those of other stages.
     buffers = {n: b.detach().clone() for n, b in module.named_buffers() if type(b) is Tensor and not b.is_meta}
-    numbers = _numbers_of_layers(module)
+    inside = [
+        Snapshot(child, with_buffers=False)
+        for child in module.modules()
+        if child is not module and type(child).__module__.partition(".")[0] not in FOREIGN
+    ]
     try:
         with log_recorded(module, []):
             yield
@@ -419,22 +473,15 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
             for name, value in state.items():
                 setattr(metric, name, value)
             restore_metric_state(metric, own)
-        before.restore()
+        # In place: the module as it was before the block is known by its objects, see `skeleton`.
+        before.restore(in_place=True)
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 if name in buffers and not buffer.is_meta and buffer.shape == buffers[name].shape:
                     buffer.copy_(buffers[name])
-        for child, found in numbers:
-            child.__dict__.update({name: value for name, value in found.items() if name in vars(child)})
-
-
-def _numbers_of_layers(module: LightningModule) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Return the numbers that modules of the user's keep, which may be counters."""
-    return [
-        (child, {name: value for name, value in vars(child).items() if type(value) in (int, float)})
-        for child in module.modules()
-        if child is not module and type(child).__module__.partition(".")[0] not in FOREIGN
-    ]
+        # Tensors of other stages are freed inside the block, or moved to the device.
+        for child in inside:
+            child.restore(removes=False, tensors=False, in_place=True)
 
 
 def _copied(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:

@@ -238,7 +238,7 @@ class StepRuns:
         """
         parameters = dict(self.module.named_parameters())
         buffers = {key: value.clone() for key, value in self.module.named_buffers() if type(value) is Tensor}
-        trace = ModuleTrace(self.module, self._elsewhere()) if way.traces else None
+        trace = ModuleTrace(self.module, self.elsewhere()) if way.traces else None
         drawn = RandomRegion.draws
         with self._state_kept(), ExitStack() as stack:
             if way.double:
@@ -350,7 +350,7 @@ class StepRuns:
         if self.engine is not None:
             self.engine.reduce_tied_gradients()
 
-    def _elsewhere(self) -> set[int]:
+    def elsewhere(self) -> set[int]:
         """Return the modules, by `id`, of which this rank has a stub only."""
         if self.engine is None:
             return set()

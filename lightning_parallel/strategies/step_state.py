@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from lightning_parallel.compat.torch import buffers_of, version_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, missing
 
 __all__ = [
+    "MEANS",
     "MISSING",
     "Added",
     "Elsewhere",
@@ -38,13 +40,21 @@ __all__ = [
     "Value",
     "Whole",
     "emptied",
+    "complete_rules",
     "is_container",
     "label_of",
     "put",
+    "refuse_unknown",
+    "rule_of",
 ]
 
 Path = tuple[Any, ...]
 """Name of an attribute, then keys, positions and fields inside of it."""
+
+MEANS = {"mean", "samples"}
+"""The rules of `ParallelState.attributes` by which each microbatch begins with the value before the batch."""
+
+_NUMBER = re.compile(r"\[-?\d+\]")
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
@@ -121,9 +131,63 @@ class Gone(NamedTuple):
 Edit = Value | Added | Members | Fresh | Whole | Gone
 
 
+class _Child(str):
+    """Name of a module inside of another one."""
+
+    __slots__ = ()
+
+
 def label_of(path: Path) -> str:
     """Return a path as code has it behind `self.`."""
-    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
+    label, holder = str(path[0]), path[0]
+    for key in path[1:]:
+        label += f".{key}" if isinstance(holder, _Child) else f"[{key!r}]"
+        holder = key
+    return label
+
+
+def rule_of(rules: Mapping[str, str], label: str) -> str:
+    """Return how what microbatches leave in a value is merged, as the proof has found.
+
+    One under a new number, as in `self.steps[self.current_epoch] += 1`, is merged like those under other numbers.
+    """
+    found = rules.get(label)
+    if found is None and label.endswith("]"):
+        kind = _NUMBER.sub("[]", label)
+        alike = {rule for name, rule in rules.items() if _NUMBER.sub("[]", name) == kind}
+        found = alike.pop() if len(alike) == 1 else None
+    return found or ""
+
+
+def refuse_unknown(rules: Mapping[str, str], label: str) -> None:
+    """Refuse a value under a name that was not there in the proof, if others beside it needed a rule.
+
+    Raises:
+        ValueError: It names the value.
+    """
+    beside = f"{label.rpartition('[')[0]}['"
+    is_new = label.endswith("']") and label not in rules
+    if is_new and any(rule in MEANS for name, rule in rules.items() if name.startswith(beside)):
+        raise ValueError(
+            f"`self.{label}` was not there when the step was compared with one process, and others beside it are"
+            " averaged over microbatches: it is not known whether this one is to be. Create it before the run, such"
+            " as in `__init__`, or set `num_microbatches=1`"
+        )
+
+
+def complete_rules(rules: dict[str, str], changed: Iterable[str], snapshot: Snapshot) -> None:
+    """Note that values need no rule: those that a step has changed, and others under names beside what needs one.
+
+    Args:
+        rules: See `ParallelState.attributes`.
+        changed: What the step of the proof has changed.
+        snapshot: Of the module.
+    """
+    alike = {name.rpartition("['")[0] for name, rule in rules.items() if rule in MEANS and name.endswith("']")}
+    labels = map(label_of, snapshot.paths())
+    beside = [label for label in labels if label.endswith("']") and label.rpartition("['")[0] in alike]
+    for name in (*changed, *beside):
+        rules.setdefault(name, "")
 
 
 def is_container(value: Any) -> bool:
@@ -144,8 +208,9 @@ class Snapshot:
     """What a module keeps at one time.
 
     Args:
-        module: The module; modules inside of it are not looked at.
-        with_buffers: Whether its own buffers count.
+        module: The module; of the modules inside of it, those whose code all stages of a pipeline run, see
+            `ParallelState.followed`.
+        with_buffers: Whether their own buffers count.
     """
 
     def __init__(self, module: nn.Module, with_buffers: bool = True) -> None:
@@ -156,6 +221,8 @@ class Snapshot:
         self._items: dict[Path, Any] = {}
         self._kept: dict[Path, Any] = {}
         self._seen: set[int] = set()
+        followed = getattr(vars(module).get("_parallel_state"), "followed", ())
+        self._parts = {id(module.get_submodule(name)) for name in followed}
         self._visit((), module, _COPIED_BYTES)
 
     def original(self, path: Path) -> Any:
@@ -173,6 +240,10 @@ class Snapshot:
                 keys = range(len(items)) if isinstance(items, list) else items
                 found += [(*path, key) for key in keys if (*path, key) not in self._holders]
         return found
+
+    def modules(self) -> list[tuple[Path, nn.Module]]:
+        """Return the modules that are followed, by path."""
+        return [(path, holder) for path, holder in self._holders.items() if isinstance(holder, nn.Module)]
 
     def holder(self, path: Path) -> Any:
         """Return the container, object or module that holds what is at `path`, as it is now."""
@@ -203,7 +274,10 @@ class Snapshot:
         if isinstance(holder, nn.Module):
             found = {k: v for k, v in vars(holder).items() if not _is_foreign(k) and self._is_followed(v)}
             buffers = buffers_of(holder).items() if self._with_buffers else ()
-            return found | {k: v for k, v in buffers if isinstance(v, Tensor) and self._is_followed(v)}
+            found |= {k: v for k, v in buffers if isinstance(v, Tensor) and self._is_followed(v)}
+            if self._parts:
+                found |= {_Child(k): v for k, v in holder._modules.items() if id(v) in self._parts}
+            return found
         if isinstance(holder, (list, deque)):
             return list(holder)
         return dict(holder if isinstance(holder, Mapping) else vars(holder))
@@ -227,7 +301,7 @@ class Snapshot:
             elif isinstance(value, (Tensor, np.ndarray)):
                 if self._is_followed(value) and value.nbytes <= most:
                     self._kept[place] = _copy_of(value)
-            elif is_container(value) or self._is_object(value):
+            elif isinstance(value, nn.Module) or is_container(value) or self._is_object(value):
                 self._visit((*path, key), value, most)
 
     # -------------------------------------------------------------------------------------------------- changes
@@ -258,12 +332,15 @@ class Snapshot:
                 self._compare_same((*path, key), value, edits)
             elif is_container(value):
                 self._compare_container((*path, key), old, value, edits)
+            elif isinstance(value, nn.Module):
+                continue
             elif type(value) is not type(old) or not isinstance(value, _PLAIN) or value != old:
                 edits[place] = Value(self._kept.get((*path, key), old), _leaf(value), False)
         for key in before.keys() - now.keys():
             place = (*path, key)
             # What is a placeholder now is refused where it is read.
-            if not (isinstance(holder, nn.Module) and (key in vars(holder) or key in buffers_of(holder))):
+            is_there = isinstance(holder, nn.Module) and (key in vars(holder) or key in buffers_of(holder))
+            if not is_there and not isinstance(key, _Child):
                 edits[place] = Gone()
 
     def _compare_container(self, path: Path, old: Any, value: Any, edits: dict[Path, Edit]) -> None:
@@ -291,16 +368,20 @@ class Snapshot:
 
     # -------------------------------------------------------------------------------------------------- restoring
 
-    def restore(self, removes: bool = True) -> None:
+    def restore(self, removes: bool = True, tensors: bool = True, in_place: bool = False) -> None:
         """Put back what was there, tensors that were changed as copies: autograd may have saved what was changed.
 
         Args:
             removes: Whether to remove new attributes of the module.
+            tensors: Whether to put back its tensors, too.
+            in_place: Whether tensors and arrays stay the same objects, as nothing will go backward.
         """
         for path, holder in self._holders.items():
             items = copy.copy(self._items[path])
+            if not tensors and isinstance(holder, nn.Module):
+                items = {key: value for key, value in items.items() if not isinstance(value, Tensor)}
             for key in range(len(items)) if isinstance(items, list) else items:
-                items[key] = self._as_it_was((*path, key), items[key])
+                items[key] = self._as_it_was((*path, key), items[key], in_place)
             self._refill(holder, items, removes)
 
     def put_back(self, path: Path) -> None:
@@ -309,7 +390,7 @@ class Snapshot:
         if value is not MISSING:
             put(self.holder(path), path[-1], self._as_it_was(path, value))
 
-    def _as_it_was(self, path: Path, value: Any) -> Any:
+    def _as_it_was(self, path: Path, value: Any, in_place: bool = False) -> Any:
         before = self._kept.get(path)
         if before is None or _is_equal(before, value):
             return value
@@ -317,15 +398,22 @@ class Snapshot:
             value.clear()
             value.update(before)
             return value
+        if in_place and before.shape == value.shape:
+            if isinstance(value, Tensor):
+                with torch.no_grad(), torch.inference_mode(value.is_inference()):
+                    return value.copy_(before)
+            value[...] = before
+            return value
         return before.clone() if isinstance(before, Tensor) else before.copy()
 
     def _refill(self, holder: Any, items: Any, removes: bool) -> None:
         if isinstance(holder, nn.Module):
             if removes:
                 for name in self.entries_of(holder).keys() - items.keys() - buffers_of(holder).keys():
-                    del holder.__dict__[name]
+                    holder.__dict__.pop(name, None)
             for name, value in items.items():
-                put(holder, name, value)
+                if not isinstance(name, _Child):
+                    put(holder, name, value)
         elif isinstance(holder, (list, deque)):
             holder.clear()
             holder.extend(items)
