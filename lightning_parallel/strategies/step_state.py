@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -57,6 +58,8 @@ MEANS = {"mean", "samples"}
 _NUMBER = re.compile(r"\[-?\d+\]")
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+
+_FLAT = frozenset((bool, int, float, str, type(None)))
 
 _COPIED_BYTES = 16 << 20
 """Larger tensors and arrays are not copied before each step: what a step writes into them stays."""
@@ -160,11 +163,7 @@ def rule_of(rules: Mapping[str, str], label: str) -> str:
 
 
 def refuse_unknown(rules: Mapping[str, str], label: str) -> None:
-    """Refuse a value under a name that was not there in the proof, if others beside it needed a rule.
-
-    Raises:
-        ValueError: It names the value.
-    """
+    """Raise a ValueError for a value under a name that was not there in the proof, if others beside it need a rule."""
     beside = f"{label.rpartition('[')[0]}['"
     is_new = label.endswith("']") and label not in rules
     if is_new and any(rule in MEANS for name, rule in rules.items() if name.startswith(beside)):
@@ -176,13 +175,7 @@ def refuse_unknown(rules: Mapping[str, str], label: str) -> None:
 
 
 def complete_rules(rules: dict[str, str], changed: Iterable[str], snapshot: Snapshot) -> None:
-    """Note that values need no rule: those that a step has changed, and others under names beside what needs one.
-
-    Args:
-        rules: See `ParallelState.attributes`.
-        changed: What the step of the proof has changed.
-        snapshot: Of the module.
-    """
+    """Note that values need no rule: those that a step has changed, and others under names beside what needs one."""
     alike = {name.rpartition("['")[0] for name, rule in rules.items() if rule in MEANS and name.endswith("']")}
     labels = map(label_of, snapshot.paths())
     beside = [label for label in labels if label.endswith("']") and label.rpartition("['")[0] in alike]
@@ -291,6 +284,8 @@ class Snapshot:
         if len(items) > _FOLLOWED_ITEMS:
             return
         if isinstance(items, list):
+            if _FLAT.issuperset(map(type, items)):
+                return
             most = _COPIED_ENTRY_BYTES
         for key, value in enumerate(items) if isinstance(items, list) else items.items():
             place: Path = (*path, key)
@@ -322,7 +317,7 @@ class Snapshot:
                 return
             if len(now) > len(before) - shift:
                 edits[path] = Added(now[len(before) - shift :])
-            if not shift:
+            if not shift and not _FLAT.issuperset(map(type, before)):
                 for index, value in enumerate(before):
                     self._compare_same((*path, index), value, edits)
             return
@@ -438,13 +433,15 @@ def put(holder: Any, key: Any, value: Any) -> None:
 def _copy_of(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
-    with torch.no_grad(), torch.inference_mode(False):
-        if value.is_inference() or type(value) is not Tensor:
-            return value.detach().clone()
-        known = _copies.get(value)
-        if known is None or known[0] != version_of(value):
-            known = _copies[value] = (version_of(value), value.detach().clone())
+    is_plain = type(value) is Tensor and not value.is_inference()
+    known = _copies.get(value) if is_plain else None
+    if known is not None and known[0] == version_of(value):
         return known[1]
+    with torch.no_grad(), torch.inference_mode(False):
+        copied = value.detach().clone()
+    if is_plain:
+        _copies[value] = (version_of(value), copied)
+    return copied
 
 
 def _is_equal(before: Any, value: Any) -> bool:
@@ -466,6 +463,8 @@ def _shift(before: list[Any], now: list[Any], most: int) -> int | None:
     """Return how many of the first entries are gone, up to `most`, as a deque loses them; None if others are."""
     if len(now) < len(before):
         return None
+    if all(map(operator.is_, before, now)):
+        return 0
     return next((shift for shift in range(most + 1) if all(map(_is_same, before[shift:], now))), None)
 
 
