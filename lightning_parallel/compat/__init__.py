@@ -126,8 +126,14 @@ class ParallelState:
         skipped_steps: How many steps changed nothing, because a gradient was not finite.
         logged: By name of what a step logs in microbatches: whether it is a mean over samples although microbatches are
             weighted by something else, and whether its `batch_size` is that of the whole batch.
-        attributes: By name of what a step keeps on the module: `mean`, if one step sets the mean of what microbatches
-            set, or `count`, if it goes up by the mean of what they add.
+        attributes: By name of a number, tensor or buffer that a step changes in the module, such as `seen`,
+            `stats['n']` or `layers.0.calls`: `mean`, if one step leaves the mean of what microbatches leave that each
+            begin with the value before the batch (also a count of batches, and a running mean), `samples`, if it is
+            their mean by samples although they are weighted by something else, `entries` of a list to which each adds
+            as many as one step, even if that is one per sample in the proof; empty, if what microbatches leave one
+            after another is what one step leaves.
+        followed: Paths of the modules that are not intercepted: all stages run their code, and the last one knows what
+            it leaves in attributes.
     """
 
     tensor_ranks: tuple[int, ...] = ()
@@ -143,6 +149,7 @@ class ParallelState:
     skipped_steps: int = 0
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     attributes: dict[str, str] = field(default_factory=dict)
+    followed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, module: Any) -> ParallelState:

@@ -71,6 +71,8 @@ class StepOnCopies:
 
     def __call__(self, microbatch: Any) -> Any:
         if not self._copies:
+            # New containers even so: the step may take entries out of a dict, which costs nothing to allow.
+            microbatch = map_tensors(microbatch, lambda tensor: tensor)
             return self.step(microbatch) if self._is_final else self._watched(microbatch)
         copies: dict[int, tuple[Any, Any]] = {}
         given = own_copy(microbatch, copies)

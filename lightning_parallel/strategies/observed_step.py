@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,8 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from lightning_parallel.compat import FOREIGN
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.strategies.step_state import (
+    Added,
+    Elsewhere,
+    Fresh,
+    Members,
+    Snapshot,
+    Value,
+    Whole,
+    label_of,
+)
 
 __all__ = [
     "HALF",
@@ -24,8 +36,10 @@ __all__ = [
     "ObservedStep",
     "changed_attributes",
     "compare",
+    "compare_counters",
+    "compare_gradients",
+    "counters_of",
     "first_difference",
-    "followed_attributes",
     "largest_of",
     "numbers_in",
     "relative_difference",
@@ -59,6 +73,7 @@ class ObservedStep:
         output: Numbers and tensors among what it returned, by key.
         attributes: Those of the module that it changed.
         unknown: Attributes whose value is on another stage; to read one raises an error.
+        counters: Numbers that submodules of the user's keep, and that it changed.
     """
 
     loss: float | None = None
@@ -66,6 +81,7 @@ class ObservedStep:
     output: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     unknown: frozenset[str] = frozenset()
+    counters: dict[str, int | float] = field(default_factory=dict)
 
 
 def numbers_in(value: Any, name: str) -> dict[str, Any]:
@@ -74,53 +90,70 @@ def numbers_in(value: Any, name: str) -> dict[str, Any]:
     leaves, _ = pytree.tree_flatten_with_path(value)
     for path, leaf in leaves:
         key = name + pytree.keystr(path)
+        if _is_unknown(leaf):
+            continue
         if isinstance(leaf, Tensor):
             found[key] = leaf.detach().cpu().clone()
         elif isinstance(leaf, np.ndarray):
             found[key] = torch.as_tensor(leaf).clone()
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found.update(numbers_in(vars(leaf), key))
         elif isinstance(leaf, (bool, int, float)):
             found[key] = torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
     return found
 
 
-def followed_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes in which a module keeps what its steps found, without their history."""
-    found: dict[str, Any] = {}
-    for name, value in vars(module).items():
-        if name.startswith("_") or isinstance(value, (str, nn.Module)):
-            continue
-        if type(value) is Tensor:
-            found[name] = value.detach().clone()
-        elif isinstance(value, (bool, int, float)):
-            found[name] = value
-        elif isinstance(value, list):
-            found[name] = list(value)
-    return found
+def changed_attributes(before: Snapshot) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return numbers and tensors that are new or other than before, and the names of those that are unknown here.
 
-
-def changed_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers and tensors that are new or other than before; of lists, the entries that were added."""
+    Of lists and sets these are the entries that were added.
+    """
     changed: dict[str, Any] = {}
-    for name, value in after.items():
-        old = before.get(name)
-        if isinstance(value, list):
-            # Entries that were exchanged are new as well.
-            known = old if isinstance(old, list) else []
-            is_kept = len(value) >= len(known) and all(map(_is_same, known, value))
-            changed.update(numbers_in(value[len(known) :] if is_kept else value, name))
-        elif isinstance(value, Tensor):
-            if not isinstance(old, Tensor) or old.shape != value.shape or not torch.equal(old, value):
-                changed[name] = value.cpu()
-        elif type(value) is not type(old) or value != old:
-            changed.update(numbers_in(value, name))
-    return changed
+    unknown: set[str] = set()
+    for path, edit in before.changes().items():
+        label, value = label_of(path), None
+        if isinstance(edit, Value):
+            value = None if _is_same(edit.before, edit.after) else edit.after
+        elif isinstance(edit, Added):
+            value = edit.entries
+        elif isinstance(edit, Members):
+            # In an order that is the same everywhere.
+            value = sorted(edit.added, key=lambda member: (str(type(member)), str(member)))
+        elif isinstance(edit, (Fresh, Whole)):
+            value = edit.value
+        leaves, _ = pytree.tree_flatten_with_path(value)
+        unknown |= {label + pytree.keystr(where) for where, leaf in leaves if _is_unknown(leaf)}
+        changed.update(numbers_in(value, label))
+    return changed, frozenset(unknown)
+
+
+def counters_of(module: nn.Module) -> dict[str, int | float]:
+    """Return the numbers that modules of the user's inside of `module` keep, by name."""
+    return {
+        f"{path}.{name}": value
+        for path, child in module.named_modules()
+        if path and type(child).__module__.partition(".")[0] not in FOREIGN
+        for name, value in vars(child).items()
+        if type(value) in (int, float)
+    }
+
+
+def compare_counters(found: ObservedStep, expected: ObservedStep, module: nn.Module) -> dict[str, float]:
+    """Return the relative differences of the numbers in submodules of `module`, which have their old values again."""
+    names = {*expected.counters, *found.counters}
+    now = {name: float(value) for name, value in counters_of(module).items() if name in names}
+    pairs = {name: (found.counters.get(name, old), expected.counters.get(name, old)) for name, old in now.items()}
+    return {name: abs(one - two) / max(abs(two), 1e-2) for name, (one, two) in pairs.items()}
+
+
+def _is_unknown(leaf: Any) -> bool:
+    return isinstance(leaf, (PlaceholderTensor, Elsewhere))
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    # Lists that were sent from another stage hold copies.
-    if isinstance(old, Tensor) and isinstance(new, Tensor):
-        return old is new or (old.shape == new.shape and torch.equal(old, new))
-    return old is new or (type(old) is type(new) and isinstance(old, (bool, int, float, str)) and old == new)
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and not _is_unknown(new):
+        return old.shape == new.shape and torch.equal(old, new)
+    return type(old) is type(new) and isinstance(old, (bool, int, float, str)) and old == new
 
 
 # --------------------------------------------------------------------------------------------------- comparison
@@ -208,6 +241,24 @@ def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], to
     differences += [
         StepDifference(kind, name, math.inf, "is not there on one process") for name in found if name not in expected
     ]
+    return differences
+
+
+def compare_gradients(
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], floor: float, tolerance: float
+) -> list[StepDifference]:
+    """Compare gradients by name; one that is not there and one of zeros are the same."""
+    differences = []
+    for name, mine in found.items():
+        theirs = expected.get(name)
+        if mine is None and theirs is None:
+            continue
+        one = torch.zeros_like(theirs) if mine is None else mine  # type: ignore[arg-type]
+        one = one.to_dense() if one.is_sparse else one
+        two = torch.zeros_like(one) if theirs is None else theirs.to(one.device)
+        relative = relative_difference(one, two, floor)
+        if relative > tolerance:
+            differences.append(StepDifference("gradient", name, relative))
     return differences
 
 

@@ -51,6 +51,7 @@ class KeptState:
     def __init__(self, module: nn.Module) -> None:
         self._objects: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self._seen: set[int] = set()
         parameters = dict(module.named_parameters())
         is_large = sum(value.numel() * value.element_size() for value in parameters.values()) > _COPY_BYTES
@@ -67,7 +68,10 @@ class KeptState:
                 self._seen.add(id(value))
                 self._tensors.append((value, value.detach().clone()))
             return
-        if isinstance(value, (dict, list, set, deque)):
+        if isinstance(value, np.ndarray) and value.nbytes <= _COPY_BYTES:
+            self._seen.add(id(value))
+            self._arrays.append((value, value.copy()))
+        elif isinstance(value, (dict, list, set, deque)):
             self._seen.add(id(value))
             self._objects.append((value, copy.copy(value)))
             if len(value) > _FOLLOWED_ITEMS:
@@ -96,6 +100,9 @@ class KeptState:
                     tensor.data = before
                 elif not torch.equal(tensor, before):
                     tensor.data.copy_(before)
+        for array, values in self._arrays:
+            if array.flags.writeable:
+                array[...] = values
         for value, before in self._objects:
             value.clear()
             if isinstance(value, (dict, set)):

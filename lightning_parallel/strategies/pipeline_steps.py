@@ -10,7 +10,7 @@ the gradients come back, and are reduced over the replicas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import Patches
+from lightning_parallel.compat import FOREIGN, ParallelState, Patches
 from lightning_parallel.compat.lightning import (
     set_update_count,
     states_of,
@@ -81,6 +81,9 @@ class PipelineSteps:
         """Run steps through `engine` from now on; metrics give their value on every rank until `patches` are undone."""
         self._engine = engine
         self._gradients_are_watched = self._hooks_see_gradients()
+        ParallelState.of(self.module).followed = _outside_of(
+            self.module, (*engine.plan.layers, *engine.model.outer_names)
+        )
         share_metrics(self.module, engine.group, engine.last_rank, lambda: self._is_running, patches)
 
     def example(self, trainer: Trainer) -> tuple[Callable[[Any], Any], Any] | None:
@@ -196,17 +199,18 @@ class PipelineSteps:
 
     def _shared(self, name: str, result: StepResult, effects: StepEffects) -> Any:
         """Bring what the last stage found to every rank of the pipeline."""
+        samples = [_samples(microbatch) for microbatch in result.microbatches]
 
         def found() -> tuple[Any, Any, Any]:
-            samples = [_samples(microbatch) for microbatch in result.microbatches]
             output: Any = merge_outputs(result.outputs, samples, result.weights)
             if name == "training_step":
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
             return (to_device(output, torch.device("cpu")), *effects.merged(samples, result.weights))
 
         # On the CPU, since objects are pickled; a tensor of another rank's device would be created there.
-        output, calls, attributes = comm.broadcast_from(found, self.engine.group, self.engine.last_rank)
-        effects.repeat(calls, attributes, self.device)
+        output, calls, changes = comm.broadcast_from(found, self.engine.group, self.engine.last_rank)
+        effects.repeat(calls, changes, self.device)
+        effects.settle(samples, result.weights, self.engine.group)
         return to_device(output, self.device)
 
     def gradient_scale(self) -> float | Tensor:
@@ -246,6 +250,19 @@ class _StageStep:
         if isinstance(loss, Tensor) and not isinstance(loss, PlaceholderTensor):
             audit.check_output(loss, "the loss")
         return output
+
+
+def _outside_of(module: nn.Module, intercepted: Sequence[str]) -> tuple[str, ...]:
+    """Return the paths of modules whose own code runs on every stage, and of those that they are in."""
+    found: dict[str, None] = {}
+    inside = tuple(f"{name}." for name in intercepted)
+    for path, child in module.named_modules():
+        if not path or f"{path}.".startswith(inside) or isinstance(child, Metric):
+            continue
+        if type(child).__module__.partition(".")[0] not in FOREIGN:
+            parts = path.split(".")
+            found.update(dict.fromkeys(".".join(parts[: length + 1]) for length in range(len(parts))))
+    return tuple(found)
 
 
 def _samples(microbatch: Any) -> int:

@@ -21,9 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
@@ -35,6 +33,8 @@ from lightning_parallel.strategies.observed_step import (
     ObservedStep,
     StepDifference,
     compare,
+    compare_counters,
+    compare_gradients,
     first_difference,
     largest_of,
     relative_difference,
@@ -42,6 +42,7 @@ from lightning_parallel.strategies.observed_step import (
 )
 from lightning_parallel.strategies.proof_record import record, recorded, step_key
 from lightning_parallel.strategies.step_runs import DividedRun, StepCall, StepRuns, Way, WholeRun
+from lightning_parallel.strategies.step_state import Snapshot, complete_rules
 from lightning_parallel.tensor.audit import StepAudit
 
 __all__ = ["FirstBatches", "ProofError", "StepProof", "Verify"]
@@ -263,6 +264,8 @@ class _Comparison:
         elif whole.dropout:
             self._compare_dropout()
         self.summary = self._counted(whole)
+        names = [*whole.effects.attributes, *whole.effects.counters]
+        complete_rules(ParallelState.of(self.runs.module).attributes, names, Snapshot(self.runs.module))
 
     def _has_batch_norm(self) -> bool:
         return any(isinstance(child, BatchNormalization) and child.training for child in self.runs.module.modules())
@@ -296,27 +299,20 @@ class _Comparison:
     def _gradient_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
         mine = max(filter(math.isfinite, map(largest_of, whole.gradients.values())), default=0.0)
         largest = max(comm.all_gather_object(mine, self.replica))
-        differences = []
-        for name, found in divided.gradients.items():
-            expected = whole.gradients.get(name)
-            if expected is None and found is None:
-                continue
-            # One that is not there and one of zeros are compared as zeros.
-            one = torch.zeros_like(expected) if found is None else found  # type: ignore[arg-type]
-            one = one.to_dense() if one.is_sparse else one
-            two = torch.zeros_like(one) if expected is None else expected.to(one.device)
-            relative = relative_difference(one, two, _SMALL * largest)
-            if relative > tolerance:
-                differences.append(StepDifference("gradient", name, relative))
-        return differences
+        return compare_gradients(divided.gradients, whole.gradients, _SMALL * largest, tolerance)
 
     def _buffer_differences(self, whole: WholeRun, divided: DividedRun, tolerance: float) -> list[StepDifference]:
-        """Compare buffers that changed; where several stages hold one, one of them has to be right."""
+        """Compare buffers, and numbers of layers, that changed; where several stages hold one, one has to be right."""
         held = dict(self.runs.module.named_buffers())
         found: dict[str, float] = {}
-        for name in {*whole.buffers, *divided.buffers}:
+        for name in {*whole.buffers, *divided.buffers} & held.keys():
             expected = whole.buffers.get(name, held[name]).to(held[name].device)
             found[name] = relative_difference(divided.buffers.get(name, held[name]), expected, 1e-2)
+        found.update(compare_counters(divided.effects, whole.effects, self.runs.module))
+        # Modules of other stages count when they are run for the shapes of their outputs.
+        elsewhere = self.runs.elsewhere()
+        here = {path for path, child in self.runs.module.named_modules() if id(child) not in elsewhere}
+        found = {name: relative for name, relative in found.items() if name.rpartition(".")[0] in here}
         best: dict[str, float] = {}
         for theirs in comm.all_gather_object(found, self.replica):
             for name, relative in theirs.items():
@@ -408,32 +404,32 @@ class _Comparison:
 
     def _learn_attributes(self, way: Way, whole: WholeRun) -> None:
         """Find out how the values that microbatches leave in attributes give that of one step."""
-        mine = {entry.name for entry in self.differences if entry.kind == "attribute"}
-        names = sorted({name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs})
         rules = ParallelState.of(self.runs.module).attributes
-        for rule in ("mean", "count"):
-            # Entries of lists and the like have a path behind their name, and no rule.
-            names = [name for name in names if isinstance(vars(self.runs.module).get(name, 0), (int, float, Tensor))]
-            rules.update(dict.fromkeys(names, rule))
+        names = self._kept_names() - rules.keys()
+        # Containers, by all that they may be: `outputs[0][1]['loss']` is in `outputs[0]`.
+        lists = {name[: match.start()] for name in names for match in re.finditer(r"\[", name)} - rules.keys()
+        if lists:
+            rules.update(dict.fromkeys(sorted(lists), "entries"))
+            self.differences = self._found(whole, self.runs.divided(self.call, way))
+            left = self._kept_names()
+            for name in lists:
+                if any(other.startswith(f"{name}[") for other in left):
+                    del rules[name]
+            names &= left
+        for rule in ("mean", "samples"):
             if names:
+                rules.update(dict.fromkeys(sorted(names), rule))
                 self.differences = self._found(whole, self.runs.divided(self.call, way))
-                wrong = {entry.name for entry in self.differences if entry.kind == "attribute"}
-                wrong = {name for theirs in comm.all_gather_object(wrong, self.replica) for name in theirs}
-                names = [name for name in names if name in wrong]
+                names &= self._kept_names()
         for name in names:
             del rules[name]
-        self._warn_of_buffers()
-
-    def _warn_of_buffers(self) -> None:
-        """Leave out buffers that are updated once per microbatch, as in batch normalisation, with a warning."""
-        names = [entry.name for entry in self.differences if entry.kind == "buffer"]
-        self.differences = [entry for entry in self.differences if entry.kind != "buffer"]
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            rank_zero_warn(
-                f"the buffer `{names[0]}`{more} is updated once per microbatch, and so has other values than in one"
-                " process, where it is updated once per batch"
-            )
+            self.differences = self._found(whole, self.runs.divided(self.call, way))
+
+    def _kept_names(self) -> set[str]:
+        """Return the names of attributes and buffers that differ on any rank of the replica."""
+        mine = {entry.name for entry in self.differences if entry.kind in ("attribute", "buffer")}
+        return {name for theirs in comm.all_gather_object(mine, self.replica) for name in theirs}
 
     def _varying(self, one: WholeRun, two: WholeRun) -> set[tuple[str, str]]:
         """Return what two runs on one process do not agree in, as kinds and names."""

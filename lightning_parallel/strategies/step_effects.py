@@ -6,16 +6,20 @@ They are recorded for each microbatch on the last stage, merged into those of on
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_parallel.compat import ParallelState, patched
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import FOREIGN, ParallelState, patched
 from lightning_parallel.compat.lightning import (
     batch_value_of,
     metric_state_of,
@@ -23,9 +27,27 @@ from lightning_parallel.compat.lightning import (
     set_batch_value,
     states_of,
 )
-from lightning_parallel.compat.torch import pytree, version_of
+from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.microbatch import merge_entries, merge_outputs, reduce_logged
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor, in_dry_run, missing, require_known
+from lightning_parallel.pipeline.placeholder import in_dry_run, missing, require_known
+from lightning_parallel.strategies.step_state import (
+    MEANS,
+    MISSING,
+    Edit,
+    Elsewhere,
+    Fresh,
+    Gone,
+    Path,
+    Snapshot,
+    Value,
+    Whole,
+    emptied,
+    is_container,
+    label_of,
+    put,
+    refuse_unknown,
+    rule_of,
+)
 
 __all__ = ["LogCall", "StepEffects", "log_recorded", "side_effects_discarded", "to_device"]
 
@@ -44,65 +66,82 @@ class StepEffects:
     def __init__(self, module: LightningModule) -> None:
         self.module = module
         self.logged: list[list[LogCall]] = []
-        self._before = _snapshots(module)
-        self._attributes = dict(vars(module))
+        self._start = Snapshot(module)
+        self._attributes = {path: dict(vars(holder)) for path, holder in self._start.modules()}
         self._rules = ParallelState.of(module).attributes
-        self._values: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._history: list[dict[Path, Edit]] = []
+        followed = {label_of((*path, "")) for path in self._attributes if path}
+        self._counters = [
+            _Counter(module, name, rule)
+            for name, rule in self._rules.items()
+            if f"{name.rpartition('.')[0]}." not in followed and _is_inside(module, name)
+        ]
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record one microbatch inside the block: calls of `self.log` count if the step runs to its end."""
+        """Record one microbatch inside the block: it counts if the step runs to its end, else leaves no trace."""
         calls: list[LogCall] = []
-        before = self._ruled_values()
-        with log_recorded(self.module, calls):
-            yield
+        # One process has the value before the batch for all of its samples.
+        for path in self._start.paths() if MEANS & set(self._rules.values()) else ():
+            if rule_of(self._rules, label_of(path)) in MEANS:
+                self._start.put_back(path)
+        for path, edit in self._history[-1].items() if self._history else ():
+            is_new = isinstance(edit, Value) and edit.before is MISSING
+            if is_new and rule_of(self._rules, label_of(path)) in MEANS:
+                _remove(self._start.holder(path), path[-1])
+        for counter in self._counters:
+            counter.reset()
+        before = Snapshot(self.module)
+        try:
+            with log_recorded(self.module, calls):
+                yield
+        except BaseException:
+            # On other stages than the last. Hooks of backward may read what is new.
+            before.restore(removes=False)
+            raise
+        finally:
+            for counter in self._counters:
+                counter.note()
         self.logged.append(calls)
-        self._values.append((before, self._ruled_values()))
+        self._history.append(before.changes())
 
-    def _ruled_values(self) -> dict[str, Any]:
-        """Return the attributes for which the proof has found how microbatches give the value of one step."""
-        values = {name: vars(self.module)[name] for name in self._rules if name in vars(self.module)}
-        return pytree.tree_map_only(Tensor, lambda value: value.detach().clone(), values)
-
-    def merged(self, samples: Sequence[int], weights: Sequence[float]) -> tuple[list[LogCall], dict[str, Any]]:
-        """Return calls of `self.log`, and attributes, as one step on the whole batch would have left them."""
+    def merged(self, samples: Sequence[int], weights: Sequence[float]) -> tuple[list[LogCall], list[Change]]:
+        """Return calls of `self.log`, and changes, as one step on the whole batch would have made them."""
         for name, value, _ in (call for calls in self.logged for call in calls):
             require_known(value, f"`self.log({name!r}, ...)`")
-        attributes = _changed_attributes(self.module, self._before, samples, weights)
-        for name, value in attributes.items():
-            require_known(value, f"`self.{name}`")
+        changes = _merge_changes(self._history, samples, weights, self._rules)
+        for path, _, value in changes:
+            require_known(value, f"`self.{label_of(path)}`")
         # Refused where it is used after the step: most such attributes are read inside of it only.
-        for name, value in vars(self.module).items():
-            if missing(value) and value is not self._attributes.get(name):
-                shape, dtype = value.signature
-                attributes[name] = _Elsewhere(shape, dtype, value.provenance)
-        for name in attributes.keys() & self._rules.keys():
-            attributes[name] = self._by_rule(name, weights)
+        for path, holder in self._start.modules():
+            before = self._attributes[path]
+            for name, value in vars(holder).items():
+                if missing(value) and value is not before.get(name):
+                    changes.append(((*path, name), "set", Elsewhere(value)))
+        changes = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), changes)
         known = ParallelState.of(self.module).logged
-        return _merge_calls(self.logged, samples, weights, known), attributes
+        return _merge_calls(self.logged, samples, weights, known), changes
 
-    def _by_rule(self, name: str, weights: Sequence[float]) -> Any:
-        """Return what one step on the whole batch would leave in an attribute, by the mean over microbatches.
+    @torch.no_grad()
+    def settle(self, samples: Sequence[int], weights: Sequence[float], group: Group) -> None:
+        """Set what layers keep to what one step on the whole batch would have left there, numbers on every rank."""
+        with torch.inference_mode(False):
+            for counter in self._counters:
+                counter.settle(samples, weights)
+        numbers = [counter for counter in self._counters if not counter.is_tensor]
+        # All ranks have the same rules, and numbers stay where parameters are freed.
+        if numbers:
+            mine = {counter.label: counter.value for counter in numbers if counter.has_moved}
+            for theirs in comm.all_gather_object(mine, group):
+                for counter in numbers:
+                    if counter.label in theirs and not counter.has_moved:
+                        counter.value = theirs[counter.label]
 
-        A value that is set is the mean of those that are set; one that is counted up goes up by the mean.
-        """
-        pairs = [(before.get(name, 0), after[name]) for before, after in self._values]
-        if self._rules[name] == "mean":
-            result = sum(weight * after for weight, (_, after) in zip(weights, pairs))
-        else:
-            changes = sum(weight * (after - before) for weight, (before, after) in zip(weights, pairs))
-            result = pairs[0][0] + changes
-        if isinstance(result, Tensor):
-            return result.detach().cpu()
-        return round(result) if isinstance(pairs[-1][1], int) else result
-
-    def repeat(self, calls: Sequence[LogCall], attributes: Mapping[str, Any], device: torch.device) -> None:
+    def repeat(self, calls: Sequence[LogCall], changes: Sequence[Change], device: torch.device) -> None:
         """Log and remember on this rank what the last stage logged and remembered."""
-        for name, value in attributes.items():
-            if isinstance(value, _Elsewhere):
-                meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
-                value = PlaceholderTensor(meta, device, value.provenance)
-            self.module.__dict__[name] = to_device(value, device)
+        with torch.inference_mode(False):
+            self._start.restore(removes=False)
+            _apply(self.module, self._start, changes, device)
         for name, value, arguments in calls:
             if isinstance(value, _MetricAt):
                 metric = self.module.get_submodule(value.path)
@@ -110,6 +149,79 @@ class StepEffects:
                 set_batch_value(metric, to_device(value.cache, device))
                 value = metric
             self.module.log(name, to_device(value, device), **arguments)
+
+
+class _Counter:
+    """A number, or buffer, that a submodule updates once in each step: see `ParallelState.attributes`."""
+
+    def __init__(self, module: nn.Module, name: str, rule: str) -> None:
+        self.label = name
+        path, _, self._name = name.rpartition(".")
+        self._holder = module.get_submodule(path)
+        self._rule = rule
+        self._before = self.value
+        self.is_tensor = isinstance(self._before, Tensor)
+        # One that the steps do not write into: autograd may have saved those.
+        self._original = self._copied()
+        self._after: list[Any] = []
+
+    @property
+    def value(self) -> Any:
+        """What it is now."""
+        return getattr(self._holder, self._name)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        put(self._holder, self._name, value)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether steps on this rank have changed it."""
+        return bool(self._after)
+
+    def _copied(self) -> Any:
+        return self._before.detach().clone() if isinstance(self._before, Tensor) else self._before
+
+    def reset(self) -> None:
+        """Give the next microbatch the value before the batch."""
+        if self._rule not in MEANS:
+            return
+        if isinstance(self._before, Tensor):
+            put(self._holder, self._name, self._original.clone())
+        else:
+            put(self._holder, self._name, self._before)
+
+    def note(self) -> None:
+        """Keep what a microbatch has left, if it came by."""
+        value = self.value
+        same = torch.equal(value, self._original) if isinstance(value, Tensor) else value == self._before
+        if not same:
+            self._after.append(value)
+
+    def settle(self, samples: Sequence[int], weights: Sequence[float]) -> None:
+        """Set the mean; the same object stays."""
+        if self._rule not in MEANS:
+            return
+        # Dry runs come before the forward of the next microbatch, and in the first batch only.
+        after = dict(enumerate(self._after[-len(weights) :]))
+        value: Any = self._original if isinstance(self._before, Tensor) else self._before
+        if after:
+            value = _mean(value, after, _shares(self._rule, samples, weights))
+        if isinstance(self._before, Tensor):
+            value = self._before.copy_(value) if self._before.shape == value.shape else value
+        put(self._holder, self._name, value)
+
+
+def _is_inside(module: nn.Module, name: str) -> bool:
+    """Tell whether a name is that of a buffer or number of a submodule that this rank holds."""
+    path, _, key = name.rpartition(".")
+    if not path or "[" in path:
+        return False
+    try:
+        value = getattr(module.get_submodule(path), key)
+    except AttributeError:
+        return False
+    return isinstance(value, (int, float, Tensor)) and not missing(value)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -189,58 +301,153 @@ def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]]
 # --------------------------------------------------------------------------------------------------------- attributes
 
 
-class _Snapshot(NamedTuple):
-    """An attribute before the steps, and what tells whether it was changed in place: see `_version`."""
-
-    value: Any
-    version: Any
+Change = tuple[Path, str, Any]
+"""What to do where: `set`, `write` into what is there, `create`, `extend`, `join`, `fill`, `remove`."""
 
 
-class _Elsewhere(NamedTuple):
-    """An attribute that the last stage does not know; on other ranks it is that of one microbatch."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    provenance: str
-
-
-def _followed_attributes(module: LightningModule) -> dict[str, Any]:
-    """Return the attributes in which a module keeps what its steps found: numbers, tensors, and lists of them."""
-    return {
-        name: value
-        for name, value in module.__dict__.items()
-        if not (name.startswith("_") or isinstance(value, PlaceholderTensor))
-        and isinstance(value, (bool, int, float, str, Tensor, list, type(None)))
-    }
-
-
-def _snapshots(module: LightningModule) -> dict[str, _Snapshot]:
-    return {name: _Snapshot(value, _version(value)) for name, value in _followed_attributes(module).items()}
-
-
-def _version(value: Any) -> Any:
-    """Return what a change in place changes: the version of a tensor, the length of a list."""
-    if isinstance(value, Tensor):
-        # Inference tensors count no versions; to ask for one is an error.
-        return None if value.is_inference() else version_of(value)
-    return len(value) if isinstance(value, list) else value
-
-
-def _changed_attributes(
-    module: LightningModule, before: Mapping[str, _Snapshot], samples: Sequence[int], weights: Sequence[float]
-) -> dict[str, Any]:
-    """Return the attributes that the steps have changed, with the entries they added to lists merged."""
-    changed = {}
-    for name, value in _followed_attributes(module).items():
-        old, version = before.get(name, (None, None))
-        if name in before and value is old and _version(value) == version:
+def _merge_changes(
+    history: Sequence[dict[Path, Edit]], samples: Sequence[int], weights: Sequence[float], rules: Mapping[str, str]
+) -> list[Change]:
+    """Return the changes that one step on the whole batch would have made, containers before what is inside."""
+    history = [dict(edits) for edits in history]
+    paths = list(dict.fromkeys(path for edits in history for path in edits))
+    merged: list[Change] = []
+    settled: set[Path] = set()
+    for path in paths:  # grows inside
+        found = [(number, edits[path]) for number, edits in enumerate(history) if path in edits]
+        if any(path[:length] in settled for length in range(1, len(path))):
             continue
-        changed[name] = value
-        kept = old[:version] if isinstance(old, list) else []
-        # A list whose old entries were exchanged is no record of steps: it stays as it is.
-        if isinstance(value, list) and all(new is known for new, known in zip(value, kept)):
-            changed[name] = value[: len(kept)] + merge_entries(value[len(kept) :], samples, weights)
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), changed)
+        fresh = [(number, edit) for number, edit in found if isinstance(edit, Fresh)]
+        edit = found[-1][1]
+        if len(fresh) > 1:
+            # A container of each microbatch's own.
+            settled.add(path)
+            merged.append((path, "set", merge_outputs([edit.value for _, edit in fresh], samples, weights)))
+        elif isinstance(edit, Whole):
+            settled.add(path)
+            merged.append((path, "fill", edit.value))
+        elif isinstance(edit, Gone):
+            settled.add(path)
+            merged.append((path, "remove", None))
+        elif isinstance(edit, Value):
+            values = [(number, each) for number, each in found if isinstance(each, Value)]
+            merged.append(_merge_values(path, values, samples, weights, rules))
+        else:
+            if fresh:
+                number, new = fresh[0]
+                merged.append((path, "create", emptied(new.value)))
+                if isinstance(new.value, dict):
+                    inside = {(*path, key): _first(value) for key, value in new.value.items()}
+                    history[number].update(inside)
+                    paths.extend(key for key in inside if key not in paths)
+            merged += _merge_entries_of(path, found, samples, weights, rules.get(label_of(path)) == "entries")
+    return merged
+
+
+def _first(value: Any) -> Edit:
+    return Fresh(value) if is_container(value) else Value(MISSING, value, False)
+
+
+def _merge_entries_of(
+    path: Path, found: Sequence[tuple[int, Any]], samples: Sequence[int], weights: Sequence[float], is_per_step: bool
+) -> list[Change]:
+    """Return how what microbatches added to a list, deque or set is added at once."""
+    values = [edit.value if isinstance(edit, Fresh) else edit[0] for _, edit in found]
+    if isinstance(values[0], set):
+        return [(path, "join", set().union(*values))]
+    if isinstance(values[0], dict):
+        return []
+    entries = [entry for value in values for entry in value]
+    counts = {len(value) for value in values}
+    if is_per_step and len(counts) == 1:
+        # As many entries as samples, by chance.
+        count = counts.pop()
+        entries = [merge_outputs(entries[number::count], samples, weights) for number in range(count)]
+    elif len(found) == len(samples) and (len(counts) == 1 or len(entries) == sum(samples)):
+        entries = merge_entries(entries, samples, weights)
+    return [(path, "extend", entries)]
+
+
+def _merge_values(
+    path: Path,
+    found: Sequence[tuple[int, Value]],
+    samples: Sequence[int],
+    weights: Sequence[float],
+    rules: Mapping[str, str],
+) -> Change:
+    """Return what one step on the whole batch would leave in a number, tensor or array.
+
+    That is the mean where the proof has found so; each microbatch has begun with the value before the batch then.
+    Else it is what the last one left, but tensors with a row per sample are concatenated.
+    """
+    values = [edit.after for _, edit in found]
+    before, after = found[0][1].before, values[-1]
+    refuse_unknown(rules, label_of(path))
+    rule = rule_of(rules, label_of(path))
+    if rule in MEANS and isinstance(after, (bool, int, float, Tensor, np.ndarray, np.generic)):
+        after = _mean(before, {number: edit.after for number, edit in found}, _shares(rule, samples, weights))
+    elif _is_per_sample(before, values, samples):
+        after = merge_outputs(values, samples, weights)
+    return path, "write" if found[0][1].in_place else "set", after
+
+
+def _shares(rule: str, samples: Sequence[int], weights: Sequence[float]) -> Sequence[float]:
+    return [count / sum(samples) for count in samples] if rule == "samples" else weights
+
+
+def _mean(before: Any, values: Mapping[int, Any], shares: Sequence[float]) -> Any:
+    after = next(iter(values.values()))
+    # A microbatch that left the value alone has the old one.
+    every = [values.get(number, 0 if before is MISSING else before) for number in range(len(shares))]
+    total = sum(share * value for share, value in zip(shares, every))
+    if isinstance(after, Tensor):
+        total = torch.as_tensor(total, device=after.device)
+        return (total if after.is_floating_point() or after.is_complex() else total.round()).to(after.dtype)
+    if isinstance(after, np.ndarray):
+        return (np.round(total) if after.dtype.kind in "iu" else np.asarray(total)).astype(after.dtype)
+    return round(total) if isinstance(after, (int, np.integer)) else total
+
+
+def _is_per_sample(before: Any, values: Sequence[Any], samples: Sequence[int]) -> bool:
+    if len(values) < max(len(samples), 2) or not all(isinstance(value, (Tensor, np.ndarray)) for value in values):
+        return False
+    rows = all(len(value.shape) > 0 and value.shape[0] == count for value, count in zip(values, samples))
+    # A running mean may have as many rows by chance.
+    return rows and not (isinstance(before, type(values[0])) and before.shape == values[0].shape)
+
+
+def _apply(module: LightningModule, start: Snapshot, changes: Sequence[Change], device: torch.device) -> None:
+    """Change what a module keeps, which is as it was in `start`."""
+    for path, action, value in changes:
+        holder, key = start.holder(path), path[-1]
+        value = pytree.tree_map_only(Elsewhere, lambda unknown: unknown.placeholder(device), to_device(value, device))
+        if action == "create":
+            put(holder, key, value)
+        elif action == "remove":
+            _remove(holder, key)
+        elif action == "set":
+            put(holder, key, value)
+        elif action == "write":
+            original = start.original(path)
+            if isinstance(original, Tensor) and original.shape == value.shape and original.dtype == value.dtype:
+                # Others may hold the tensor, which is the same one after the step.
+                with torch.no_grad(), torch.inference_mode(original.is_inference()):
+                    original.copy_(value)
+                value = original
+            elif isinstance(original, np.ndarray) and original.shape == value.shape:
+                original[...] = value
+                value = original
+            put(holder, key, value)
+        else:
+            target = start.entries_of(holder)[key] if path else holder
+            if action == "fill":
+                target.clear()
+            target.update(value) if isinstance(target, (dict, set)) else target.extend(value)
+
+
+def _remove(holder: Any, key: Any) -> None:
+    if not isinstance(holder, (list, deque)):
+        (holder if isinstance(holder, dict) else vars(holder)).pop(key, None)
 
 
 @contextmanager
@@ -250,7 +457,14 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     saved = [metric_state_of(metric) for metric in metrics]
     # Copies, since updates change tensors and lists of a metric in place.
     states = [{name: _copied(state) for name, state in states_of(metric).items()} for metric in metrics]
-    before = _snapshots(module)
+    before = Snapshot(module, with_buffers=False)
+    # By value: the block moves them to the device, and frees those of other stages.
+    buffers = {n: b.detach().clone() for n, b in module.named_buffers() if type(b) is Tensor and not b.is_meta}
+    inside = [
+        Snapshot(child, with_buffers=False)
+        for child in module.modules()
+        if child is not module and type(child).__module__.partition(".")[0] not in FOREIGN
+    ]
     try:
         with log_recorded(module, []):
             yield
@@ -259,12 +473,15 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
             for name, value in state.items():
                 setattr(metric, name, value)
             restore_metric_state(metric, own)
-        for name in _followed_attributes(module).keys() - before.keys():
-            del module.__dict__[name]
-        for name, (value, version) in before.items():
-            if isinstance(value, list):
-                del value[version:]
-            module.__dict__[name] = value
+        # In place: the module as it was before the block is known by its objects, see `skeleton`.
+        before.restore(in_place=True)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in buffers and not buffer.is_meta and buffer.shape == buffers[name].shape:
+                    buffer.copy_(buffers[name])
+        # Tensors of other stages are freed inside the block, or moved to the device.
+        for child in inside:
+            child.restore(removes=False, tensors=False, in_place=True)
 
 
 def _copied(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:

@@ -33,7 +33,7 @@ from lightning_parallel.strategies.observed_step import (
     ModuleTrace,
     ObservedStep,
     changed_attributes,
-    followed_attributes,
+    counters_of,
     numbers_in,
 )
 from lightning_parallel.strategies.pinned import (
@@ -49,6 +49,7 @@ from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 from lightning_parallel.strategies.reference import Owners, run_reference
 from lightning_parallel.strategies.skeleton import Skeleton
 from lightning_parallel.strategies.step_effects import LogCall, log_recorded
+from lightning_parallel.strategies.step_state import Snapshot
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
@@ -237,7 +238,7 @@ class StepRuns:
         """
         parameters = dict(self.module.named_parameters())
         buffers = {key: value.clone() for key, value in self.module.named_buffers() if type(value) is Tensor}
-        trace = ModuleTrace(self.module, self._elsewhere()) if way.traces else None
+        trace = ModuleTrace(self.module, self.elsewhere()) if way.traces else None
         drawn = RandomRegion.draws
         with self._state_kept(), ExitStack() as stack:
             if way.double:
@@ -273,7 +274,7 @@ class StepRuns:
             around: Wraps it.
         """
         module = self.module
-        before = followed_attributes(module)
+        before = self._kept()
         calls: list[LogCall] = []
         step = getattr(module, call.name)
         batch = copied(call.batch, way.double)
@@ -289,7 +290,7 @@ class StepRuns:
         return effects
 
     def _effects(
-        self, calls: Sequence[LogCall], output: Any, loss: Tensor | None, before: Mapping[str, Any]
+        self, calls: Sequence[LogCall], output: Any, loss: Tensor | None, before: tuple[Snapshot, dict[str, Any]]
     ) -> ObservedStep:
         logged: dict[str, Any] = {}
         for name, value, _ in calls:
@@ -298,16 +299,22 @@ class StepRuns:
                 while key in logged:
                     key += "'"
                 logged[key] = number
+        attributes, unknown = changed_attributes(before[0])
+        counters = {name: value for name, value in counters_of(self.module).items() if value != before[1].get(name)}
         return ObservedStep(
             None if loss is None else float(loss.detach()),
             logged,
             {key: value for key, value in numbers_in(output, "").items() if loss is None or key not in _LOSS},
-            changed_attributes(before, followed_attributes(self.module)),
-            frozenset(name for name, value in vars(self.module).items() if isinstance(value, PlaceholderTensor)),
+            attributes,
+            unknown | {name for name, value in vars(self.module).items() if isinstance(value, PlaceholderTensor)},
+            counters,
         )
 
+    def _kept(self) -> tuple[Snapshot, dict[str, Any]]:
+        return Snapshot(self.module, with_buffers=False), counters_of(self.module)
+
     def _run_stages(self, steps: PipelineSteps, call: StepCall, way: Way) -> ObservedStep:
-        before = followed_attributes(self.module)
+        before = self._kept()
         calls: list[LogCall] = []
         patches = Patches()
         patches.replace(steps.engine, "next_seed", lambda: SEED)
@@ -343,7 +350,7 @@ class StepRuns:
         if self.engine is not None:
             self.engine.reduce_tied_gradients()
 
-    def _elsewhere(self) -> set[int]:
+    def elsewhere(self) -> set[int]:
         """Return the modules, by `id`, of which this rank has a stub only."""
         if self.engine is None:
             return set()

@@ -1,0 +1,498 @@
+"""What a module keeps: attributes, buffers of its own, and what is inside of lists, dicts, sets, arrays and objects.
+
+before = Snapshot(module)
+step(batch)                    # self.outputs[0].append({"loss": loss}); self.seen += len(x)
+before.changes()               # {("outputs", 0): Fresh([{"loss": loss}]), ("seen",): Value(0, 8, False)}
+before.restore()               # as if the step had not been run
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_parallel.compat import FOREIGN
+from lightning_parallel.compat.torch import buffers_of, version_of
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor, missing
+
+__all__ = [
+    "MEANS",
+    "MISSING",
+    "Added",
+    "Elsewhere",
+    "Edit",
+    "Fresh",
+    "Gone",
+    "Members",
+    "Path",
+    "Snapshot",
+    "Value",
+    "Whole",
+    "emptied",
+    "complete_rules",
+    "is_container",
+    "label_of",
+    "put",
+    "refuse_unknown",
+    "rule_of",
+]
+
+Path = tuple[Any, ...]
+"""Name of an attribute, then keys, positions and fields inside of it."""
+
+MEANS = {"mean", "samples"}
+"""The rules of `ParallelState.attributes` by which each microbatch begins with the value before the batch."""
+
+_NUMBER = re.compile(r"\[-?\d+\]")
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+
+_FLAT = frozenset((bool, int, float, str, type(None)))
+
+_COPIED_BYTES = 16 << 20
+"""Larger tensors and arrays are not copied before each step: what a step writes into them stays."""
+
+_COPIED_ENTRY_BYTES = 4 << 10
+"""The same for entries of lists: those that steps have collected are many, and are not written to again."""
+
+_FOLLOWED_ITEMS = 10_000
+"""Longer containers, such as data sets, are not followed inside."""
+
+# Copies of tensors that have not changed since, by tensor: most buffers are constants.
+_copies = WeakTensorKeyDictionary()
+
+
+class _Missing:
+    def __reduce__(self) -> str:
+        return "MISSING"  # one object in every process
+
+
+MISSING = _Missing()
+"""Stands for a value that is not there."""
+
+
+class Elsewhere:
+    """A value that the last stage does not know; on other ranks it is that of one microbatch."""
+
+    def __init__(self, placeholder: PlaceholderTensor) -> None:
+        self.shape, self.dtype = placeholder.signature
+        self.provenance = placeholder.provenance
+
+    def placeholder(self, device: torch.device) -> PlaceholderTensor:
+        """Return a placeholder, which refuses to be read."""
+        return PlaceholderTensor(torch.empty(self.shape, dtype=self.dtype, device="meta"), device, self.provenance)
+
+
+class Value(NamedTuple):
+    """A number, tensor, array or other value that was set, or changed in place."""
+
+    before: Any
+    after: Any
+    in_place: bool
+
+
+class Added(NamedTuple):
+    """Entries at the end of a list or deque."""
+
+    entries: list[Any]
+
+
+class Members(NamedTuple):
+    """New members of a set."""
+
+    added: set[Any]
+
+
+class Fresh(NamedTuple):
+    """A container that was not there before."""
+
+    value: Any
+
+
+class Whole(NamedTuple):
+    """All of a container that was changed in another way."""
+
+    value: Any
+
+
+class Gone(NamedTuple):
+    """Removed."""
+
+
+Edit = Value | Added | Members | Fresh | Whole | Gone
+
+
+class _Child(str):
+    """Name of a module inside of another one."""
+
+    __slots__ = ()
+
+
+def label_of(path: Path) -> str:
+    """Return a path as code has it behind `self.`."""
+    label, holder = str(path[0]), path[0]
+    for key in path[1:]:
+        label += f".{key}" if isinstance(holder, _Child) else f"[{key!r}]"
+        holder = key
+    return label
+
+
+def rule_of(rules: Mapping[str, str], label: str) -> str:
+    """Return how what microbatches leave in a value is merged, as the proof has found.
+
+    One under a new number, as in `self.steps[self.current_epoch] += 1`, is merged like those under other numbers.
+    """
+    found = rules.get(label)
+    if found is None and label.endswith("]"):
+        kind = _NUMBER.sub("[]", label)
+        alike = {rule for name, rule in rules.items() if _NUMBER.sub("[]", name) == kind}
+        found = alike.pop() if len(alike) == 1 else None
+    return found or ""
+
+
+def refuse_unknown(rules: Mapping[str, str], label: str) -> None:
+    """Raise a ValueError for a value under a name that was not there in the proof, if others beside it need a rule."""
+    beside = f"{label.rpartition('[')[0]}['"
+    is_new = label.endswith("']") and label not in rules
+    if is_new and any(rule in MEANS for name, rule in rules.items() if name.startswith(beside)):
+        raise ValueError(
+            f"`self.{label}` was not there when the step was compared with one process, and others beside it are"
+            " averaged over microbatches: it is not known whether this one is to be. Create it before the run, such"
+            " as in `__init__`, or set `num_microbatches=1`"
+        )
+
+
+def complete_rules(rules: dict[str, str], changed: Iterable[str], snapshot: Snapshot) -> None:
+    """Note that values need no rule: those that a step has changed, and others under names beside what needs one."""
+    alike = {name.rpartition("['")[0] for name, rule in rules.items() if rule in MEANS and name.endswith("']")}
+    labels = map(label_of, snapshot.paths())
+    beside = [label for label in labels if label.endswith("']") and label.rpartition("['")[0] in alike]
+    for name in (*changed, *beside):
+        rules.setdefault(name, "")
+
+
+def is_container(value: Any) -> bool:
+    """Tell whether a value is a list, deque, dict or set, in which steps collect."""
+    return isinstance(value, (list, deque, dict, set))
+
+
+_names_of_frameworks: set[str] = set()
+
+
+def _is_foreign(name: str) -> bool:
+    if not _names_of_frameworks:
+        _names_of_frameworks.update(vars(LightningModule()), ("_parallel_state", "_pipeline_site"))
+    return name in _names_of_frameworks
+
+
+class Snapshot:
+    """What a module keeps at one time.
+
+    Args:
+        module: The module; of the modules inside of it, those whose code all stages of a pipeline run, see
+            `ParallelState.followed`.
+        with_buffers: Whether their own buffers count.
+    """
+
+    def __init__(self, module: nn.Module, with_buffers: bool = True) -> None:
+        self.module = module
+        self._with_buffers = with_buffers
+        self._packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__} - FOREIGN
+        self._holders: dict[Path, Any] = {}
+        self._items: dict[Path, Any] = {}
+        self._kept: dict[Path, Any] = {}
+        self._seen: set[int] = set()
+        followed = getattr(vars(module).get("_parallel_state"), "followed", ())
+        self._parts = {id(module.get_submodule(name)) for name in followed}
+        self._visit((), module, _COPIED_BYTES)
+
+    def original(self, path: Path) -> Any:
+        """Return the object that was at `path`; `MISSING` if there was none."""
+        items = self._items.get(path[:-1])
+        if isinstance(items, list):
+            return items[path[-1]] if path[-1] < len(items) else MISSING
+        return MISSING if items is None else items.get(path[-1], MISSING)
+
+    def paths(self) -> list[Path]:
+        """Return where numbers, tensors and other single values were."""
+        found = []
+        for path, items in self._items.items():
+            if len(items) <= _FOLLOWED_ITEMS:
+                keys = range(len(items)) if isinstance(items, list) else items
+                found += [(*path, key) for key in keys if (*path, key) not in self._holders]
+        return found
+
+    def modules(self) -> list[tuple[Path, nn.Module]]:
+        """Return the modules that are followed, by path."""
+        return [(path, holder) for path, holder in self._holders.items() if isinstance(holder, nn.Module)]
+
+    def holder(self, path: Path) -> Any:
+        """Return the container, object or module that holds what is at `path`, as it is now."""
+        found: Any = self.module
+        for key in path[:-1]:
+            found = self.entries_of(found)[key]
+        return found
+
+    # -------------------------------------------------------------------------------------------------- looking
+
+    def _is_object(self, value: Any) -> bool:
+        """Tell whether a value is a plain object of the user's, or a dataclass, whose fields are followed."""
+        kind = type(value)
+        if not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.utils.data.Dataset, Tensor)):
+            return False
+        if callable(value) or hasattr(value, "__iter__") or hasattr(value, "__next__"):
+            return False
+        is_theirs = kind.__module__.partition(".")[0] in self._packages
+        return is_theirs or dataclasses.is_dataclass(value) or kind is SimpleNamespace
+
+    def _is_followed(self, value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return not isinstance(value, (PlaceholderTensor, nn.Parameter))
+        return isinstance(value, (*_PLAIN, np.ndarray)) or is_container(value) or self._is_object(value)
+
+    def entries_of(self, holder: Any) -> Any:
+        """Return what a holder has: a dict by key or name, or a list."""
+        if isinstance(holder, nn.Module):
+            found = {k: v for k, v in vars(holder).items() if not _is_foreign(k) and self._is_followed(v)}
+            buffers = buffers_of(holder).items() if self._with_buffers else ()
+            found |= {k: v for k, v in buffers if isinstance(v, Tensor) and self._is_followed(v)}
+            if self._parts:
+                found |= {_Child(k): v for k, v in holder._modules.items() if id(v) in self._parts}
+            return found
+        if isinstance(holder, (list, deque)):
+            return list(holder)
+        return dict(holder if isinstance(holder, Mapping) else vars(holder))
+
+    def _visit(self, path: Path, holder: Any, most: int) -> None:
+        if id(holder) in self._seen:
+            return
+        self._seen.add(id(holder))
+        items = self.entries_of(holder)
+        self._holders[path], self._items[path] = holder, items
+        if len(items) > _FOLLOWED_ITEMS:
+            return
+        if isinstance(items, list):
+            if _FLAT.issuperset(map(type, items)):
+                return
+            most = _COPIED_ENTRY_BYTES
+        for key, value in enumerate(items) if isinstance(items, list) else items.items():
+            place: Path = (*path, key)
+            if isinstance(value, _PLAIN):
+                continue
+            if isinstance(value, set):
+                self._kept[place] = set(value)
+            elif isinstance(value, (Tensor, np.ndarray)):
+                if self._is_followed(value) and value.nbytes <= most:
+                    self._kept[place] = _copy_of(value)
+            elif isinstance(value, nn.Module) or is_container(value) or self._is_object(value):
+                self._visit((*path, key), value, most)
+
+    # -------------------------------------------------------------------------------------------------- changes
+
+    def changes(self) -> dict[Path, Edit]:
+        """Return what has changed since, by path."""
+        edits: dict[Path, Edit] = {}
+        self._compare((), self.module, edits)
+        return edits
+
+    def _compare(self, path: Path, holder: Any, edits: dict[Path, Edit]) -> None:
+        before, now = self._items[path], self.entries_of(holder)
+        if isinstance(before, list):
+            is_limited = isinstance(holder, deque) and holder.maxlen is not None
+            shift = _shift(before, now, len(before) if is_limited else 0)
+            if shift is None:
+                edits[path] = Whole(_frozen(holder))
+                return
+            if len(now) > len(before) - shift:
+                edits[path] = Added(now[len(before) - shift :])
+            if not shift and not _FLAT.issuperset(map(type, before)):
+                for index, value in enumerate(before):
+                    self._compare_same((*path, index), value, edits)
+            return
+        for key, value in now.items():
+            old, place = before.get(key, MISSING), (*path, key)
+            if value is old:
+                self._compare_same((*path, key), value, edits)
+            elif is_container(value):
+                self._compare_container((*path, key), old, value, edits)
+            elif isinstance(value, nn.Module):
+                continue
+            elif type(value) is not type(old) or not isinstance(value, _PLAIN) or value != old:
+                edits[place] = Value(self._kept.get((*path, key), old), _leaf(value), False)
+        for key in before.keys() - now.keys():
+            place = (*path, key)
+            # What is a placeholder now is refused where it is read.
+            is_there = isinstance(holder, nn.Module) and (key in vars(holder) or key in buffers_of(holder))
+            if not is_there and not isinstance(key, _Child):
+                edits[place] = Gone()
+
+    def _compare_container(self, path: Path, old: Any, value: Any, edits: dict[Path, Edit]) -> None:
+        # `self.found = self.found + [x]` is `self.found.append(x)`.
+        if type(value) is list and type(old) is list and old and path in self._items:
+            before = self._items[path]
+            if len(value) >= len(before) and _shift(before, value, 0) == 0:
+                if len(value) > len(before):
+                    edits[path] = Added(value[len(before) :])
+                return
+        edits[path] = Fresh(_frozen(value))
+
+    def _compare_same(self, path: Path, value: Any, edits: dict[Path, Edit]) -> None:
+        """Compare an object with what it was."""
+        if path in self._holders:
+            self._compare(path, value, edits)
+        elif path in self._kept and not _is_equal(self._kept[path], value):
+            before = self._kept[path]
+            if not isinstance(value, set):
+                edits[path] = Value(before, copy.copy(value) if isinstance(value, np.ndarray) else value, True)
+            elif before <= value:
+                edits[path] = Members(value - before)
+            else:
+                edits[path] = Whole(set(value))
+
+    # -------------------------------------------------------------------------------------------------- restoring
+
+    def restore(self, removes: bool = True, tensors: bool = True, in_place: bool = False) -> None:
+        """Put back what was there, tensors that were changed as copies: autograd may have saved what was changed.
+
+        Args:
+            removes: Whether to remove new attributes of the module.
+            tensors: Whether to put back its tensors, too.
+            in_place: Whether tensors and arrays stay the same objects, as nothing will go backward.
+        """
+        for path, holder in self._holders.items():
+            items = copy.copy(self._items[path])
+            if not tensors and isinstance(holder, nn.Module):
+                items = {key: value for key, value in items.items() if not isinstance(value, Tensor)}
+            for key in range(len(items)) if isinstance(items, list) else items:
+                items[key] = self._as_it_was((*path, key), items[key], in_place)
+            self._refill(holder, items, removes)
+
+    def put_back(self, path: Path) -> None:
+        """Put back what was at one path, if it was there."""
+        value = self.original(path)
+        if value is not MISSING:
+            put(self.holder(path), path[-1], self._as_it_was(path, value))
+
+    def _as_it_was(self, path: Path, value: Any, in_place: bool = False) -> Any:
+        before = self._kept.get(path)
+        if before is None or _is_equal(before, value):
+            return value
+        if isinstance(value, set):
+            value.clear()
+            value.update(before)
+            return value
+        if in_place and before.shape == value.shape:
+            if isinstance(value, Tensor):
+                with torch.no_grad(), torch.inference_mode(value.is_inference()):
+                    return value.copy_(before)
+            value[...] = before
+            return value
+        return before.clone() if isinstance(before, Tensor) else before.copy()
+
+    def _refill(self, holder: Any, items: Any, removes: bool) -> None:
+        if isinstance(holder, nn.Module):
+            if removes:
+                for name in self.entries_of(holder).keys() - items.keys() - buffers_of(holder).keys():
+                    holder.__dict__.pop(name, None)
+            for name, value in items.items():
+                if not isinstance(name, _Child):
+                    put(holder, name, value)
+        elif isinstance(holder, (list, deque)):
+            holder.clear()
+            holder.extend(items)
+        elif isinstance(holder, dict):
+            holder.clear()
+            holder.update(items)
+        else:
+            vars(holder).clear()
+            vars(holder).update(items)
+
+
+def put(holder: Any, key: Any, value: Any) -> None:
+    """Set an entry of a container, a field of an object, an attribute or buffer of a module."""
+    if isinstance(holder, nn.Module):
+        (buffers_of(holder) if key in buffers_of(holder) else holder.__dict__)[key] = value
+    elif isinstance(holder, (list, deque, dict)):
+        holder[key] = value
+    else:
+        vars(holder)[key] = value
+
+
+def _copy_of(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    is_plain = type(value) is Tensor and not value.is_inference()
+    known = _copies.get(value) if is_plain else None
+    if known is not None and known[0] == version_of(value):
+        return known[1]
+    with torch.no_grad(), torch.inference_mode(False):
+        copied = value.detach().clone()
+    if is_plain:
+        _copies[value] = (version_of(value), copied)
+    return copied
+
+
+def _is_equal(before: Any, value: Any) -> bool:
+    if isinstance(value, Tensor):
+        known = _copies.get(value) if type(value) is Tensor and not value.is_inference() else None
+        if known is not None and known[1] is before and known[0] == version_of(value):
+            return True
+        return before.shape == value.shape and torch.equal(before, value.detach())
+    if isinstance(value, np.ndarray):
+        return before.shape == value.shape and before.tobytes() == value.tobytes()
+    return bool(before == value)
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    return old is new or (type(old) is type(new) and isinstance(old, _PLAIN) and old == new)
+
+
+def _shift(before: list[Any], now: list[Any], most: int) -> int | None:
+    """Return how many of the first entries are gone, up to `most`, as a deque loses them; None if others are."""
+    if len(now) < len(before):
+        return None
+    if all(map(operator.is_, before, now)):
+        return 0
+    return next((shift for shift in range(most + 1) if all(map(_is_same, before[shift:], now))), None)
+
+
+def _leaf(value: Any) -> Any:
+    return Elsewhere(value) if missing(value) else value
+
+
+def _frozen(value: Any) -> Any:
+    """Return a container with copies of the containers inside; what other stages hold is marked."""
+    if isinstance(value, dict):
+        items: Any = {key: _frozen(item) for key, item in value.items()}
+    elif isinstance(value, (list, deque)):
+        return _refilled(value, [_frozen(item) if is_container(item) else item for item in value])
+    elif isinstance(value, set):
+        return set(value)
+    else:
+        return _leaf(value)
+    return _refilled(value, items)
+
+
+def _refilled(value: Any, items: Any) -> Any:
+    found = emptied(value)
+    found.update(items) if isinstance(found, (dict, set)) else found.extend(items)
+    return found
+
+
+def emptied(value: Any) -> Any:
+    """Return an empty container of the same class, with its default factory, or its limit."""
+    found = copy.copy(value)
+    found.clear()
+    return found

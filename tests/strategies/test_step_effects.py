@@ -1,0 +1,219 @@
+"""What steps collect in containers, count and average, and do to their batches, in a pipeline as in one process."""
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import PipelineParallelStrategy
+from tests.harness import distributed
+from tests.pipeline.other_models import Block
+from tests.strategies.models import Samples, trainer_for
+from tests.strategies.test_pipeline import Deep, fit
+
+ONE_EPOCH = {"max_epochs": 1, "num_sanity_val_steps": 0}
+
+
+@dataclass
+class Record:
+    losses: list = field(default_factory=list)
+    samples: int = 0
+
+
+class Collecting(Deep):
+    """Collects as Lightning's tutorials do, and reads it at the end of the epoch, on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.outputs = defaultdict(list)
+        self.nested = {"train": {"logits": []}}
+        self.latest = deque(maxlen=3)
+        self.classes = set()
+        self.confusion = np.zeros((5, 5), dtype=np.int64)
+        self.record = Record()
+        self.labels = Counter()
+        self._private = []
+        self.found = []
+
+    def keep(self, logits, y, loss, loader_index):
+        best = logits.argmax(-1)
+        self.outputs[loader_index].append({"loss": loss.detach(), "preds": best, "labels": y})
+        self.nested["train"]["logits"].append(logits.detach().numpy())
+        self.latest.append(loss.item())
+        self.classes.update(best.tolist())
+        self.labels.update(y.tolist())
+        self._private.append(loss.item())
+        np.add.at(self.confusion, (y.numpy(), best.numpy()), 1)
+        self.record.losses.append(loss.item())
+        self.record.samples += len(y)
+        self.last_logits = logits.detach()
+
+    def training_step(self, batch, index):
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.keep(logits, batch[1], loss, "train")
+        return {"loss": loss, "logits": logits.detach()}
+
+    def validation_step(self, batch, index, dataloader_idx=0):
+        logits = self(batch[0])
+        self.keep(logits, batch[1], F.cross_entropy(logits, batch[1]), dataloader_idx)
+
+    def on_validation_epoch_end(self):
+        self.found.append(self.read())
+
+    def read(self):
+        found = {}
+        for key, entries in self.outputs.items():
+            assert len(entries) == 2
+            found[f"{key} loss"] = torch.stack([entry["loss"] for entry in entries])
+            for name in ("preds", "labels"):
+                found[f"{key} {name}"] = torch.cat([entry[name] for entry in entries])
+        self.outputs.clear()
+        found["logits"] = torch.tensor(np.stack(self.nested["train"]["logits"]))
+        found["latest"] = torch.tensor(list(self.latest), dtype=torch.float64)
+        found["private"] = torch.tensor(self._private, dtype=torch.float64)
+        found["classes"] = torch.tensor(sorted(self.classes))
+        found["labels"] = torch.tensor(sorted(self.labels.items()))
+        found["confusion"] = torch.tensor(self.confusion)
+        found["record"] = torch.tensor([*self.record.losses, self.record.samples], dtype=torch.float64)
+        found["last_logits"] = self.last_logits
+        return found
+
+
+@pytest.mark.parametrize(("verify", "schedule"), [("off", "zbv"), ("always", "1f1b")])
+@distributed(world_size=2)
+def test_results_in_containers(verify, schedule):
+    expected, module = Collecting(), Collecting()
+    fit(expected, "auto", 1, **ONE_EPOCH)
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=3, schedule=schedule, verify=verify)
+    fit(module, strategy, 2, **ONE_EPOCH)
+    assert len(module.found) == len(expected.found) == 1
+    for mine, theirs in zip(module.found, expected.found, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(mine[name], value, rtol=1e-10, atol=1e-10, msg=f"{name} differs")
+
+
+class Averaging(Block):
+    """Counts its calls, and keeps a running mean; `power` 2 makes it one that is no mean over microbatches."""
+
+    def __init__(self, width, power=1):
+        super().__init__(width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros((), dtype=torch.float64))
+        self.count, self.power = 0, power
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            self.count += 1
+            self.average.mul_(0.9).add_(0.1 * x.detach().mean() ** self.power)
+        return super().forward(x)
+
+
+class Tracker(nn.Module):
+    """Keeps what it is shown, and holds no parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("average", torch.zeros(5, dtype=torch.float64))
+        self.values, self.shown = [], 0
+
+    def forward(self, loss, logits):
+        self.values.extend([loss.item(), 2 * loss.item()])
+        self.shown += 1
+        self.average.mul_(0.9).add_(0.1 * logits.detach().mean(0))
+
+
+class Updating(Deep):
+    """Updates buffers and counters in a step, in its layers, and in a module that collects."""
+
+    def __init__(self, power=1):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Averaging(8, power) for _ in range(4)).double()
+        self.trackers = nn.ModuleDict({"first": Tracker()})
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros((), dtype=torch.float64))
+        self.counted, self.largest, self.stats = 0, -1e9, {"batches": 0, "right": 0}
+        self.by_epoch = defaultdict(int)
+        self.total = np.zeros(12)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        self.batches += 1
+        self.counted += 1
+        self.seen += len(x)
+        self.by_epoch[self.current_epoch] += 1
+        self.total += x.sum(0).numpy()
+        self.average.mul_(0.9).add_(0.1 * x.mean())
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.trackers["first"](loss, logits)
+        self.largest = max(self.largest, logits.max().item())
+        self.stats["batches"] += 1
+        self.stats["right"] += int((logits.argmax(-1) == y).sum())
+        return {"loss": loss, "logits": logits.detach()}
+
+    def kept(self):
+        tracker = self.trackers["first"]
+        kept = [self.batches, self.counted, self.seen, self.average, self.largest, *self.stats.values(), *self.total]
+        kept += [*self.by_epoch.values(), *tracker.values, tracker.shown, *tracker.average]
+        kept += [number for block in self.blocks for number in (block.calls, block.count, block.average)]
+        return [float(number) for number in kept]
+
+
+@distributed(world_size=2)
+def test_counters_and_running_means():
+    expected, module = Updating(), Updating()
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    fit(expected, "auto", 1, **options)
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, verify="always")
+    fit(module, strategy, 2, **options)
+    assert module.kept() == pytest.approx(expected.kept(), rel=1e-10)
+
+
+@distributed(world_size=2)
+def test_what_microbatches_cannot_leave_is_refused():
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2, verify="always")
+    with pytest.raises(RuntimeError, match=r"buffer `blocks\.\d\.average` (.|\n)*num_microbatches=1"):
+        fit(Updating(power=2), strategy, 2, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+
+
+class Named(Samples):
+    def __getitem__(self, index):
+        return {"x": self.x[index], "y": self.y[index], "index": index}
+
+
+class Taking(Deep):
+    """Takes entries out of its batch, and puts others in."""
+
+    def __init__(self):
+        super().__init__()
+        self.indices, self.figures = [], []
+
+    def training_step(self, batch, index):
+        self.indices.extend(batch.pop("index").tolist())
+        batch["x"] = 2 * batch["x"]
+        logits = self(batch["x"])
+        loss = F.cross_entropy(logits, batch.pop("y"))
+        self.figures.append(loss.item())
+        return {"loss": loss, "logits": logits.detach()}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@distributed(world_size=2)
+def test_batches_that_steps_take_apart(microbatches):
+    found = []
+    options = {"pipeline_parallel_size": 2, "num_microbatches": microbatches, "schedule": "zbv", "verify": "always"}
+    for strategy, devices in (("auto", 1), (PipelineParallelStrategy(**options), 2)):
+        module = Taking()
+        trainer_for(strategy, devices, max_epochs=1).fit(module, DataLoader(Named(), batch_size=8))
+        found.append(module)
+    assert found[1].indices == found[0].indices
+    assert found[1].figures == pytest.approx(found[0].figures)
