@@ -18,7 +18,7 @@ from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -273,6 +273,11 @@ class MeshProcesses(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         mesh = self.mesh
+        if mesh.world_size == 1 and "auto" in self._sizes.values():
+            rank_zero_warn(
+                f"`{type(self).__name__}` runs on one device, so nothing is divided: set `devices` (and `num_nodes`) of"
+                " the Trainer"
+            )
         if mesh.data_parallel > 1:
             reset_seed()  # as under Lightning's DDP: every process begins with the numbers of the global seed
         if self._groups is None:

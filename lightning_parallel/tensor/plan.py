@@ -452,6 +452,8 @@ def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
     notes = list(dict.fromkeys(note for *_, note in rows if note))
     lines = [f"({number}) {note}" for number, note in enumerate(notes, 1)]
     lines.append(f"this rank holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})")
+    if total < 1_000_000:
+        lines.append("so small a model usually trains faster on one device")
     title = f"{type(module).__name__} over {ranks} tensor-parallel ranks"
     table = Table(title=title, caption="\n".join(lines), box=box.SIMPLE_HEAD)
     table.title_justify = table.caption_justify = "left"

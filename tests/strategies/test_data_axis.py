@@ -123,3 +123,9 @@ def test_a_sampler_by_global_rank_is_refused_on_all(kind, group):
 
     with pytest.raises(ValueError, match=r"\*\*trainer.strategy.distributed_sampler_kwargs"):
         trainer_for(kind(), 2, max_epochs=1).fit(Samples2())
+
+
+@distributed(world_size=1)
+def test_one_device_is_told_that_nothing_is_divided():
+    with pytest.warns(UserWarning, match="runs on one device, so nothing is divided: set `devices`"):
+        trainer_for(TensorParallelStrategy(), 1, max_steps=1).fit(Net().double(), loader())
