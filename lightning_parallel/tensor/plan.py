@@ -457,10 +457,10 @@ def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
     title = f"{type(module).__name__} over {ranks} tensor-parallel ranks"
     table = Table(title=title, caption="\n".join(lines), box=box.SIMPLE_HEAD)
     table.title_justify = table.caption_justify = "left"
-    for header in ("module", "style", "global", "local", "parameters per rank"):
-        numeric = header in ("global", "local", "parameters per rank")
-        wraps = header in ("module", "parameters per rank")
-        table.add_column(header, justify="right" if numeric else "left", no_wrap=not wraps, overflow="fold")
+    for header in ("module", "style", "global", "local", "parameters\nper rank"):
+        numeric = header not in ("module", "style")
+        # In a narrow window long names are folded, and nothing is cut off.
+        table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "module", overflow="fold")
     for path, style, *cells, note in rows:
         mark = f" ({notes.index(note) + 1})" if note else ""
         table.add_row(path, style + mark, *cells, style="dim" if style == "whole" else None)
