@@ -32,6 +32,7 @@ from lightning_parallel.compat import deepspeed as compat_deepspeed
 from lightning_parallel.compat import initialization as compat_initialization
 from lightning_parallel.compat import lightning as compat_lightning
 from lightning_parallel.compat import torch as compat_torch
+from lightning_parallel.compat.default_group import default_store
 from lightning_parallel.compat.lightning import ddp_hook_state, logged_step, should_update_logs, wrapped_sampler
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
@@ -136,8 +137,8 @@ def test_the_default_store_is_found(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        compat_torch.default_store().set("key", "value")
-        assert compat_torch.default_store().check(["key"])
+        default_store().set("key", "value")
+        assert default_store().check(["key"])
     finally:
         torch.distributed.destroy_process_group()
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parallel import tracing
 from lightning_parallel.compat import Patches
+from lightning_parallel.compat.default_group import all_processes
 from lightning_parallel.compat.torch import ddp_comm_hooks, intercepted_all_reduce
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.mesh import AXES, DATA, Mesh
@@ -85,7 +86,7 @@ class CollectiveTracer:
         if process_group not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(process_group))
             known = dist.group.WORLD if process_group is None else process_group
-            axis = self._default if known is dist.group.WORLD else self._axes.get(ranks, "world")
+            axis = self._default if known is all_processes() else self._axes.get(ranks, "world")
             self._groups[process_group] = axis, ranks, getattr(known, "group_name", "")
         return self._groups[process_group]
 
@@ -183,6 +184,8 @@ def _traced(function: Callable[..., Any], tracer: CollectiveTracer, op: str, pay
                 return function(*args, **kwargs)
             # Cheaper than `Signature.bind`, and a call that is wrong fails in the function itself.
             given = {**dict(zip(names, args)), **kwargs}
+            if len(tracer.group(given.get("group"))[1]) == 1:
+                return function(*args, **kwargs)  # what the user's code says to the only replica
             flight = tracer.begin(active, op, given.get("group"), given.get(payload) if payload else None)
             return tracer.run(active, flight, lambda: function(*args, **kwargs))
 

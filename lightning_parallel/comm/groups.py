@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 
+from lightning_parallel.compat.default_group import all_processes, replace_default_group
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Axis, Mesh
 
 __all__ = ["Group", "MeshGroups"]
@@ -65,7 +67,8 @@ class Group:
         """Wrap a torch process group.
 
         Args:
-            process_group: The group; None for all ranks, or for this process alone where torch is not distributed.
+            process_group: The group; None for torch's default: all ranks, in a run those along the data axis, see
+                `MeshGroups.make_data_default`; or this process alone where torch is not distributed.
             axis: See `Group`.
 
         Raises:
@@ -73,13 +76,20 @@ class Group:
         """
         if not dist.is_available() or not dist.is_initialized():
             return cls.alone(axis)
-        ranks = tuple(dist.get_process_group_ranks(process_group))
-        rank = dist.get_rank()
-        if rank not in ranks:
-            raise ValueError(f"rank {rank} is not a member of the given process group of ranks {ranks}")
         # None stands for the default group, but its name and backend are those of the object.
         wrapped = dist.group.WORLD if process_group is None else process_group
+        if wrapped in _stand_ins:
+            # torch takes ranks given with its default group for positions in it, and those of others for global ones.
+            return replace(_stand_ins[wrapped], axis=axis)
+        ranks = tuple(dist.get_process_group_ranks(wrapped))
+        rank = all_processes().rank()
+        if rank not in ranks:
+            raise ValueError(f"rank {rank} is not a member of the given process group of ranks {ranks}")
         return cls(axis, ranks, ranks.index(rank), wrapped if len(ranks) > 1 else None)
+
+
+# By group that stands in for torch's default group: the other one of the same ranks, which is the library's own.
+_stand_ins: dict[Any, Group] = {}
 
 
 class MeshGroups:
@@ -110,6 +120,7 @@ class MeshGroups:
         self._timeout = timeout
         self._backend = backend
         self._extra: dict[tuple[Axis, str], Group] = {}
+        self._stand_in: dist.ProcessGroup | None = None
         self.data_parallel = self._create((DATA,), DATA)
         self.pipeline_parallel = self._create((PIPELINE,), PIPELINE)
         self.tensor_parallel = self._create((TENSOR,), TENSOR)
@@ -141,3 +152,25 @@ class MeshGroups:
         if (axis, purpose) not in self._extra:
             self._extra[axis, purpose] = self._create((axis,), axis)
         return self._extra[axis, purpose]
+
+    def make_data_default(self) -> None:
+        """Let torch's default group be the data axis, as in a project for replicas; `default_group_kept` undoes it.
+
+        All ranks of the mesh must call it at the same point. It is a group of its own, also for one replica: messages
+        of the user's code must not meet those of the library.
+        """
+        if self.data_parallel.size == self.world.size:
+            return
+        if self._stand_in is None:
+            if self.data_parallel.size > 1:
+                self._stand_in = self.extra(DATA, "default").process_group
+            else:
+                self._stand_in = dist.new_group(
+                    [self.world.ranks[self.world.rank]],
+                    timeout=self._timeout,
+                    backend=self._backend,
+                    use_local_synchronization=True,
+                )
+            assert self._stand_in is not None
+            _stand_ins[self._stand_in] = self.data_parallel
+        replace_default_group(self._stand_in)

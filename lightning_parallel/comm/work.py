@@ -21,7 +21,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 
 from lightning_parallel import tracing
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.compat.torch import default_store
+from lightning_parallel.compat.default_group import all_processes, default_store
 from lightning_parallel.tracing import InFlight
 
 __all__ = [
@@ -321,8 +321,8 @@ _heartbeat: _Heartbeat | None = None
 def start_heartbeat() -> None:
     """Start the heartbeat in the store of the default process group, unless it runs or torch is not distributed."""
     global _heartbeat
-    if _heartbeat is None and dist.is_initialized() and dist.get_world_size() > 1:
-        _heartbeat = _Heartbeat(default_store(), dist.get_rank())
+    if _heartbeat is None and dist.is_initialized() and all_processes().size() > 1:
+        _heartbeat = _Heartbeat(default_store(), all_processes().rank())
 
 
 @atexit.register  # a thread inside the store when the interpreter ends would abort the process
@@ -374,7 +374,7 @@ def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> s
         return message
     me = _heartbeat.rank
     # All ranks of the world: the one that started the failures may be in another group than the one that failed here.
-    others = [rank for rank in range(dist.get_world_size()) if rank != me]
+    others = [rank for rank in range(all_processes().size()) if rank != me]
     try:
         silent = _heartbeat.silent(others)
         errors = _heartbeat.errors(others)

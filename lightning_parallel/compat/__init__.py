@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["FOREIGN", "ParallelState", "PartialModule", "Patches", "patched", "users_line"]
+__all__ = ["FOREIGN", "ParallelState", "PartialModule", "Patches", "is_read_by_user", "patched", "users_line"]
 
 # None may be what an attribute was.
 _MISSING = object()
@@ -103,6 +103,18 @@ def users_line(is_end: Callable[[FrameType], bool]) -> str:
             found = f"`{code.co_name}` ({code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
         frame = frame.f_back
     return found
+
+
+def is_read_by_user() -> bool:
+    """Tell whether the property that calls this is read by the user's code, and not by Lightning or this library.
+
+    Properties that only pass it on, such as `Trainer.world_size`, have its name.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    name = frame.f_code.co_name  # type: ignore[union-attr]
+    while frame is not None and frame.f_code.co_name == name:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in FOREIGN
 
 
 @dataclass

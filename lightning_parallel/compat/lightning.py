@@ -37,6 +37,7 @@ __all__ = [
     "FunctionLauncher",
     "PathLike",
     "ScriptLauncher",
+    "agree_on_loaders",
     "agree_on_sigterm",
     "batch_value_of",
     "checkpoint_of_run",
@@ -92,6 +93,35 @@ def sync_tensor(tensor: Tensor, group: Any, reduce_op: Optional[Union[ReduceOp, 
 def set_device_mesh(module: LightningModule, device_mesh: DeviceMesh) -> None:
     """Set `LightningModule.device_mesh`, which has no setter: Lightning's own strategy writes the attribute as well."""
     module._device_mesh = device_mesh
+
+
+def agree_on_loaders(trainer: Trainer, agree: Callable[[Exception | None], None], patches: Patches) -> None:
+    """Let a hook for loaders that fails on one rank fail on all, until `patches` are undone.
+
+    The others would wait for that rank in the barrier after it, or in the next collective.
+
+    Args:
+        trainer: The trainer.
+        agree: Called on all ranks after each such hook, with its error; raises on all if there is one.
+        patches: Undoes it.
+    """
+
+    def agreed(dataloader: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> Any:
+            loaders, failure = None, None
+            try:
+                loaders = dataloader()
+            except Exception as error:
+                failure = error
+            agree(failure)
+            return loaders
+
+        return call
+
+    evaluation = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    for loop in (trainer.fit_loop, *evaluation, trainer.predict_loop):
+        source = loop._data_source
+        patches.replace(source, "dataloader", agreed(source.dataloader))
 
 
 def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: Patches) -> Callable[[], None]:

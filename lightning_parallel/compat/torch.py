@@ -72,7 +72,6 @@ __all__ = [
     "current_graph_task_id",
     "ddp_comm_hooks",
     "ddp_ignored_names",
-    "default_store",
     "device_of_scaler",
     "dispatch_modes_suspended",
     "flight_recorder_entries",
@@ -292,17 +291,6 @@ def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
     state: Any = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [FullyShardedGroup(group) for group in groups if group is not None]
-
-
-# -- torch.distributed: stores, groups, flight recorder ----------------------------------------------------------------
-
-
-def default_store() -> dist.Store:
-    """Return the rendezvous store of the default process group.
-
-    No public function does, and with `init_method="env://"` torch creates the store by itself.
-    """
-    return dist.distributed_c10d._get_default_store()
 
 
 # -- autograd and dispatch ---------------------------------------------------------------------------------------------

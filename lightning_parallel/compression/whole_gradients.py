@@ -59,6 +59,7 @@ from lightning_parallel.compat.deepspeed import (
     replace_bucket_reduction,
     replace_fallback_reduction,
 )
+from lightning_parallel.compat.default_group import all_processes
 from lightning_parallel.compat.torch import ddp_ignored_names
 from lightning_parallel.compression.reducer import Reducer, check_reducer, scale_reader
 
@@ -315,7 +316,7 @@ class HookState:
     def _extra_group(self, group: Group) -> Group:
         """Create a second group of the same ranks: messages of the main thread must not come between ours."""
         settings: dict[str, Any] = {"timeout": self._timeout, "backend": dist.get_backend(group.process_group)}
-        if group.size == dist.get_world_size():
+        if group.size == all_processes().size():
             made = dist.new_group(list(group.ranks), **settings)
             self._owned_group = made
         else:

@@ -37,6 +37,10 @@ for _family, _compressed, _description in (
     for _ending, _build in NAMED_COMPRESSORS.items():
         _NAMES[f"{_family}_{_ending}"] = (with_compressor(_compressed, _build), _description)
 
+# What one tries on the command line of LightningCLI; Lightning looks names up in lower case.
+for _kind in (TensorParallelStrategy, PipelineParallelStrategy, HybridParallelStrategy):
+    _NAMES[f"lightning_parallel.{_kind.__name__}".lower()] = (_kind, "The same, by its class")
+
 for _name, (_make, _description) in _NAMES.items():
     if _name not in StrategyRegistry:
         StrategyRegistry.register(_name, _make, description=_description)

@@ -30,7 +30,6 @@ from lightning_parallel.comm import stop_heartbeat
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
     PathLike,
-    agree_on_sigterm,
     move_optimizers,
     reset_optimizers,
     synchronizes_layers,
@@ -160,6 +159,7 @@ class MeshStrategy(MeshProcesses):
         assert self.accelerator is not None
         module, fitting = self.module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
+        self._end_on_sigterm = self.keep_together(trainer, self._patches)
         self._is_restored = divide_again(module, self.groups, self.root_device)
         if synchronizes_layers(self) and fitting:
             # Before the model is planned, since this replaces modules.
@@ -181,7 +181,6 @@ class MeshStrategy(MeshProcesses):
             self._reducer = gradient_reducer(module, self.groups, self._sharding, self._rules, options)
             self._is_first_batch = True
             self._audit = None if self._sharding is None else StepAudit(module, self._sharding)
-        self._end_on_sigterm = agree_on_sigterm(trainer, self.begin_batch, self._patches)
         self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         self.setup_precision_plugin()
         elsewhere = frozenset() if self.engine is None else self.engine.counted_by_others

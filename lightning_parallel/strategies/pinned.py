@@ -309,7 +309,10 @@ def communication_refused(others: set[int], is_ours: Callable[[], bool]) -> Iter
         def call(*args: Any, **kwargs: Any) -> Any:
             group = kwargs.get("group")
             group = group or next((value for value in args if isinstance(value, dist.ProcessGroup)), None)
-            if not is_ours() and others & set(dist.get_process_group_ranks(group)):
+            ranks = set(dist.get_process_group_ranks(group))
+            # With other replicas, too: each looks into a difference by itself, and runs steps that they do not.
+            is_default = group is None or group is dist.group.WORLD
+            if not is_ours() and (ranks & others or (is_default and len(ranks) > 1)):
                 raise UnprovableError(f"the step communicates by itself (`torch.distributed.{name}`)")
             return function(*args, **kwargs)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, NamedTuple, Optional, Union
 from uuid import uuid4
 
@@ -17,7 +18,7 @@ from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,10 +26,13 @@ from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.comm import ApartError, Group, MeshGroups, RollCall, start_heartbeat
-from lightning_parallel.compat import patched
+from lightning_parallel.compat import Patches, is_read_by_user, patched
+from lightning_parallel.compat.default_group import all_processes_as_default, default_group_kept
 from lightning_parallel.compat.lightning import (
     FunctionLauncher,
     ScriptLauncher,
+    agree_on_loaders,
+    agree_on_sigterm,
     init_process_group,
     set_device_mesh,
     strategy_of,
@@ -60,8 +64,27 @@ class _CachedGroups(NamedTuple):
 _cached_groups: dict[tuple[Mesh, str, timedelta | None], _CachedGroups] = {}
 
 
+def _as_run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a method of the Trainer; after it the default group is that of all processes again."""
+    with default_group_kept():
+        return function(*args, **kwargs)
+
+
+class RunLauncher(ScriptLauncher):
+    """Starts processes by running the script again."""
+
+    # The only object of ours that sees a run begin and end: hooks such as `on_fit_end` follow on the teardown.
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
+        return super().launch(partial(_as_run, function), *args, trainer=trainer, **kwargs)
+
+
 class SpawnLauncher(FunctionLauncher):
     """Starts processes as functions; returns the merged state dict to the main process instead of rank 0's shards."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Optional[Trainer] = None, **kwargs: Any) -> Any:
+        return super().launch(partial(_as_run, function), *args, trainer=trainer, **kwargs)
 
     # Lightning copies `module.state_dict()` of rank 0 back here, and has no hook for a strategy to say otherwise.
     @override
@@ -210,8 +233,20 @@ class MeshProcesses(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+        """Processes on this node; for the user's code the replicas there, between which it divides batches."""
+        count = len(self.parallel_devices) if self.parallel_devices is not None else 0
+        if not is_read_by_user():
+            return count
+        return max(1, count * self.mesh.data_parallel // self.mesh.world_size)
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """Number of processes; for the user's code of replicas, as where there are replicas only.
+
+        It scales learning rates and shards data by it. `Trainer.world_size` passes it on.
+        """
+        return self.mesh.data_parallel if is_read_by_user() else super().world_size
 
     @property
     def process_group_backend(self) -> Optional[str]:
@@ -229,7 +264,7 @@ class MeshProcesses(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = RunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
             self._launcher = SpawnLauncher(self, start_method=self._start_method)
 
@@ -238,17 +273,25 @@ class MeshProcesses(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         mesh = self.mesh
+        if mesh.world_size == 1 and "auto" in self._sizes.values():
+            rank_zero_warn(
+                f"`{type(self).__name__}` runs on one device, so nothing is divided: set `devices` (and `num_nodes`) of"
+                " the Trainer"
+            )
         if mesh.data_parallel > 1:
             reset_seed()  # as under Lightning's DDP: every process begins with the numbers of the global seed
         if self._groups is None:
             assert self.cluster_environment is not None
             connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
-            self._groups, self._device_mesh = process_groups(mesh, self.root_device.type, self._timeout)
+            # This run may be one in a hook of another one.
+            with all_processes_as_default():
+                self._groups, self._device_mesh = process_groups(mesh, self.root_device.type, self._timeout)
         start_heartbeat()
         if 1 < self.groups.replica.size <= RollCall.MOST_RANKS:
             self._batches = RollCall(self.groups.replica, "batches")
         share_random_state(self.groups.replica)
         set_device_mesh(self.module, self.device_mesh)
+        self.groups.make_data_default()
 
     @contextmanager
     @override
@@ -279,6 +322,20 @@ class MeshProcesses(ParallelStrategy):
         # Before the teardown, which ends the heartbeat: the peers that miss this rank look for the reason.
         comm.report_failure(exception)
         super().on_exception(exception)
+
+    def keep_together(self, trainer: Trainer, patches: Patches) -> Callable[[], None]:
+        """Let all ranks of a run end on a signal, or on a loader that fails on one of them; see `agree_on_sigterm`."""
+        agree_on_loaders(trainer, self._raise_on_all, patches)
+        return agree_on_sigterm(trainer, self.begin_batch, patches)
+
+    def _raise_on_all(self, failure: Exception | None) -> None:
+        if isinstance(failure, ValueError) and "rank should be in the interval" in str(failure):
+            failure = ValueError(
+                f"{failure} A replica of the model is shared by {self.groups.replica.size} ranks, which read the same"
+                " data: the global rank does not say which. Give the sampler the coordinate along the data axis:"
+                " `DistributedSampler(dataset, **trainer.strategy.distributed_sampler_kwargs)`"
+            )
+        comm.raise_together(failure, self.groups.world)
 
     def begin_batch(self, flag: bool) -> bool:
         """Begin a batch on all ranks together; tell whether any of them has the flag.
@@ -354,7 +411,7 @@ class MeshProcesses(ParallelStrategy):
         """Gather over the data-parallel replicas, unless another `group` is given: (replicas, *shape)."""
         group = None if group is dist.group.WORLD else group  # what `LightningModule.all_gather` passes by default
         if group is None and self.groups.data_parallel.process_group is None:
-            return tensor.unsqueeze(0) if self.world_size > 1 else tensor
+            return tensor.unsqueeze(0) if self.groups.world.size > 1 else tensor
         return super().all_gather(tensor, group or self.groups.data_parallel.process_group, sync_grads)
 
     @override

@@ -39,7 +39,7 @@ def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tu
         style = _style_of(owner, names, sharding)
         # Layer numbers are replaced by `*`: modules of repeated layers with the same key share a row.
         pattern = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", f"{owner}.")
-        note = sharding.plan.notes.get(owner, "")
+        note = re.sub(r"(?<=\.)\d+(?=\.)", "*", sharding.plan.notes.get(owner, ""))
         key = (pattern, style, _shape(sharding.full_shapes[largest]), _shape(local_shapes[largest]), note)
         merged.setdefault(key, []).append((owner, sum(math.prod(local_shapes[name]) for name in names)))
     rows: list[tuple[str, ...]] = []
@@ -52,23 +52,23 @@ def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tu
 def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
     """Return the table that is shown after a model has been divided over `ranks` ranks."""
     local_shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    total = sum(map(math.prod, sharding.full_shapes.values()))
-    held = sum(map(math.prod, local_shapes.values()))
+    total, held = (sum(map(math.prod, shapes.values())) for shapes in (sharding.full_shapes, local_shapes))
     rows = sharding_rows(sharding, local_shapes)
-    table = Table(
-        title=f"{type(module).__name__} over {ranks} tensor-parallel ranks",
-        caption=f"this rank holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
-    )
-    for header in ("module", "style", "global", "local", "parameters per rank"):
-        numeric = header in ("global", "local", "parameters per rank")
-        table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "parameters per rank")
-    if any(row[-1] for row in rows):
-        table.add_column("note", overflow="fold")
-    for row in rows:
-        table.add_row(*row[: len(table.columns)], style="dim" if row[1] == "whole" else None)
+    notes = list(dict.fromkeys(note for *_, note in rows if note))
+    lines = [f"({number}) {note}" for number, note in enumerate(notes, 1)]
+    lines.append(f"this rank holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})")
+    if total < 1_000_000:
+        lines.append("so small a model usually trains faster on one device")
+    title = f"{type(module).__name__} over {ranks} tensor-parallel ranks"
+    table = Table(title=title, caption="\n".join(lines), box=box.SIMPLE_HEAD)
+    table.title_justify = table.caption_justify = "left"
+    for header in ("module", "style", "global", "local", "parameters\nper rank"):
+        numeric = header not in ("module", "style")
+        # In a narrow window long names are folded, and nothing is cut off.
+        table.add_column(header, justify="right" if numeric else "left", no_wrap=header != "module", overflow="fold")
+    for path, style, *cells, note in rows:
+        mark = f" ({notes.index(note) + 1})" if note else ""
+        table.add_row(path, style + mark, *cells, style="dim" if style == "whole" else None)
     return table
 
 

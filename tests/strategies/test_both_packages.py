@@ -207,6 +207,16 @@ trainer:
     assert all(isinstance(found, callback) for found in cli.trainer.callbacks)
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("name", ["tensor_parallel", "lightning_parallel.TensorParallelStrategy"])
+def test_strategies_by_name_from_the_command_line(package, name):
+    arguments = [f"--trainer.strategy={name}", "--trainer.devices=2", "--trainer.accelerator=cpu"]
+    kind = importlib.import_module(f"{package}.cli").LightningCLI
+    trainer = kind(project(package), run=False, args=arguments, save_config_callback=None).trainer
+    assert isinstance(trainer.strategy, TensorParallelStrategy)
+    assert packages_of(trainer.strategy) <= {package.partition(".")[0], "lightning_fabric"}
+
+
 class Mine(CompressedDDPStrategy):
     """A user's class: its methods name it in `super()`."""
 

@@ -68,7 +68,8 @@ def strategy(layout, **options):
         return TensorParallelStrategy(tensor_parallel_size=2, **options)
     if layout == "pipeline":
         return PipelineParallelStrategy(pipeline_parallel_size=2, **options)
-    return HybridParallelStrategy(pipeline_parallel_size=2, tensor_parallel_size=2, **options)
+    axis = "data" if layout == "replicas" else "pipeline"
+    return HybridParallelStrategy(**{f"{axis}_parallel_size": 2}, tensor_parallel_size=2, **options)
 
 
 def fit(module, layout, verify="always", **options):
@@ -87,7 +88,7 @@ def fit(module, layout, verify="always", **options):
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            devices = 4 if layout == "hybrid" else 2
+            devices = 4 if layout in ("hybrid", "replicas") else 2
             trainer = trainer_for(strategy(layout, verify=verify), devices, True, max_steps=1, **options)
             trainer.fit(module, loader(), loader())
     finally:
@@ -368,8 +369,14 @@ class Communicating(Tokens):
 
 
 @distributed(world_size=2)
-def test_a_step_that_communicates_is_not_compared_and_says_so(group):
+def test_a_step_that_communicates_with_no_other_replica_is_proven(group):
     said = fit(Communicating(), "tensor")
+    assert group.rank > 0 or said[0].startswith("verified on 2 samples: loss and 20 gradients")
+
+
+@distributed(world_size=4)
+def test_a_step_that_communicates_is_not_compared_and_says_so(group):
+    said = fit(Communicating(), "replicas")
     if group.rank == 0:
         assert "the step communicates by itself (`torch.distributed.all_reduce`)" in said[0]
 

@@ -1,0 +1,126 @@
+"""The default group of `torch.distributed`, in whose place a run puts the data axis.
+
+Projects for replicas mean their replicas by `get_world_size()`, `get_rank()` and collectives without a group, and so do
+the libraries that they use. The library itself names its groups, and asks `all_processes` for all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+import torch.profiler
+from torch.distributed import device_mesh
+
+from lightning_parallel.compat import Patches
+
+__all__ = [
+    "all_processes",
+    "all_processes_as_default",
+    "default_group_kept",
+    "default_store",
+    "replace_default_group",
+]
+
+
+def default_store() -> dist.Store:
+    """Return the rendezvous store of the default process group.
+
+    No public function does, and with `init_method="env://"` torch creates the store by itself.
+    """
+    return dist.distributed_c10d._world.pg_map[all_processes()][1]
+
+
+# Groups that stand in for the default group, each with the one before it, outermost first.
+_stand_ins: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []
+_stand_in_patches = Patches()
+
+
+def all_processes() -> Any:
+    """Return the group of all processes, also while another one is the default; None where there is none."""
+    world = dist.group.WORLD
+    return _stand_ins[0][1] if _stand_ins and world is _stand_ins[-1][0] else world
+
+
+def replace_default_group(process_group: dist.ProcessGroup) -> None:
+    """Let `torch.distributed` take `process_group` for its default, until the end of `default_group_kept`.
+
+    Sizes, ranks and collectives without a group, also those of other libraries, then mean its ranks. What makes or
+    destroys groups goes on from all processes.
+    """
+    if not _stand_ins:
+        _patch_distributed()
+    before = dist.group.WORLD
+    assert before is not None
+    _stand_ins.append((process_group, before))
+    dist.GroupMember.WORLD = process_group
+
+
+@contextmanager
+def default_group_kept() -> Iterator[None]:
+    """Undo at the end of the block what `replace_default_group` has done inside."""
+    depth = len(_stand_ins)
+    try:
+        yield
+    finally:
+        while len(_stand_ins) > depth:
+            stand_in, before = _stand_ins.pop()
+            # Otherwise torch.distributed was shut down inside of the block.
+            if dist.group.WORLD is stand_in:
+                dist.GroupMember.WORLD = before
+        if not _stand_ins:
+            _stand_in_patches.undo()
+
+
+@contextmanager
+def all_processes_as_default() -> Iterator[None]:
+    """Let the default group be that of all processes inside the block."""
+    stand_in, world = dist.group.WORLD, all_processes()
+    dist.GroupMember.WORLD = world
+    try:
+        yield
+    finally:
+        if dist.group.WORLD is world:
+            dist.GroupMember.WORLD = stand_in
+
+
+_MAKE_GROUPS = (
+    "destroy_process_group",
+    "init_device_mesh",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+)
+
+
+def _patch_distributed() -> None:
+    """Correct what takes the default group for all processes, though asked about something else."""
+    rank_in = dist.get_rank
+
+    def get_rank(group: dist.ProcessGroup | None = None) -> int:
+        # torch looks up the rank in the default group among the global ranks of `group`.
+        if not isinstance(group, dist.ProcessGroup) or group is dist.group.WORLD:
+            return rank_in(group)
+        return group.rank()
+
+    def from_all(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with all_processes_as_default():
+                return function(*args, **kwargs)
+
+        return call
+
+    replaced: dict[Callable[..., Any], Callable[..., Any]] = {dist.get_rank: get_rank}
+    replaced |= {getattr(dist, name): from_all(getattr(dist, name)) for name in _MAKE_GROUPS if hasattr(dist, name)}
+    # Device meshes are of all processes; before the rest, as they hold `get_rank` under its own name.
+    for name in ("get_rank", "get_world_size"):
+        _stand_in_patches.replace(device_mesh, name, from_all(getattr(device_mesh, name)))
+    # It says in a trace whose it is.
+    profile = torch.profiler.profiler._KinetoProfile
+    _stand_in_patches.replace(profile, "_get_distributed_info", from_all(profile._get_distributed_info))
+    _stand_in_patches.replace_functions(replaced)
