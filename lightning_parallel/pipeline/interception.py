@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.compat import PartialModule
+from lightning_parallel.compat import PartialModule, class_in_place
 from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, UnknownValue, reveal
 from lightning_parallel.pipeline.random_streams import seed_all
@@ -185,13 +185,29 @@ _intercepted_classes: dict[type, type] = {}
 
 
 def intercept(module: nn.Module, site: CallSite) -> None:
-    """Pass every call of `module` through `site`. Its class becomes a subclass with the same name."""
+    """Pass every call of `module` through `site`. Its class becomes a subclass with the same name.
+
+    Raises:
+        ValueError: If its class cannot be changed, or its parameters are out of Python's reach.
+    """
     kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"`{site.name}` is a TorchScript module, whose parameters cannot be left to one stage of a pipeline; use the"
+            " module that was scripted or traced (or `torch.compile`), and script it after training"
+        )
     # A model may be intercepted again, by the analysis and then by the engine: only the site is replaced.
     if not issubclass(kind, _Intercepted):
         if kind not in _intercepted_classes:
             names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-            _intercepted_classes[kind] = type(kind.__name__, (_Intercepted, kind), names)
+            try:
+                _intercepted_classes[kind] = class_in_place(kind.__name__, (_Intercepted, kind), names)
+            except TypeError as error:
+                raise ValueError(
+                    f"`{site.name}` cannot be run in stages: Python does not let a subclass of its class"
+                    f" `{kind.__name__}` take its place ({error}). Give the class no `__init_subclass__` with arguments"
+                    " and no metaclass that forbids subclasses, or name other layers: layers=..."
+                ) from error
         module.__class__ = _intercepted_classes[kind]
     module.__dict__["_pipeline_site"] = site
 

@@ -186,8 +186,7 @@ class ScheduleRun:
 
     def _seed(self, microbatch: int, number: int = 0) -> None:
         """Seed what the step draws before its layers, after so many calls of outer modules."""
-        key = call_seed(self.seed + microbatch, number)
-        seed_all(key)
+        seed_all(call_seed(self.seed + microbatch, number))
         self.generators.seed(call_seed(microbatch, number))
 
     def _require_end(self, stage: int, handler: StageForward, is_last: bool) -> None:
@@ -473,7 +472,8 @@ class _Linear(Function):
         ctx.save_for_backward(x, weight, bias)
         # Saved tensors come back as other objects under unpacking hooks; only here is known which are parameters.
         ctx.leaves = [leaf if isinstance(leaf, nn.Parameter) else None for leaf in (weight, bias)]
-        return nn.functional.linear(x, weight, bias)
+        # What is not 2-D comes out as a view, which autograd lets nobody change in place after a custom function.
+        return nn.functional.linear(x, weight, bias).detach()
 
     @staticmethod
     @once_differentiable
