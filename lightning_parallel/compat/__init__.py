@@ -82,8 +82,18 @@ def class_in_place(name: str, bases: tuple[type, ...], namespace: dict[str, Any]
     """Return a class with these bases that objects of the last of them can be given as their `__class__`.
 
     Raises:
-        TypeError: If they can have no other class.
+        ValueError: If there can be none.
     """
+    try:
+        return _class_in_place(name, bases, namespace)
+    except TypeError as error:
+        raise ValueError(
+            f"modules of the class `{bases[-1].__name__}` cannot be divided in place: Python lets no subclass take its"
+            f" place ({error}). Give it no `__init_subclass__` with arguments, and no metaclass that forbids subclasses"
+        ) from error
+
+
+def _class_in_place(name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
     kind = bases[-1]
     wanted = type(name, bases, dict(namespace))
     try:
