@@ -486,9 +486,8 @@ class PipelineStages:
                     child.__dict__[key] = PlaceholderTensor.like(value, provenance, self.device)
 
     def _stand_ins(self, stack: LayerStack) -> list[tuple[nn.Module, str, PlaceholderTensor]]:
-        """Return placeholders for the parameters held here that modules which contain the layers read directly."""
-        inside = {id(child) for _, module in outer_modules(self.module, stack) for child in module.modules()}
-        inside |= {id(child) for layer in stack.layers for child in layer.modules()}
+        """Return placeholders for the parameters held here outside of the layers, which a step may read directly."""
+        inside = {id(child) for layer in stack.layers for child in layer.modules()}
         stand_ins = []
         for child in self.module.modules():
             if id(child) in inside:

@@ -104,7 +104,7 @@ class Taught(Averaged):
     def loss(self, tokens, labels):
         with torch.no_grad():
             target = self.teacher(tokens)
-        return super().loss(tokens, labels) + (self.logits(tokens) - target).square().mean()
+        return (self.logits(tokens) - target).square().mean()
 
     @torch.no_grad()
     def on_train_batch_end(self, *_):
@@ -125,6 +125,25 @@ class Towers(Habit):
         x = self.embed(tokens)
         for block in [*self.blocks, *reversed(self.up)]:
             x = block(x)
+        return self.head(x)
+
+
+class Queries(Habit):
+    """Reads the matrix of an embedding that it never calls, and passes it to the layers."""
+
+    class Layer(InPlace):
+        def forward(self, x, queries):
+            return super().forward(x + queries)
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Embedding(5, 6)
+        self.blocks = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def logits(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, self.queries.weight)
         return self.head(x)
 
 
@@ -164,7 +183,7 @@ def on_one_process(kind):
     ("kind", "schedule"),
     [
         *((Habit, schedule) for schedule in ("1f1b", "zb_h1", "zbv")),
-        *((kind, "1f1b") for kind in (OfSeveralBases, Averaged, Towers, OverTokens)),
+        *((kind, "1f1b") for kind in (OfSeveralBases, Averaged, Towers, OverTokens, Queries)),
     ],
 )
 @distributed(world_size=2)
