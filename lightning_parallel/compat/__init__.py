@@ -19,7 +19,16 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["FOREIGN", "ParallelState", "PartialModule", "Patches", "is_read_by_user", "patched", "users_line"]
+__all__ = [
+    "FOREIGN",
+    "ParallelState",
+    "PartialModule",
+    "Patches",
+    "class_in_place",
+    "is_read_by_user",
+    "patched",
+    "users_line",
+]
 
 # None may be what an attribute was.
 _MISSING = object()
@@ -83,6 +92,44 @@ def patched(target: Any, name: str, value: Any) -> Iterator[Any]:
         yield patches.replace(target, name, value)
     finally:
         patches.undo()
+
+
+def class_in_place(name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+    """Return a class with these bases that objects of the last of them can be given as their `__class__`.
+
+    Raises:
+        ValueError: If there can be none.
+    """
+    try:
+        return _class_in_place(name, bases, namespace)
+    except TypeError as error:
+        raise ValueError(
+            f"modules of the class `{bases[-1].__name__}` cannot be divided in place: Python lets no subclass take its"
+            f" place ({error}). Give it no `__init_subclass__` with arguments, and no metaclass that forbids subclasses"
+        ) from error
+
+
+def _class_in_place(name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+    kind = bases[-1]
+    wanted = type(name, bases, dict(namespace))
+    try:
+        object.__setattr__(object.__new__(kind), "__class__", wanted)
+    except TypeError:
+        pass
+    else:
+        return wanted
+
+    # Python compares the layouts of first bases only: `class LSTM(RNN, nn.LSTM)` with an abstract `RNN` fits no class
+    # with another first base. So `kind` is the only base here, and the others come before it by the method order.
+    def mro(cls: Any) -> list[type]:
+        # Subclasses have none of their own, and derive theirs as usual.
+        order = cls.__dict__.get("_order")
+        return [cls, *order] if order else super(ordered, cls).mro()  # type: ignore[misc]
+
+    ordered = type("Ordered", (type(wanted),), {"mro": mro})
+    found = ordered(name, (kind,), {**namespace, "_order": wanted.__mro__[1:]})
+    object.__setattr__(object.__new__(kind), "__class__", found)
+    return found
 
 
 FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_parallel"}

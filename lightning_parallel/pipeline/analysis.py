@@ -10,8 +10,9 @@ cut is refused before anything is communicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -27,11 +28,12 @@ from lightning_parallel.pipeline.layer_stack import (
     cut_units,
     find_layer_stack,
     find_layer_stacks,
-    outer_modules,
+    with_enough_layers,
 )
 from lightning_parallel.pipeline.measure import count_parameters, measure
+from lightning_parallel.pipeline.module_use import ModuleUse, Step, trace_in_order, use_by_registration
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, TensorLayout, device_of
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor, dry_run, missing, watch_parameters
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor, dry_run, missing
 from lightning_parallel.pipeline.runtime import MissingLossError
 from lightning_parallel.pipeline.schedule import Schedule, activations_held, build_schedule
 from lightning_parallel.pipeline.search import Balance, cut_layers
@@ -39,23 +41,7 @@ from lightning_parallel.pipeline.simulate import Cost, Link, validate
 from lightning_parallel.pipeline.stage import REENTRANT, CutError, InterceptedModel, StageExit, StageForward
 from lightning_parallel.pipeline.stubs import StubOutputs, named_placeholders
 
-__all__ = ["ModuleUse", "Step", "analyze", "dry_run_stages", "trace_use", "use_by_registration"]
-
-Step = Callable[[Any], Any]
-"""Runs the user's step on one microbatch."""
-
-
-@dataclass
-class ModuleUse:
-    """The layers at whose stages the parameters, and the modules outside of the layers, are used.
-
-    Attributes:
-        parameters: Parameter name -> the layers at whose stages it is used.
-        modules: Module name -> the layers at whose stages it is called.
-    """
-
-    parameters: dict[str, set[int]] = field(default_factory=dict)
-    modules: dict[str, set[int]] = field(default_factory=dict)
+__all__ = ["analyze", "dry_run_stages"]
 
 
 def analyze(
@@ -137,7 +123,8 @@ class _Analysis:
         if self.example is None:
             use = use_by_registration(module, stack)
         else:
-            use = trace_use(module, stack, *self.example, self.device)
+            stack, use = trace_in_order(module, stack, *self.example, self.device)
+            stack = with_enough_layers(stack, self.num_ranks)
         costs = self._costs(stack, use)
         schedule = self._schedule_for(stack, costs)
         layers_per_stage = self._layers_per_stage(stack, costs, schedule)
@@ -250,43 +237,12 @@ def _buffer_stages(
     found = {}
     for name, _ in module.named_buffers():
         owner = next((owner for owner in owners if name.startswith(f"{owner}.")), None)
-        found[name] = everywhere if owner is None else owners[owner]
+        # Of a copy that no stage calls, too.
+        found[name] = (owner is not None and owners[owner]) or everywhere
     return found
 
 
 # ---------------------------------------------------------------------------------------------------------- dry runs
-
-
-def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any, device: torch.device) -> ModuleUse:
-    """Run `step` once on placeholders and note where each parameter and module is used.
-
-    What follows the layers runs as far as it goes without data; parameters that are not reached are taken for used
-    after the last layer.
-
-    Raises:
-        ValueError: If the step cannot be run up to the last layer, or calls a layer twice; with the reason.
-    """
-    tracer = _UseTracer(stack, device)
-    sites = InterceptedModel(module, stack)
-    tracer.use.modules = {site.name: set() for site in sites.outer}
-    with named_placeholders(module, device), watch_parameters(tracer.note), sites.handled_by(tracer):
-        try:
-            step(microbatch)
-        # Not a matter of the cut: in one process this step would fail, too.
-        except MissingLossError:
-            raise
-        except Exception as error:
-            # After the last layer a step may need data, for a metric say: all that matters has been seen by then.
-            if isinstance(error, CutError) or tracer.position + 1 != len(stack.layers):
-                raise ValueError(
-                    f"cannot cut at `{stack.path}`: running the step on tensors without data stopped "
-                    f"{tracer.where()}: {error}"
-                ) from error
-    if not tracer.called:
-        raise ValueError(
-            f"the step never calls the layers of `{stack.path}`; name the layers that it calls: layers=..."
-        )
-    return _completed(module, stack, tracer.use)
 
 
 def dry_run_stages(
@@ -312,7 +268,7 @@ def dry_run_stages(
     stubs = StubOutputs(device, repeats=True)
     sites = InterceptedModel(module, stack)
     runs = []
-    with dry_run(), named_placeholders(module, device) as placeholders:
+    with dry_run(), named_placeholders(module, device) as placeholders, _held_again(sites):
         for stage in range(stage_of[-1] + 1):
             here = {name for name, layers in use.parameters.items() if stage in {stage_of[layer] for layer in layers}}
             # Modules of other stages become stubs, as they will be in training.
@@ -334,25 +290,14 @@ def dry_run_stages(
     return [run.received for run in runs[1:]]
 
 
-def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
-    """Guess the use from the order of registration: what is registered before the layers is used before them."""
-    use = ModuleUse(modules={name: set() for name, _ in outer_modules(module, stack)})
-    order = {name: number for number, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
-    starts = [order[name] for name in stack.names]
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-
-    def layer_before(owner: str) -> int:
-        # As the trace does: what is between two layers goes with the first of the two.
-        return max(0, sum(start < order[owner] for start in starts) - 1)
-
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owner = name.rpartition(".")[0]
-        is_inside = any(owner == layer or owner.startswith(f"{layer}.") for layer in stack.names)
-        if not is_inside:
-            use.parameters.setdefault(names[id(parameter)], set()).add(layer_before(owner))
-    for name, layers in use.modules.items():
-        layers.add(layer_before(name))
-    return _completed(module, stack, use)
+@contextmanager
+def _held_again(sites: InterceptedModel) -> Iterator[None]:
+    """Let modules run by themselves again after the block, which is only one attempt to cut the model."""
+    try:
+        yield
+    finally:
+        for site in sites.outer:
+            site.present = True
 
 
 class _StageDryRun(StageForward):
@@ -437,63 +382,3 @@ def _layout_of(placeholder: PlaceholderTensor) -> TensorLayout:
 def _differentiable(placeholder: PlaceholderTensor) -> Tensor:
     """Return a placeholder that requires a gradient and is no leaf, like the output of a layer with parameters."""
     return placeholder.requires_grad_() * 1 if placeholder.signature[1].is_floating_point else placeholder
-
-
-class _UseTracer:
-    """Notes what is used at which layer, as a handler of calls; every module is a stub."""
-
-    entered = False
-
-    def __init__(self, stack: LayerStack, device: torch.device) -> None:
-        self.stack = stack
-        self.stubs = StubOutputs(device)
-        self.position = 0
-        self.called = 0
-        self.use = ModuleUse()
-
-    def note(self, parameter: str) -> None:
-        """Note that a parameter is used outside of intercepted modules."""
-        self.use.parameters.setdefault(parameter, set()).add(self.position)
-
-    def where(self) -> str:
-        """Describe how far the step has come."""
-        return f"after `{self.stack.names[self.position]}`" if self.called else "before the first layer"
-
-    def layer(self, call: Call) -> Any:
-        """Note which layer is called."""
-        index = call.site.layer_index
-        # Before the first call the position is 0 as well, hence `called`.
-        if self.called and index <= self.position:
-            raise CutError(
-                f"`{call.site.name}` is called twice or out of order; a pipeline runs each layer once per step, in "
-                "order. Join the inputs along the sample dimension and call the model once"
-            )
-        self.position = index
-        self.called += 1
-        return self.stubs.run_stub(call)
-
-    def outer_module(self, call: Call) -> Any:
-        """Note that the module is called at this layer."""
-        self.use.modules[call.site.name].add(self.position)
-        return self.stubs.run_stub(call)
-
-
-def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse) -> ModuleUse:
-    """Add the parameters of layers and of outer modules; what was not seen is taken for used with the last layer."""
-    last = len(stack.layers) - 1
-    # By identity: a tied parameter is reached under several names, and counts under its first.
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for index, layer in enumerate(stack.layers):
-        for parameter in layer.parameters():
-            use.parameters.setdefault(names[id(parameter)], set()).add(index)
-    for name, outer in outer_modules(module, stack):
-        for parameter in outer.parameters():
-            use.parameters.setdefault(names[id(parameter)], set()).update(use.modules[name])
-    # Unused parameters have to be somewhere too: a checkpoint holds them.
-    for name in names.values():
-        use.parameters[name] = use.parameters.get(name) or {last}
-    for name, outer in outer_modules(module, stack):
-        if not use.modules[name]:
-            for parameter in outer.parameters():
-                use.modules[name] |= use.parameters[names[id(parameter)]]
-    return use

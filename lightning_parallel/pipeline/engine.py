@@ -32,6 +32,7 @@ from lightning_parallel.pipeline.microbatch import (
     split_batch,
     split_by,
 )
+from lightning_parallel.pipeline.module_use import unpaired_copies
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
 from lightning_parallel.pipeline.random_streams import OwnGenerators
@@ -133,6 +134,9 @@ class PipelineEngine:
         message_groups: Groups of the same ranks, for a backend that cannot tell messages apart by tag (NCCL).
         seed_group: Ranks whose random numbers before the layers must be the same; by default `group`.
 
+    Attributes:
+        unpaired: Copies of the model, and their originals, of which stages do not hold the same parameters.
+
     Raises:
         ValueError: If the plan is for another model, or another number of ranks.
     """
@@ -160,6 +164,7 @@ class PipelineEngine:
         self.microbatch_weight = microbatch_weight
         self.device = device or device_of(module)
         self.schedule = plan.schedule
+        self.unpaired = unpaired_copies(module, plan)
         self._warn_of_batch_norm()
         self.model = PipelineStages(module, plan, group.rank, self.device)
         # Only schedules with a W: the split costs every linear layer a custom autograd function.

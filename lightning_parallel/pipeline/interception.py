@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.compat import PartialModule
+from lightning_parallel.compat import PartialModule, class_in_place
 from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, UnknownValue, reveal
 from lightning_parallel.pipeline.random_streams import seed_all
@@ -185,13 +185,21 @@ _intercepted_classes: dict[type, type] = {}
 
 
 def intercept(module: nn.Module, site: CallSite) -> None:
-    """Pass every call of `module` through `site`. Its class becomes a subclass with the same name."""
+    """Pass every call of `module` through `site`. Its class becomes a subclass with the same name.
+
+    Raises:
+        ValueError: If its class cannot be changed, or its parameters are out of Python's reach.
+    """
     kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"`{site.name}` is a TorchScript module, which no stage can hold a part of; use the module it was made of"
+        )
     # A model may be intercepted again, by the analysis and then by the engine: only the site is replaced.
     if not issubclass(kind, _Intercepted):
         if kind not in _intercepted_classes:
-            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-            _intercepted_classes[kind] = type(kind.__name__, (_Intercepted, kind), names)
+            names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+            _intercepted_classes[kind] = class_in_place(kind.__name__, (_Intercepted, kind), names)
         module.__class__ = _intercepted_classes[kind]
     module.__dict__["_pipeline_site"] = site
 
@@ -247,8 +255,7 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
     finally:
         for child, before, attributes in done:
             for name, stand_in in attributes.items():
-                # Something else is there if the module has assigned to it; lists, such as the weights of a recurrent
-                # layer, are restored in any case.
+                # Something else is there if the module has assigned to it; lists are restored in any case.
                 if vars(child).get(name) is stand_in or isinstance(stand_in, list):
                     child.__dict__.pop(name, None)
                     child.__dict__.update({name: before[name]} if name in before else {})
@@ -460,14 +467,9 @@ def _attributes_as_placeholders(module: nn.Module, as_placeholder: _TensorFuncti
 
 
 def data_of(module: nn.Module, device: torch.device, all_parameters: bool = False) -> dict[str, Any]:
-    """Return tensors with data for the parameters and buffers of `module` itself, random ones for missing data.
+    """Return tensors with data for the parameters and buffers of `module` itself, random ones on `device` for others.
 
-    Buffers are copies, since a forward pass may write into them. Nothing is moved: `device` is for random data.
-
-    Args:
-        module: The module.
-        device: Where random data are made.
-        all_parameters: Take random data for parameters that are there, too.
+    Buffers are copies, since a forward pass may write into them. `all_parameters` makes all parameters random.
     """
     data: dict[str, Any] = {}
     by_original: dict[int, Any] = {}

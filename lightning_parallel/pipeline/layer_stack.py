@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -12,7 +12,18 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_parallel.compat.torch import children_of
 
-__all__ = ["LayerStack", "find_layer_stack", "find_layer_stacks", "cut_units", "layer_kinds", "outer_modules"]
+__all__ = [
+    "LayerStack",
+    "cut_units",
+    "find_layer_stack",
+    "find_layer_stacks",
+    "layer_kinds",
+    "outer_modules",
+    "with_enough_layers",
+]
+
+_REVERSED = "[::-1]"
+"""After the name of a container whose layers are called from the last to the first."""
 
 # A container with at least this share of the parameters of the largest may be meant as well.
 _RIVAL_SHARE = 0.5
@@ -24,7 +35,8 @@ class LayerStack:
     """The repeated layers of a model.
 
     Attributes:
-        path: Name of their container in the model; several that follow each other are joined by commas.
+        path: Name of their container in the model, followed by `[::-1]` if it is called from the last layer to the
+            first; several that follow each other are joined by commas.
         names: Name of each layer in the model, in order.
         layers: The layers.
         blocks: How many layers each entry of the containers has: one, or those of a nested list.
@@ -44,8 +56,9 @@ class LayerStack:
         """
         entries = []
         for part in path.split(","):
-            name = part.strip()
-            entries += _entries(name, _container(module, name))
+            name = part.strip().removesuffix(_REVERSED)
+            found = _entries(name, _container(module, name))
+            entries += found[::-1] if part.strip().endswith(_REVERSED) else found
         layers = {name: layer for entry in entries for name, layer in entry}
         seen: dict[nn.Module, str] = {}
         for name, layer in layers.items():
@@ -56,6 +69,32 @@ class LayerStack:
                 )
             seen[layer] = name
         return cls(path, tuple(layers), tuple(layers.values()), tuple(map(len, entries)))
+
+    def in_order_of(self, calls: Sequence[int]) -> str:
+        """Return the path of its containers in the order of calls of its layers, without those that are not called.
+
+        Where they are called in turns, or some layers only, its own path.
+        """
+        starts = [0, *accumulate(self.blocks)]
+        parts = [part.strip() for part in self.path.split(",")]
+        owner_of = {}
+        for index, name in enumerate(self.names):
+            # Of several that fit, the longest: a container may lie in another one's namespace.
+            fitting = [part for part in parts if name.startswith(f"{part.removesuffix(_REVERSED)}.")]
+            owner_of[index] = max(fitting, key=len) if fitting else parts[0]
+        found = []
+        for part in dict.fromkeys(owner_of[index] for index in calls):
+            mine = [index for index in calls if owner_of[index] == part]
+            blocks = [start for start in starts if owner_of.get(start) == part]
+            name = part.removesuffix(_REVERSED)
+            if mine == sorted(mine):
+                found.append((part, mine))
+            elif [i for i in mine if i in blocks] == blocks[::-1] and len(blocks) == len(mine):
+                found.append((name if part.endswith(_REVERSED) else name + _REVERSED, mine))
+            else:
+                return self.path
+        in_turns = [index for _, mine in found for index in mine] != list(calls)
+        return self.path if in_turns or not found else ", ".join(part for part, _ in found)
 
 
 def find_layer_stack(module: nn.Module, num_stages: int, path: str = "auto") -> LayerStack:
@@ -87,9 +126,11 @@ def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto") ->
         ValueError: If there is none; with how to name one.
     """
     if path != "auto":
-        return [_with_layers(LayerStack.at(module, path), num_stages)]
+        return [with_enough_layers(LayerStack.at(module, path), num_stages)]
     sizes = {name: _repeated_size(container) for name, container in _containers(module)}
-    candidates = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
+    # Of equal ones what is trained: a frozen teacher is as large as its student.
+    trained = {name: any(value.requires_grad for value in module.get_submodule(name).parameters()) for name in sizes}
+    candidates = sorted((name for name in sizes if sizes[name]), key=lambda name: (-sizes[name], not trained[name]))
     if not candidates:
         raise ValueError(
             f"found no `ModuleList` or `Sequential` with repeated layers in {type(module).__name__} to cut into "
@@ -104,7 +145,7 @@ def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto") ->
     stacks = [LayerStack.at(module, path) for path in paths]
     enough = [stack for stack in stacks if len(stack.blocks) >= num_stages]
     # With too few layers everywhere, the error tells of the candidate with the most of them.
-    return enough or [_with_layers(stacks[0], num_stages)]
+    return enough or [with_enough_layers(stacks[0], num_stages)]
 
 
 def _containers_in_a_row(module: nn.Module, candidates: list[str], sizes: dict[str, int]) -> list[str]:
@@ -283,7 +324,8 @@ def _related(one: str, other: str) -> bool:
     return short == "" or long == short or long.startswith(f"{short}.")
 
 
-def _with_layers(stack: LayerStack, num_stages: int) -> LayerStack:
+def with_enough_layers(stack: LayerStack, num_stages: int) -> LayerStack:
+    """Return the stack, if it has a layer for each stage, else raise ValueError."""
     if len(stack.blocks) < num_stages:
         raise ValueError(
             f"expected at least one layer per stage, got {len(stack.blocks)} layers in `{stack.path}` for "

@@ -10,7 +10,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.pipeline.stubs import autocast_dtype, copy_args
 
-__all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_link", "truncated"]
+__all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_link"]
 
 T = TypeVar("T")
 Step = Callable[[Any], Any]
@@ -104,6 +104,7 @@ class TruncatedModel:
         prologue, epilogue: Names of the parameters used before and after the layers.
         device: Where to run.
         runs_all: Run every layer, one after the other, for a model that notices otherwise.
+        dtype: Of floating-point parameters on the device; None for their own.
     """
 
     entered = True
@@ -116,8 +117,10 @@ class TruncatedModel:
         epilogue: set[str],
         device: torch.device,
         runs_all: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.stack = stack
+        self.dtype = dtype
         self.device = device
         self.runs_all = runs_all
         self._module = module
@@ -129,6 +132,14 @@ class TruncatedModel:
         self._loaded = ExitStack()
         self._outputs: dict[Any, Any] = {}
         self._is_first = True
+
+    @classmethod
+    def of_plan(cls, module: nn.Module, plan: PipelinePlan, *args: Any) -> TruncatedModel:
+        """Return one with the ends of the model where a plan has them; `args` as of the class."""
+        ends = [
+            {name for name, held in plan.parameters.items() if end in held.stages} for end in (0, plan.num_stages - 1)
+        ]
+        return cls(module, LayerStack.at(module, plan.container), *ends, *args)
 
     def run(self, step: Step, batch: Any, seed: int | None = 0) -> Any:
         """Run `step` on `batch`, with random numbers from `seed` or those of outside; returns what it returns."""
@@ -145,11 +156,11 @@ class TruncatedModel:
         """Do nothing; called when all of the prologue is loaded, for subclasses that measure."""
 
     def leave_prologue(self, call: Call) -> Call:
-        """Return the call of the first layer, as it is here; for subclasses that measure."""
+        """Return the call of the first layer, as it is here."""
         return call
 
     def enter_epilogue(self) -> None:
-        """Do nothing; called when all of the epilogue is loaded, for subclasses that measure."""
+        """Do nothing; called when all of the epilogue is loaded."""
 
     def run_layer(self, key: Any, call: Call) -> Any:
         """Run the first layer of a kind; `key` tells kinds and shapes of inputs apart."""
@@ -225,27 +236,13 @@ class TruncatedModel:
     def _parameter(self, name: str, parameter: Tensor) -> Tensor:
         is_meta = parameter.is_meta
         value = _random(name, parameter, self.device) if is_meta else parameter.detach().to(self.device)
+        value = value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
         # Another parameter with the same data: gradients must not reach those of the model.
         loaded = nn.Parameter(value, parameter.requires_grad)
         if loaded.requires_grad:
             # Nobody reads the gradients: each is dropped before the next one is there.
             loaded.register_post_accumulate_grad_hook(_drop_gradient)
         return loaded
-
-
-def truncated(module: nn.Module, plan: PipelinePlan, device: torch.device, step: Step) -> Step:
-    """Return `step` on a `TruncatedModel`, of which no more is on the device at a time than one of its parts."""
-    last = plan.num_stages - 1
-    first_names = {name for name, parameter in plan.parameters.items() if 0 in parameter.stages}
-    last_names = {name for name, parameter in plan.parameters.items() if last in parameter.stages}
-    stack = LayerStack.at(module, plan.container)
-
-    def run(batch: Any) -> Any:
-        with suppress(Exception):
-            return TruncatedModel(module, stack, first_names, last_names, device).run(step, batch, seed=None)
-        return TruncatedModel(module, stack, first_names, last_names, device, runs_all=True).run(step, batch, seed=None)
-
-    return run
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -280,6 +277,7 @@ class _NotedCall:
 
     call: Call
     autocast: torch.dtype | None
+    default: torch.dtype
 
 
 class _CostMeter(TruncatedModel):
@@ -340,8 +338,9 @@ class _CostMeter(TruncatedModel):
         """Note the first call of each kind with its arguments, before the layer may change them."""
         if key not in self.noted:
             arguments = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
-            # The dtype of autocast too: the layer is run again after the step, outside of its `autocast` block.
-            self.noted[key] = _NotedCall(call.with_arguments(arguments), autocast_dtype(self.device))
+            # The precision too: the layer is run again after the step, outside of the context that sets it.
+            precision = autocast_dtype(self.device), torch.get_default_dtype()
+            self.noted[key] = _NotedCall(call.with_arguments(arguments), *precision)
         return super().run_layer(key, call)
 
     def layer_costs(self) -> list[Cost]:
@@ -373,8 +372,13 @@ class _CostMeter(TruncatedModel):
         args, kwargs = pytree.tree_map_only(Tensor, cut_off, copy_args((call.args, call.kwargs), {}))
         self.saved.clear()
         autocast = torch.autocast(self.device.type, noted.autocast, enabled=noted.autocast is not None)
-        with autocast, saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
-            forward_s, result = self._timed(lambda: call.function(*args, **kwargs))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(noted.default)
+        try:
+            with autocast, saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
+                forward_s, result = self._timed(lambda: call.function(*args, **kwargs))
+        finally:
+            torch.set_default_dtype(before)
         activation_bytes = self._activation_bytes()
         sent = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         with nullcontext() if later is None else deferring(later):

@@ -26,6 +26,7 @@ from lightning_parallel.compat.torch import pytree
 
 __all__ = [
     "SplitBatch",
+    "entries_of",
     "few_samples",
     "StepResult",
     "merge_outputs",
@@ -96,7 +97,7 @@ def few_samples(batch: Any, count: int) -> Any:
     if samples <= count:
         return batch
     counts = torch.zeros(samples, dtype=torch.int64)
-    for _, value in _entries(batch, ""):
+    for _, value in entries_of(batch):
         tensor = torch.as_tensor(value)
         if tensor.dim() > 1 and not (tensor.is_floating_point() or tensor.is_complex()):
             counts += ((tensor != 0) & (tensor != _IGNORED)).flatten(1).sum(1).cpu()
@@ -129,7 +130,7 @@ def num_samples(batch: Any) -> int:
     Raises:
         ValueError: If there is none, or entries disagree; names their keys.
     """
-    sizes = {key: value.shape[0] for key, value in _entries(batch, "") if len(value.shape)}
+    sizes = {key: value.shape[0] for key, value in entries_of(batch) if len(value.shape)}
     if not sizes:
         raise ValueError(
             f"expected a batch with at least one tensor with a sample dimension, got {type(batch).__name__}; "
@@ -145,7 +146,7 @@ def num_samples(batch: Any) -> int:
     return samples
 
 
-def _entries(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def entries_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every tensor and array, with its key such as `inputs.mask[0]`.
 
     Raises:
@@ -159,13 +160,13 @@ def _entries(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
     elif isinstance(value, (Mapping, UserDict)):
         for name, item in value.items():
-            yield from _entries(item, f"{key}.{name}" if key else str(name))
+            yield from entries_of(item, f"{key}.{name}" if key else str(name))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _entries(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
+            yield from entries_of(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
     elif isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
         for position, item in enumerate(value):
-            yield from _entries(item, f"{key}[{position}]")
+            yield from entries_of(item, f"{key}[{position}]")
     elif not isinstance(value, _WHOLE):
         raise ValueError(
             f"{_quote(key)} is a {type(value).__name__}, which cannot be split; give a `split_batch` function"
@@ -181,7 +182,7 @@ def _part(value: Any, chosen: slice | list[int], samples: int) -> Any:
         return value[chosen] if len(value.shape) else value
     # A list such as one string per sample; with tensors of samples inside, its length equals theirs by chance.
     is_plain = isinstance(value, (tuple, list)) and not hasattr(value, "_fields")
-    if is_plain and len(value) == samples and not any(len(entry.shape) for _, entry in _entries(value, "")):
+    if is_plain and len(value) == samples and not any(len(entry.shape) for _, entry in entries_of(value)):
         return value[chosen] if isinstance(chosen, slice) else type(value)(value[index] for index in chosen)
     return _rebuilt(value, lambda item: _part(item, chosen, samples))
 

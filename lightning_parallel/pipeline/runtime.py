@@ -149,7 +149,7 @@ class ScheduleRun:
                     handle[action.kind](action)
         self.messages.finish()
         outputs = [self.outputs[number] for number in sorted(self.outputs)]
-        losses = [self.losses[number] * self.weights[number] for number in sorted(self.losses)]
+        losses = [loss * self.weights[number] for number, loss in sorted(self.losses.items()) if self.weights[number]]
         loss = torch.stack(losses).sum() if losses else None
         return StepResult(list(self.microbatches), outputs, list(self.weights), loss)
 
@@ -186,8 +186,7 @@ class ScheduleRun:
 
     def _seed(self, microbatch: int, number: int = 0) -> None:
         """Seed what the step draws before its layers, after so many calls of outer modules."""
-        key = call_seed(self.seed + microbatch, number)
-        seed_all(key)
+        seed_all(call_seed(self.seed + microbatch, number))
         self.generators.seed(call_seed(microbatch, number))
 
     def _require_end(self, stage: int, handler: StageForward, is_last: bool) -> None:
@@ -256,7 +255,7 @@ class ScheduleRun:
         if self.training:
             state.loss = loss_of(result)
             self.losses[microbatch] = state.loss.detach()
-        # Detached: an output that is kept until the end of the step must not keep its graph.
+        # Detached: an output that is kept must not keep its graph.
         self.outputs[microbatch] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), result)
 
     def _send(self, stage: int, microbatch: int, state: _MicrobatchState, end: StageEnd) -> None:
@@ -317,8 +316,8 @@ class ScheduleRun:
         _, stage, microbatch = action
         # Only the last stage has a loss; its share is its weight, so that the sum is the mean over the whole batch.
         if state.loss is not None:
-            roots: list[Any] = [state.loss]
-            gradients = [torch.full_like(state.loss, self.weights[microbatch]).mul_(self.scale)]
+            roots: list[Any] = [state.loss] if self.weights[microbatch] else []  # without a label it may be 0 / 0
+            gradients = [torch.full_like(state.loss, self.weights[microbatch]).mul_(self.scale)][: len(roots)]
         else:
             roots = list(state.roots)
             gradients = self.messages.receive_gradients(action)
@@ -473,7 +472,8 @@ class _Linear(Function):
         ctx.save_for_backward(x, weight, bias)
         # Saved tensors come back as other objects under unpacking hooks; only here is known which are parameters.
         ctx.leaves = [leaf if isinstance(leaf, nn.Parameter) else None for leaf in (weight, bias)]
-        return nn.functional.linear(x, weight, bias)
+        # What is not 2-D comes out as a view, which autograd lets nobody change in place after a custom function.
+        return nn.functional.linear(x, weight, bias).detach()
 
     @staticmethod
     @once_differentiable

@@ -159,8 +159,8 @@ class StageForward:
             return self._infer(call)
         if not call.site.present:
             raise CutError(
-                f"`{call.site.name}` is called on pipeline stage {self.stage}, which does not hold it: it was taken "
-                "for a module that is only used before the layers, or after them. Let the analysis see a batch"
+                f"`{call.site.name}` is called on pipeline stage {self.stage}, which does not hold it: the first step "
+                "called it elsewhere or not at all, like a moving average; call it outside of steps, or in every step"
             )
         arguments = reveal(call.args), reveal(call.kwargs)
         _require_data(call.site.name, arguments)
@@ -471,7 +471,7 @@ class PipelineStages:
             if self.stage_of[index] not in self.stages:
                 self._free_buffers(layer, stack.names[index], keep_constants=False)
         for name, module in outer_modules(self.module, stack, with_parameters=False):
-            if name in self.plan.module_stages and not self._is_here(self.plan.module_stages[name]):
+            if self.plan.module_stages.get(name) and not self._is_here(self.plan.module_stages[name]):
                 self._free_buffers(module, name, keep_constants=True)
 
     def _free_buffers(self, module: nn.Module, name: str, keep_constants: bool) -> None:
@@ -486,9 +486,8 @@ class PipelineStages:
                     child.__dict__[key] = PlaceholderTensor.like(value, provenance, self.device)
 
     def _stand_ins(self, stack: LayerStack) -> list[tuple[nn.Module, str, PlaceholderTensor]]:
-        """Return placeholders for the parameters held here that modules which contain the layers read directly."""
-        inside = {id(child) for _, module in outer_modules(self.module, stack) for child in module.modules()}
-        inside |= {id(child) for layer in stack.layers for child in layer.modules()}
+        """Return placeholders for the parameters held here outside of the layers, which a step may read directly."""
+        inside = {id(child) for layer in stack.layers for child in layer.modules()}
         stand_ins = []
         for child in self.module.modules():
             if id(child) in inside:

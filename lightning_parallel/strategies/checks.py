@@ -19,7 +19,6 @@ from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -28,12 +27,10 @@ from torch.utils.data import IterableDataset
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, fingerprint
-from lightning_parallel.compat import ParallelState, patched
+from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import is_compiled, prepared_batch, take_first_entry
 from lightning_parallel.compat.torch import pytree, workers_of
-from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_by
-from lightning_parallel.pipeline.random_streams import OwnGenerators, seed_torch
-from lightning_parallel.pipeline.runtime import loss_of
+from lightning_parallel.pipeline.random_streams import OwnGenerators
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.search import BALANCES
 
@@ -49,7 +46,6 @@ __all__ = [
     "first_batch",
     "optimizer_copies",
     "positional_arguments",
-    "warn_unless_mean",
 ]
 
 
@@ -288,129 +284,6 @@ STEPS = {
     TrainerFn.PREDICTING: "predict_step",
 }
 """The name of the step method, by the kind of run."""
-
-
-def warn_unless_mean(
-    module: nn.Module,
-    run: Callable[[Any], Any],
-    batch: Any,
-    num_microbatches: int,
-    split: SplitBatch,
-    weight: Callable[[Any], float],
-    world: Group,
-) -> None:
-    """Warn if the loss of several microbatches is not the mean of their losses, since a pipeline computes that mean.
-
-    Compares the first two microbatches, and the last two.
-
-    Args:
-        module: The user's module.
-        run: Runs a step of the truncated model.
-        batch: The first batch.
-        num_microbatches: How many it will be split into, more than one.
-        split: Splits a batch into so many parts.
-        weight: Gives the share of each.
-        world: The ranks that call this, each with the same arguments.
-    """
-    # Two at a time: a device that is to train on one may not have room for the whole batch.
-    pairs = split_by(split, batch, num_microbatches // 2)
-    for pair in [pairs[0], *pairs[1:][-1:]]:
-        if _is_other_than_mean(module, run, pair, split_by(split, pair, 2), weight, world):
-            break
-
-
-def _is_other_than_mean(
-    module: nn.Module,
-    run: Callable[[Any], Any],
-    batch: Any,
-    microbatches: Sequence[Any],
-    weight: Callable[[Any], float],
-    world: Group,
-) -> bool:
-    """Compare the loss of `batch` with the mean over its parts, and warn if they differ.
-
-    In evaluation mode, and without a warning if the loss is random even then. The loss of a truncated model is good
-    enough: whether it is a mean over samples does not depend on the layers.
-    """
-    shares = [float(weight(part)) for part in microbatches]
-    modes = {child: child.training for child in module.modules()}
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            whole, logged = _with_logs(module, run, batch)
-            parts = [_with_logs(module, run, part) for part in microbatches]
-            if whole.dim() or not whole.is_floating_point():
-                return False  # no loss: what `predict_step` returns
-            losses = torch.stack([loss.to(whole) for loss, _ in parts])
-            mean = torch.tensor(shares).to(whole) @ losses / sum(shares)
-            _learn_logged(module, logged, [logs for _, logs in parts], shares, microbatches)
-            tolerance = 1e-6 if whole.dtype == torch.float64 else 5e-3  # layers may compute in half precision
-            # Together, since last digits may differ from rank to rank, and divided layers communicate: all run again or
-            # none of them.
-            is_other = any(comm.all_gather_object(not torch.allclose(whole, mean, rtol=tolerance), world))
-            if is_other:
-                is_stable = torch.allclose(whole, _loss(run, batch, seed=1), rtol=tolerance)
-                is_other = any(comm.all_gather_object(is_stable, world))
-    except Exception:
-        return False  # the analysis will report what is wrong with the step
-    finally:
-        for child, mode in modes.items():
-            child.training = mode
-        # In place: layers and the user's code may refer to the buffers.
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
-    if is_other:
-        rank_zero_warn(
-            f"The loss of {len(microbatches)} microbatches together is {whole:.6g}, but the mean of their losses is"
-            f" {mean:.6g}: it is not a mean over samples, so a pipeline trains on another loss than one process. Where"
-            " it is a mean over tokens, count them by `microbatch_weight`; divide a sum by the number of samples; where"
-            " the samples of a batch depend on each other, set `num_microbatches=1`."
-        )
-    return is_other
-
-
-def _loss(run: Callable[[Any], Any], batch: Any, seed: int) -> Tensor:
-    with isolate_rng():
-        seed_torch(seed)
-        return loss_of(run(batch)).detach()
-
-
-_Logged = dict[str, tuple[Tensor, int | None]]
-"""Value and `batch_size` by name."""
-
-
-def _with_logs(module: nn.Module, run: Callable[[Any], Any], batch: Any) -> tuple[Tensor, _Logged]:
-    logged: _Logged = {}
-
-    def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
-        if isinstance(value, (int, float, Tensor)) and kwargs.get("reduce_fx", "mean") == "mean":
-            logged[name] = (torch.as_tensor(value).detach().double().cpu(), batch_size)
-
-    with patched(module, "log", log):
-        return _loss(run, batch, seed=0), logged
-
-
-def _learn_logged(
-    module: nn.Module, whole: _Logged, parts: Sequence[_Logged], shares: Sequence[float], microbatches: Sequence[Any]
-) -> None:
-    """Find out how what a step logs in microbatches gives what it logs for the batch: see `ParallelState.logged`."""
-    samples = [float(num_samples(part)) for part in microbatches]
-    for name, (value, size) in whole.items():
-        found = [part[name] for part in parts if name in part]
-        is_constant = size is not None and {size} == {other for _, other in found}
-        if len(found) < len(parts) or (size is not None and not is_constant):
-            continue  # with sizes of its own it is weighted by these
-        values = torch.stack([part for part, _ in found])
-
-        def error(weights: Sequence[float], value: Tensor = value, values: Tensor = values) -> Tensor:
-            return (torch.tensor(weights).to(values) @ values / sum(weights) - value).abs()
-
-        # Both are right where the parts are alike; where neither is, it is no mean.
-        is_by_samples = bool(100 * error(samples) < error(shares))
-        if is_constant or is_by_samples:
-            ParallelState.of(module).logged[name] = (is_by_samples, is_constant)
 
 
 def first_batch(trainer: Trainer) -> Any | None:

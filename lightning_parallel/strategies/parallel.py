@@ -79,7 +79,7 @@ class _StagedStrategy(MeshStrategy):
         split_batch: `(batch, parts) -> microbatches`, or its dotted path, for batches whose tensors do not all have
             their samples in dimension 0.
         microbatch_weight: Weight of a microbatch in the loss, a function or its dotted path; by default its number of
-            samples. Where the step returns a mean over tokens, count them here.
+            samples, or of tokens where the first batch shows that the loss is a mean over those.
         pipeline_plan: A `PipelinePlan`, or a file with one, that was made before (`analyze`, or the file in the folder
             of a checkpoint); everything above is then in it.
         kwargs: See `MeshStrategy`.

@@ -80,6 +80,7 @@ class PipelineSteps:
     def bind(self, engine: PipelineEngine, patches: Patches) -> None:
         """Run steps through `engine` from now on; metrics give their value on every rank until `patches` are undone."""
         self._engine = engine
+        self._copies = _WatchedCopies(engine)
         self._gradients_are_watched = self._hooks_see_gradients()
         ParallelState.of(self.module).followed = _outside_of(
             self.module, (*engine.plan.layers, *engine.model.outer_names)
@@ -110,6 +111,7 @@ class PipelineSteps:
             args, kwargs: Of the module's `training_step`.
             audit: Watches the step, on the first batch of a run with divided layers.
         """
+        self._copies.check()
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         # Of the step before: in one process they are set to zero after `training_step`, which would need memory twice.
         held = {parameter: parameter.grad for parameter in parameters} if self._gradients_are_needed() else {}
@@ -219,6 +221,48 @@ class PipelineSteps:
         share = 1.0 / self.module.trainer.accumulate_grad_batches
         scaler = getattr(self.precision, "scaler", None)
         return share if scaler is None else scaler.scale(torch.full((), share, device=self.device))
+
+
+class _WatchedCopies:
+    """Refuses a run that changes a copy of the model, such as a teacher, of which a stage has other parameters.
+
+    Args:
+        engine: The pipeline.
+    """
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine = engine
+        self._steps = 0
+        self._before: dict[str, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Look at the copies before a step: often at first, as averages may begin late.
+
+        Raises:
+            RuntimeError: On every rank of the pipeline, if one has changed.
+        """
+        if not self._engine.unpaired:
+            return
+        self._steps += 1
+        # Steps in pairs: 1 and 2, 2 and 3, 4 and 5, 8 and 9, ...
+        if self._steps & (self._steps - 1) and (self._steps - 1) & (self._steps - 2):
+            return
+        failure = None
+        for path, original in self._engine.unpaired.items():
+            copied = self._engine.module.get_submodule(path)
+            # Not by versions, which `.data` leaves alone. What is trained changes in the optimizer.
+            frozen = [value for value in copied.parameters() if not value.requires_grad]
+            found = [torch.stack([value.double().sum(), value.double().square().sum()]) for value in frozen]
+            before, self._before[path] = self._before.get(path, found), found
+            if any(not torch.equal(one, other) for one, other in zip(before, found)):
+                failure = RuntimeError(
+                    f"`{path}` is a copy of `{original}` and has changed between two steps. The training step calls it,"
+                    f" so that it is not divided over the stages as `{original}` is: a loop over the parameters of both"
+                    " pairs others than in one process. Use TensorParallelStrategy, which divides both alike; or call"
+                    f" `{path}` outside of `training_step` only"
+                )
+        comm.raise_together(failure, self._engine.group)
 
 
 @dataclass

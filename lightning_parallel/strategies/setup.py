@@ -32,7 +32,7 @@ from lightning_parallel.compat.torch import BatchNormalization, buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.measure import measure_link, truncated
+from lightning_parallel.pipeline.measure import measure_link
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch, split_by
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
@@ -40,8 +40,9 @@ from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, buil
 from lightning_parallel.pipeline.search import Balance, Choice, Workload, choose_schedule
 from lightning_parallel.pipeline.simulate import simulate
 from lightning_parallel.strategies import replicas
-from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument, warn_unless_mean
+from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument
 from lightning_parallel.strategies.message_order import MessageOrder
+from lightning_parallel.strategies.microbatch_weights import find_microbatch_weight
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
 from lightning_parallel.tensor.plan_table import sharding_table
@@ -208,7 +209,7 @@ def cut_stages(
     # Tensor-parallel ranks hold different shards by now; they started equal in `shard_tensors`.
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
-    plan = _agreed_plan(module, options, groups, device, example)
+    plan, weight = _agreed_plan(module, options, groups, device, example)
     # Before the engine frees the other stages: modules initialise themselves in the order of the whole model.
     materialize(plan)
     state.engine = PipelineEngine(
@@ -217,7 +218,7 @@ def cut_stages(
         group,
         device=device,
         split_batch=options.split_batch,
-        microbatch_weight=options.microbatch_weight,
+        microbatch_weight=weight,
         message_groups=message_groups(groups, device),
         seed_group=groups.replica,
     )
@@ -269,9 +270,9 @@ def _agreed_plan(
     groups: MeshGroups,
     device: torch.device,
     example: Callable[[], tuple[Callable[[Any], Any], Any] | None],
-) -> PipelinePlan:
-    """Return the plan of all ranks; what fails on one of them, whatever it is, raises on every one."""
-    found = samples = plan = failure = None
+) -> tuple[PipelinePlan, Callable[[Any], float]]:
+    """Return the plan of all ranks and the weight of microbatches; what fails on one rank raises on every one."""
+    found = samples = plan = weight = failure = None
     try:
         found = example()
         samples = None if found is None else _samples(split_by(options.split_batch, found[1], 1))
@@ -282,13 +283,17 @@ def _agreed_plan(
     try:
         plan = _plan(module, options, groups, device, found, samples)
         plan.check_fits(module, groups.pipeline_parallel.size)
+        weight = options.microbatch_weight
+        if found is not None and plan.schedule.num_microbatches > 1 and (samples or 2) > 1:
+            weight = find_microbatch_weight(module, plan, device, *found, options.split_batch, weight, groups.world)
     except Exception as error:
         failure = error
     comm.raise_together(failure, groups.world)
     assert plan is not None
+    assert weight is not None
     # Each rank may have been given another one, or other arguments.
     comm.agree("the pipeline plan", plan.outline(), groups.pipeline_parallel)
-    return plan
+    return plan, weight
 
 
 def _plan(
@@ -336,11 +341,6 @@ def _plan(
         link=link,
         sync_group=groups.world,
     )
-    if example is not None and len(microbatches) > 1:
-        # On every rank, though only the first one warns: the step may communicate, in divided layers or by itself.
-        run, batch = truncated(module, plan, device, example[0]), example[1]
-        split, weight = options.split_batch, options.microbatch_weight
-        warn_unless_mean(module, run, batch, len(microbatches), split, weight, groups.world)
     return replace(plan, request=request)
 
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import PartialModule
+from lightning_parallel.compat import PartialModule, class_in_place
 from lightning_parallel.compat.torch import parameters_of
 from lightning_parallel.tensor.autograd import (
     gather_from_group,
@@ -472,10 +472,9 @@ def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Modu
         if issubclass(original, native) and original.forward is not native.forward and only_wraps(original, native):
             # The user's forward goes first and its `super().forward` finds that of `layer`, not that of `native`.
             bases: tuple[type, ...] = (original, _subclass(layer, native))  # type: ignore[arg-type]
-            break
-    else:
-        bases = (_Divided, layer, original)
-    return type(name, bases, {"__module__": layer.__module__})
+            return type(name, bases, {"__module__": layer.__module__})
+    bases = (_Divided, layer, original)
+    return class_in_place(name, bases, {"__module__": layer.__module__})
 
 
 def shard_parameters(module: nn.Module, rules: Mapping[str, Shard], group: Group) -> None:

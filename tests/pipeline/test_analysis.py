@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_parallel.pipeline.analysis import analyze, dry_run_stages, trace_use, use_by_registration
+from lightning_parallel.pipeline.analysis import analyze, dry_run_stages
 from lightning_parallel.pipeline.layer_stack import cut_units, find_layer_stack
+from lightning_parallel.pipeline.module_use import trace_use, use_by_registration
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.schedule import build_schedule
 from tests.pipeline import other_models

@@ -1,0 +1,266 @@
+"""Where a step uses each module and parameter: before, at, or after which of the repeated layers.
+
+    stack, use = trace_in_order(module, stack, step, microbatch, device)
+
+The step runs on placeholders. The layers come in the order of their calls, whatever the order of registration. A copy
+of the model that the step does not call, such as a moving average, is divided as its original is: code that goes
+through both, `for t, s in zip(teacher.parameters(), model.parameters())`, finds the same pieces on every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_parallel.pipeline.interception import Call
+from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.placeholder import watch_parameters
+from lightning_parallel.pipeline.runtime import MissingLossError
+from lightning_parallel.pipeline.stage import CutError, InterceptedModel
+from lightning_parallel.pipeline.stubs import StubOutputs, named_placeholders
+
+__all__ = [
+    "ModuleUse",
+    "Step",
+    "copies_of_layers",
+    "trace_in_order",
+    "trace_use",
+    "unpaired_copies",
+    "use_by_registration",
+]
+
+Step = Callable[[Any], Any]
+"""Runs the user's step on one microbatch."""
+
+
+@dataclass
+class ModuleUse:
+    """The layers at whose stages the parameters, and the modules outside of the layers, are used.
+
+    Attributes:
+        parameters: Parameter name -> the layers at whose stages it is used.
+        modules: Module name -> the layers at whose stages it is called.
+    """
+
+    parameters: dict[str, set[int]] = field(default_factory=dict)
+    modules: dict[str, set[int]] = field(default_factory=dict)
+
+
+def trace_in_order(
+    module: nn.Module, stack: LayerStack, step: Step, microbatch: Any, device: torch.device
+) -> tuple[LayerStack, ModuleUse]:
+    """Return the stack in the order in which the step calls its containers, and where each module is used.
+
+    Containers that it does not call are left out: a moving average, say, of the model that it trains.
+
+    Raises:
+        ValueError: See `trace_use`.
+    """
+    tracer = _UseTracer(stack, device, in_order=False)
+    # What is wrong with the step, the trace of the stack in order will say.
+    with suppress(Exception):
+        _trace(module, stack, tracer, step, microbatch, device)
+    path = stack.in_order_of(tracer.called)
+    if path != stack.path:
+        stack = LayerStack.at(module, path)
+    return stack, trace_use(module, stack, step, microbatch, device)
+
+
+def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any, device: torch.device) -> ModuleUse:
+    """Run `step` once on placeholders and note where each parameter and module is used.
+
+    What follows the layers runs as far as it goes without data; parameters that are not reached are taken for used
+    after the last layer.
+
+    Raises:
+        ValueError: If the step cannot be run up to the last layer, or calls a layer twice; with the reason.
+    """
+    tracer = _UseTracer(stack, device, in_order=True)
+    try:
+        _trace(module, stack, tracer, step, microbatch, device)
+    # Not a matter of the cut: in one process this step would fail, too.
+    except MissingLossError:
+        raise
+    except Exception as error:
+        # After the last layer a step may need data, for a metric say: all that matters has been seen by then.
+        if isinstance(error, CutError) or tracer.position + 1 != len(stack.layers):
+            raise ValueError(
+                f"cannot cut at `{stack.path}`: running the step on tensors without data stopped "
+                f"{tracer.where()}: {error}"
+            ) from error
+    if not tracer.called:
+        raise ValueError(
+            f"the step never calls the layers of `{stack.path}`; name the layers that it calls: layers=..."
+        )
+    return _completed(module, stack, tracer.use, _divide_copies(module, stack, tracer.use))
+
+
+def _trace(
+    module: nn.Module, stack: LayerStack, tracer: _UseTracer, step: Step, microbatch: Any, device: torch.device
+) -> None:
+    sites = InterceptedModel(module, stack)
+    tracer.use.modules = {site.name: set() for site in sites.outer}
+    with named_placeholders(module, device), watch_parameters(tracer.note), sites.handled_by(tracer):
+        step(microbatch)
+
+
+def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
+    """Guess the use from the order of registration: what is registered before the layers is used before them."""
+    use = ModuleUse(modules={name: set() for name, _ in outer_modules(module, stack)})
+    order = {name: number for number, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    starts = [order[name] for name in stack.names]
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def layer_before(owner: str) -> int:
+        # As the trace does: what is between two layers goes with the first of the two.
+        return max(0, sum(start < order[owner] for start in starts) - 1)
+
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        is_inside = any(owner == layer or owner.startswith(f"{layer}.") for layer in stack.names)
+        if not is_inside:
+            use.parameters.setdefault(names[id(parameter)], set()).add(layer_before(owner))
+    for name, layers in use.modules.items():
+        layers.add(layer_before(name))
+    return _completed(module, stack, use, {})
+
+
+class _UseTracer:
+    """Notes what is used at which layer, as a handler of calls; every module is a stub."""
+
+    entered = False
+
+    def __init__(self, stack: LayerStack, device: torch.device, in_order: bool) -> None:
+        self.stack = stack
+        self.in_order = in_order
+        self.stubs = StubOutputs(device)
+        self.position = 0
+        self.called: list[int] = []
+        self.use = ModuleUse()
+
+    def note(self, parameter: str) -> None:
+        """Note that a parameter is used outside of intercepted modules."""
+        self.use.parameters.setdefault(parameter, set()).add(self.position)
+
+    def where(self) -> str:
+        """Describe how far the step has come."""
+        return f"after `{self.stack.names[self.position]}`" if self.called else "before the first layer"
+
+    def layer(self, call: Call) -> Any:
+        """Note which layer is called."""
+        index = call.site.layer_index
+        if index in self.called:
+            raise CutError(
+                f"`{call.site.name}` is called twice in one step; a pipeline runs each layer once per step. Join the "
+                "inputs along the sample dimension and call the model once"
+            )
+        if self.in_order and self.called and index < self.position:
+            raise CutError(
+                f"`{call.site.name}` is called after `{self.stack.names[self.position]}`, but comes before it in "
+                f"`{self.stack.path}`: a pipeline needs the layers in the order of their calls. Put them into one "
+                "`ModuleList` in that order, or name the layers to cut: layers=..."
+            )
+        self.position = index
+        self.called.append(index)
+        return self.stubs.run_stub(call)
+
+    def outer_module(self, call: Call) -> Any:
+        """Note that the module is called at this layer."""
+        self.use.modules[call.site.name].add(self.position)
+        return self.stubs.run_stub(call)
+
+
+def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse, copies: dict[nn.Module, nn.Module]) -> ModuleUse:
+    """Add the parameters of layers and of outer modules; what was not seen is taken for used with the last layer.
+
+    Of `copies`, the parameters go where those of their originals are, and no stage calls them.
+    """
+    last = len(stack.layers) - 1
+    # By identity: a tied parameter is reached under several names, and counts under its first.
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for index, layer in enumerate(stack.layers):
+        for parameter in layer.parameters():
+            use.parameters.setdefault(names[id(parameter)], set()).add(index)
+    for name, outer in outer_modules(module, stack):
+        for parameter in outer.parameters():
+            use.parameters.setdefault(names[id(parameter)], set()).update(use.modules[name])
+    # Unused parameters have to be somewhere too: a checkpoint holds them.
+    for name in names.values():
+        use.parameters[name] = use.parameters.get(name) or {last}
+    for duplicate, original in copies.items():
+        for one, other in zip(duplicate.parameters(), original.parameters()):
+            use.parameters[names[id(one)]] = set(use.parameters[names[id(other)]])
+    inside = {child for duplicate in copies for child in duplicate.modules()}
+    for name, outer in outer_modules(module, stack):
+        if not use.modules[name] and outer not in inside and not any(child in copies for child in outer.modules()):
+            for parameter in outer.parameters():
+                use.modules[name] |= use.parameters[names[id(parameter)]]
+    return use
+
+
+# ------------------------------------------------------------------------------------------------------------ copies
+
+
+def copies_of_layers(module: nn.Module, stack: LayerStack) -> dict[nn.Module, nn.Module]:
+    """Return the modules that are copies of one with the layers in it: a teacher, a target, a moving average.
+
+    A copy has as many parameters of the same shapes in the same order, all of its own. Largest ones only.
+    """
+    layers = set(stack.layers)
+    # The module itself holds all copies too.
+    originals = [child for child in module.modules() if child is not module and layers & set(child.modules())]
+    originals = [child for child in originals if child not in layers]
+    by_shapes: dict[tuple[torch.Size, ...], nn.Module] = {}
+    for original in originals:
+        by_shapes.setdefault(_shapes(original), original)
+    used = {id(value) for original in originals for value in original.parameters()}
+    inside: set[nn.Module] = {child for original in originals for child in original.modules()}
+    copies: dict[nn.Module, nn.Module] = {}
+    for child in module.modules():
+        original = by_shapes.get(_shapes(child))
+        is_own = not any(id(value) in used for value in child.parameters())
+        if original is not None and child not in inside and is_own:
+            copies[child] = original
+            inside.update(child.modules())
+    return copies
+
+
+def _divide_copies(module: nn.Module, stack: LayerStack, use: ModuleUse) -> dict[nn.Module, nn.Module]:
+    """Return the copies that the step does not compute with, which are divided as their originals."""
+    names = {id(value): name for name, value in module.named_parameters()}
+    called = {module.get_submodule(name) for name, layers in use.modules.items() if layers}
+    inside = {child for outer in called for child in outer.modules()}
+    return {
+        duplicate: original
+        for duplicate, original in copies_of_layers(module, stack).items()
+        if not any(child in inside for child in duplicate.modules())
+        and not any(use.parameters.get(names[id(value)]) for value in duplicate.parameters())
+    }
+
+
+def _shapes(module: nn.Module) -> tuple[torch.Size, ...]:
+    return tuple(value.shape for value in module.parameters())
+
+
+def unpaired_copies(module: nn.Module, plan: PipelinePlan) -> dict[str, str]:
+    """Return the copies, and their originals, by name, of which a stage does not hold the same parameters.
+
+    Code that goes through the parameters of both would pair other ones than in one process.
+    """
+    names = {id(value): name for name, value in module.named_parameters()}
+    paths = {child: path for path, child in module.named_modules()}
+    stages = plan.parameter_stages
+    return {
+        paths[duplicate]: paths[original]
+        for duplicate, original in copies_of_layers(module, LayerStack.at(module, plan.container)).items()
+        if any(
+            stages[names[id(one)]] != stages[names[id(other)]]
+            for one, other in zip(duplicate.parameters(), original.parameters())
+        )
+    }

@@ -1,0 +1,351 @@
+"""Find the weights of microbatches by which their losses, and so their gradients, are those of the whole batch.
+
+A mean over samples needs their numbers of samples. A mean over tokens, as with `ignore_index` or a mask, needs its own
+counts, and of those many can be read off the batch: each is tried on a few microbatches together and one by one.
+
+    f(whole) = (n1 f(part 1) + n2 f(part 2)) / (n1 + n2)
+
+holds for the loss `f`, and for its gradients after the layers. These tell weights apart that the losses of an untrained
+model, which are nearly equal for all samples, do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import ParallelState, patched
+from lightning_parallel.compat.torch import pytree
+from lightning_parallel.pipeline.interception import Call
+from lightning_parallel.pipeline.measure import TruncatedModel
+from lightning_parallel.pipeline.microbatch import (
+    SplitBatch,
+    entries_of,
+    few_samples,
+    map_tensors,
+    num_samples,
+    split_batch,
+    split_by,
+)
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.random_streams import seed_torch
+from lightning_parallel.pipeline.runtime import loss_of
+from lightning_parallel.strategies.pinned import doubled, in_double
+
+__all__ = ["TokenCount", "find_microbatch_weight"]
+
+_IGNORED = (-100, -1, 0)
+"""Labels that are left out: torch's default, and two that people choose; 0 in masks, too."""
+
+
+@dataclass(frozen=True)
+class TokenCount:
+    """A weight of microbatches: how many entries of a tensor in the batch count.
+
+    Attributes:
+        key: Where in the batch.
+        start, stop: Columns left out at the beginning and the end, as a causal loss shifts its labels by one.
+        ignored: The entry that does not count; None for the sum of all entries, as of lengths.
+    """
+
+    key: str
+    start: int = 0
+    stop: int = 0
+    ignored: float | None = None
+
+    def __call__(self, microbatch: Any) -> float:
+        """Count; a microbatch without the tensor, as in evaluation, counts its samples."""
+        value = next((torch.as_tensor(value) for key, value in entries_of(microbatch) if key == self.key), None)
+        if value is None:
+            return float(num_samples(microbatch))
+        if self.start or self.stop:
+            value = value[:, self.start : value.shape[1] - self.stop]
+        return float(value.sum() if self.ignored is None else (value != self.ignored).sum())
+
+    def __str__(self) -> str:
+        columns = {(0, 0): "", (1, 0): "[:, 1:]", (0, 1): "[:, :-1]"}[self.start, self.stop]
+        entries = f"`{self.key or 'batch'}{columns}`"
+        return (
+            f"the sum of {entries}" if self.ignored is None else f"the entries of {entries} other than {self.ignored:g}"
+        )
+
+
+def _candidates(batch: Any) -> Iterator[TokenCount]:
+    """Yield the counts that a batch offers, the most usual first."""
+    tensors = [(key, torch.as_tensor(value)) for key, value in entries_of(batch)]
+    for ignored in _IGNORED:
+        for key, value in tensors:
+            is_mask = value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
+            if not value.dim() or value.is_complex() or (value.is_floating_point() and not is_mask):
+                continue
+            if bool((value == ignored).any()):
+                yield TokenCount(key, 0, 0, ignored)
+                if value.dim() > 1:
+                    yield TokenCount(key, 1, 0, ignored)
+                    yield TokenCount(key, 0, 1, ignored)
+            if ignored == 0 and (value.dtype == torch.bool or is_mask):
+                yield TokenCount(key, 0, 0, 1)  # a mask of what is left out
+    for key, value in tensors:
+        if value.dim() == 1 and not value.is_floating_point() and not value.is_complex() and bool((value > 0).all()):
+            yield TokenCount(key)
+    for key, value in tensors:
+        # The label of padding is the tokenizer's, and what samples end with.
+        if value.dim() > 1 and value.numel() and not value.is_floating_point() and not value.is_complex():
+            for padding in sorted(set(value[:, -1].flatten().tolist()))[:3]:
+                if padding not in _IGNORED:
+                    yield from (TokenCount(key, 0, 0, padding), TokenCount(key, 1, 0, padding))
+
+
+# -------------------------------------------------------------------------------------------------------- comparison
+
+
+class _Probe(TruncatedModel):
+    """Runs a step on a truncated model, and differentiates its loss by factors of what the last layer returns."""
+
+    def run_loss(self, step: Callable[[Any], Any], batch: Any, seed: int) -> tuple[Tensor, Tensor]:
+        """Return the loss, and its gradient by a factor for each feature."""
+        self.factors: list[Tensor] = []
+        with isolate_rng(), torch.enable_grad():
+            seed_torch(seed)
+            loss = loss_of(self.run(step, batch, seed=None))
+            found: Sequence[Tensor | None] = []
+            if loss.requires_grad and self.factors:
+                found = torch.autograd.grad(loss.sum(), self.factors, allow_unused=True)
+        parts = [value.double().flatten() for value in found if value is not None]
+        return loss.detach(), torch.cat([*parts, loss.new_zeros(0, dtype=torch.float64)]).detach()
+
+    def layer(self, call: Call) -> Any:
+        """Multiply what the last layer returns by ones, by which the loss is differentiated."""
+        output = super().layer(call)
+        if call.site.layer_index < len(self.stack.layers) - 1:
+            return output
+
+        def scaled(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point() or not tensor.dim():
+                return tensor
+            # By the last dimension, which is no dimension of samples in any usual layout.
+            self.factors.append(torch.ones_like(tensor[(0,) * (tensor.dim() - 1)]).detach().requires_grad_())
+            return tensor * self.factors[-1]
+
+        return pytree.tree_map_only(Tensor, scaled, output)
+
+
+@dataclass
+class _Seen:
+    """What a step gave for several microbatches together, and for each.
+
+    Attributes:
+        parts: The microbatches.
+        values: Loss and gradients of all together, then of each.
+        tolerance: How far rounding goes, relative to the largest value.
+        logged: What it logged, for all together and for each.
+    """
+
+    parts: Sequence[Any]
+    values: list[tuple[Tensor, Tensor]]
+    tolerance: float
+    logged: list[_Logged]
+
+    def fits(self, weight: Callable[[Any], float]) -> bool:
+        """Tell whether the mean by `weight` over the parts is the whole."""
+        shares = torch.tensor([float(weight(part)) for part in self.parts], dtype=torch.float64)
+        if not bool((shares >= 0).all()) or not 0 < float(shares.sum()) < float("inf"):
+            return False
+        shares = shares / shares.sum()
+        for index in (0, 1):
+            whole, *parts = (pair[index].double().cpu().flatten() for pair in self.values)
+            if any(part.shape != whole.shape for part in parts):
+                continue  # features that depend on the samples, such as a length
+            # A part without weight may have given 0 / 0.
+            mean = sum(share * part for share, part in zip(shares, parts) if share > 0)
+            largest = max([float(value.abs().max()) for value in (whole, *parts) if value.numel()], default=0.0)
+            if not bool(((mean - whole).abs() <= self.tolerance * largest).all()):
+                return False
+        return True
+
+    def equals(self, other: tuple[Tensor, Tensor]) -> bool:
+        """Tell whether another run of all together gave the same."""
+        return torch.allclose(self.values[0][0], other[0], rtol=self.tolerance)
+
+
+class _MeanCheck:
+    """Runs steps of a truncated model on a few microbatches.
+
+    In evaluation mode; and in double precision if the step can do that, since half precision hides small differences.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: PipelinePlan, device: torch.device, step: Callable[[Any], Any], split: SplitBatch
+    ) -> None:
+        self.module, self.plan, self.device, self.step, self.split = module, plan, device, step, split
+
+    def see(self, pair: Any, world: Group) -> _Seen | None:
+        """Run the step on microbatches together and one by one; None if there is no loss to compare."""
+        parts = split_by(self.split, pair, 2)
+        for double in (True, False):
+            seen, failure = None, None
+            try:
+                seen = self._see(pair, parts, double)
+            except Exception as error:
+                failure = error
+            # Together: the step may communicate, in divided layers or by itself.
+            if not any(comm.all_gather_object(failure is not None, world)):
+                return seen
+        return None  # the analysis, or the first step, tells what is wrong with it
+
+    def is_random(self, pair: Any, seen: _Seen) -> bool:
+        """Tell whether the step gives another loss with other random numbers."""
+        return not seen.equals(self._run(pair, seen.tolerance < _LOOSE, seed=1)[0])
+
+    def _see(self, pair: Any, parts: Sequence[Any], double: bool) -> _Seen | None:
+        runs = [self._run(batch, double) for batch in (pair, *parts)]
+        loss = runs[0][0][0]
+        if loss.dim() or not loss.is_floating_point():
+            return None  # no loss: what `predict_step` returns
+        is_exact = double and loss.dtype in (torch.float64, torch.float32)
+        tolerance = _SINGLE if is_exact else _LOOSE
+        return _Seen(parts, [values for values, _ in runs], tolerance, [logs for _, logs in runs])
+
+    def _run(self, batch: Any, double: bool, seed: int = 0) -> tuple[tuple[Tensor, Tensor], _Logged]:
+        logged: _Logged = {}
+
+        def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+            if isinstance(value, (int, float, Tensor)) and kwargs.get("reduce_fx", "mean") == "mean":
+                logged[name] = (torch.as_tensor(value).detach().double().cpu(), batch_size)
+
+        modes = {child: child.training for child in self.module.modules()}
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        with ExitStack() as stack:
+            stack.enter_context(patched(self.module, "log", log))
+            if double:
+                stack.enter_context(in_double(self.module, with_parameters=False))
+                batch = map_tensors(batch, doubled)
+            self.module.eval()
+            try:
+                try:
+                    return self._probe(False, double).run_loss(self.step, batch, seed), logged
+                except Exception:
+                    return self._probe(True, double).run_loss(self.step, batch, seed), logged
+            finally:
+                for child, mode in modes.items():
+                    child.training = mode
+                # In place: layers and the user's code may refer to the buffers.
+                with torch.no_grad():
+                    for name, buffer in self.module.named_buffers():
+                        buffer.copy_(buffers[name])
+
+    def _probe(self, runs_all: bool, double: bool) -> _Probe:
+        dtype = torch.float64 if double else None
+        probe = _Probe.of_plan(self.module, self.plan, self.device, runs_all, dtype)
+        assert isinstance(probe, _Probe)
+        return probe
+
+
+_SINGLE = 1e-5
+"""Many models compute norms and their loss in single precision, whatever they are in."""
+_LOOSE = 5e-3
+"""Layers may compute in half precision."""
+
+_WARNING = (
+    "The loss of {} microbatches together is {:.6g}, but the mean of their losses is {:.6g}: it is not a mean over"
+    " samples, so a pipeline trains on another loss than one process. Where it is a mean over tokens, count them by"
+    " `microbatch_weight`; divide a sum by the number of samples; where the samples of a batch depend on each other,"
+    " set `num_microbatches=1`."
+)
+
+
+def find_microbatch_weight(
+    module: nn.Module,
+    plan: PipelinePlan,
+    device: torch.device,
+    step: Callable[[Any], Any],
+    batch: Any,
+    split: SplitBatch,
+    weight: Callable[[Any], float],
+    world: Group,
+) -> Callable[[Any], float]:
+    """Return the weight by which the loss of a batch is the mean over those of its microbatches.
+
+    That is `weight` where it is right, or was given by the user; else a `TokenCount`. Where none is right, `weight`
+    and a warning. Compares two microbatches: the first, the last, and of samples unlike in what they leave out.
+
+    Args:
+        module: The user's module, whole.
+        plan: How it is divided.
+        device: Where to run.
+        step: Runs a step.
+        batch: The first batch.
+        split: Splits a batch into so many parts.
+        weight: Gives the share of each.
+        world: The ranks that call this.
+    """
+    check = _MeanCheck(module, plan, device, step, split)
+    # Two at a time: a device that is to train on one may not have room for the whole batch.
+    pairs = split_by(split, batch, plan.schedule.num_microbatches // 2)
+    tried = [pairs[0], *pairs[1:][-1:]]
+    if split is split_batch and len(pairs) > 1:
+        tried.append(few_samples(batch, num_samples(pairs[0])))  # with the sample least like the first
+    found = [(pair, check.see(pair, world)) for pair in tried]
+    known = [(pair, seen) for pair, seen in found if seen is not None]
+    if len(known) < len(found):
+        return weight
+    rules = [weight, *(_candidates(batch) if weight is num_samples else ())]
+    names = ["given", *map(str, rules[1:])]
+    fitting = [name for name, rule in zip(names, rules) if all(seen.fits(rule) for _, seen in known)]
+    # Replicas see other samples: what fits all of them counts, and all choose alike.
+    everyone = comm.all_gather_object(fitting, world)
+    chosen = next((rule for name, rule in zip(names, rules) if all(name in theirs for theirs in everyone)), None)
+    for _, seen in known:
+        whole, *parts = seen.logged
+        _learn_logged(module, whole, parts, [float((chosen or weight)(part)) for part in seen.parts], seen.parts)
+    if chosen is None:
+        is_random = any(check.is_random(pair, seen) for pair, seen in known)
+        if not any(comm.all_gather_object(is_random, world)):
+            seen = next((seen for _, seen in known if not seen.fits(weight)), known[0][1])
+            rank_zero_warn(_WARNING.format(len(seen.parts), float(seen.values[0][0]), _mean(seen, weight)))
+        return weight
+    if chosen is not weight:
+        rank_zero_info(f"the loss is a mean over tokens: microbatches are weighted by {chosen}")
+    return chosen
+
+
+def _mean(seen: _Seen, weight: Callable[[Any], float]) -> float:
+    shares = [float(weight(part)) for part in seen.parts]
+    return sum(share * float(loss) for share, (loss, _) in zip(shares, seen.values[1:])) / (sum(shares) or 1.0)
+
+
+# ------------------------------------------------------------------------------------------------------ logged values
+
+
+_Logged = dict[str, tuple[Tensor, int | None]]
+"""Value and `batch_size` by name."""
+
+
+def _learn_logged(
+    module: nn.Module, whole: _Logged, parts: Sequence[_Logged], shares: Sequence[float], microbatches: Sequence[Any]
+) -> None:
+    """Find out how what a step logs in microbatches gives what it logs for the batch: see `ParallelState.logged`."""
+    samples = [float(num_samples(part)) for part in microbatches]
+    for name, (value, size) in whole.items():
+        found = [part[name] for part in parts if name in part]
+        is_constant = size is not None and {size} == {other for _, other in found}
+        if len(found) < len(parts) or (size is not None and not is_constant):
+            continue  # with sizes of its own it is weighted by these
+        values = torch.stack([part for part, _ in found])
+
+        def error(weights: Sequence[float], value: Tensor = value, values: Tensor = values) -> Tensor:
+            return (torch.tensor(weights).to(values) @ values / sum(weights) - value).abs()
+
+        # Both are right where the parts are alike; where neither is, it is no mean.
+        is_by_samples = bool(100 * error(samples) < error(shares))
+        if is_constant or is_by_samples:
+            ParallelState.of(module).logged[name] = (is_by_samples, is_constant)
