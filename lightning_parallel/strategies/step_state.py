@@ -269,7 +269,7 @@ class Snapshot:
             buffers = buffers_of(holder).items() if self._with_buffers else ()
             found |= {k: v for k, v in buffers if isinstance(v, Tensor) and self._is_followed(v)}
             if self._parts:
-                found |= {_Child(k): v for k, v in holder._modules.items() if id(v) in self._parts}
+                found |= {_Child(k): v for k, v in holder.named_children() if id(v) in self._parts}
             return found
         if isinstance(holder, (list, deque)):
             return list(holder)
