@@ -6,7 +6,7 @@ EXTRAS := cli,transformers,deepspeed,test,lint
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-gpu lint format bench clean
+.PHONY: train test test-gpu test-projects lint format bench clean
 
 train: .venv/installed
 	@echo "Training a small GPT on 4 processes; after a few steps it says how long that takes here."
@@ -18,6 +18,11 @@ test: .venv/browser
 
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -q -m gpu
+
+# Projects that others wrote: packages, and files of theirs at fixed commits. PROJECTS_DIR=/folder/with/clones replaces GitHub.
+test-projects: .venv-projects/installed
+	.venv-projects/bin/python -m tests.projects.sources
+	.venv-projects/bin/python -m tests.projects
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -33,7 +38,7 @@ bench: .venv/installed
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-projects build dist *.egg-info
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer was not found; set PYTHON=/path/to/python3"; exit 1; }
@@ -41,6 +46,17 @@ clean:
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
+	touch $@
+
+.venv-projects/installed: pyproject.toml constraints.txt tests/projects/constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer was not found; set PYTHON=/path/to/python3"; exit 1; }
+	@echo "Setting up .venv-projects, once: about 2 GB, a few minutes."
+	.venv-projects/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv .venv-projects
+	.venv-projects/bin/python -m pip install -q -c constraints.txt torch
+	.venv-projects/bin/python -m pip install -q -c constraints.txt -c tests/projects/constraints.txt \
+		-e . pytorch-lightning transformers psutil 'chemprop; python_version >= "3.11"'
+	# litgpt asks for older versions of what is there already, which its GPT does not need.
+	.venv-projects/bin/python -m pip install -q --no-deps -c tests/projects/constraints.txt litgpt
 	touch $@
 
 # The report's page is tested in Chromium: the system's, or one that playwright downloads; else those tests are skipped.

@@ -25,6 +25,7 @@ __all__ = [
     "PartialModule",
     "Patches",
     "class_in_place",
+    "innermost_users_line",
     "is_read_by_user",
     "patched",
     "users_line",
@@ -142,14 +143,22 @@ def users_line(is_end: Callable[[FrameType], bool]) -> str:
 
     The outermost line that is inside of the frame for which `is_end` is true, since inner ones may be compiled.
     """
-    found = ""
-    frame: FrameType | None = sys._getframe(1)
+    lines = list(_users_lines(sys._getframe(1), is_end))
+    return lines[-1] if lines else ""
+
+
+def innermost_users_line() -> str:
+    """Name the line of the user's code that called what runs, as `users_line` does; empty if none did."""
+    return next(_users_lines(sys._getframe(1), lambda frame: False), "")
+
+
+def _users_lines(frame: FrameType | None, is_end: Callable[[FrameType], bool]) -> Iterator[str]:
+    """Yield the lines of the user's code that run, from inside out."""
     while frame is not None and not is_end(frame):
         code = frame.f_code
         if frame.f_globals.get("__name__", "").partition(".")[0] not in FOREIGN | {"contextlib", "functools"}:
-            found = f"`{code.co_name}` ({code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
+            yield f"`{code.co_name}` ({code.co_filename.rpartition('/')[2]}, line {frame.f_lineno})"
         frame = frame.f_back
-    return found
 
 
 def is_read_by_user() -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_parallel.compat import innermost_users_line
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     forbid_data_access,
@@ -146,14 +147,17 @@ class PlaceholderTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        asking = sys._getframe(1).f_globals.get("__name__", "")
         # Values are put in above autograd, so that gradients flow back to what was received. In `__torch_dispatch__`,
         # below autograd, the graph would already end at the placeholder.
-        if func in _GRADIENT_QUESTIONS and _cannot_answer(args[0], sys._getframe(1).f_globals.get("__name__", "")):
+        if func in _GRADIENT_QUESTIONS and _cannot_answer(args[0], asking):
             raise PlaceholderError(
                 f"the step asks for `{_GRADIENT_QUESTIONS[func]}` of {args[0].provenance}, which is on another "
                 "pipeline stage: it may be another one there. Let the step do the same whatever it is",
                 [args[0]],
             )
+        if func is Tensor.__bool__ and args[0].value is None and asking == "torch.distributions.distribution":
+            return True  # it validates its arguments, and raises on the stage that has them if they are wrong
         kwargs = reveal(kwargs) if kwargs else {}
         with DisableTorchFunctionSubclass():
             return func(*reveal(args), **kwargs)
@@ -179,9 +183,11 @@ class PlaceholderTensor(Tensor):
         try:
             result = _shapes(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
+            what = "`.item()`, `float()` or `if`" if "local_scalar" in str(func) else f"`{func}`"
             raise PlaceholderError(
-                f"`{func}` needs the data of {placeholders[0].provenance}, which this pipeline stage does not hold "
-                f"({error}). Compute it from the batch, inside one of the repeated layers, or after them",
+                f"{what} in {innermost_users_line()} needs the data of {placeholders[0].provenance}, which this "
+                f"pipeline stage does not hold ({error}). Compute it from the batch, inside one of the repeated "
+                "layers, or after them",
                 placeholders,
             ) from error
         available = all(placeholder.available for placeholder in placeholders)
@@ -218,8 +224,7 @@ def draws_numbers(is_drawing: bool) -> Iterator[None]:
     What a step draws before its layers must be the same on the stage that has the data and on those that do not.
     """
     global _draws_numbers
-    before = _draws_numbers
-    _draws_numbers = is_drawing
+    before, _draws_numbers = _draws_numbers, is_drawing
     try:
         yield
     finally:
@@ -295,20 +300,15 @@ def _provenance(placeholders: list[PlaceholderTensor]) -> str:
 _watcher: Callable[[str], None] | None = None
 
 
-class watch_parameters:
+@contextmanager
+def watch_parameters(watcher: Callable[[str], None]) -> Iterator[None]:
     """Call `watcher` with the name of each parameter whose placeholder is used in an operation inside the block."""
-
-    def __init__(self, watcher: Callable[[str], None]) -> None:
-        self.watcher = watcher
-
-    def __enter__(self) -> None:
-        global _watcher
-        self.before = _watcher
-        _watcher = self.watcher
-
-    def __exit__(self, *exception: object) -> None:
-        global _watcher
-        _watcher = self.before
+    global _watcher
+    before, _watcher = _watcher, watcher
+    try:
+        yield
+    finally:
+        _watcher = before
 
 
 def reveal(value: Any) -> Any:

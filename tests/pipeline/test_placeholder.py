@@ -89,8 +89,18 @@ NEEDS_DATA = {
 
 @pytest.mark.parametrize("name", NEEDS_DATA)
 def test_operations_that_need_data_are_refused(name):
-    with pytest.raises(PlaceholderError, match="needs the data of the output of `embed`"):
+    message = r"in `.*` \(test_placeholder.py, line \d+\) needs the data of the output of `embed`"
+    with pytest.raises(PlaceholderError, match=message):
         NEEDS_DATA[name](placeholder(2, 3))
+
+
+def test_a_distribution_leaves_the_validation_to_the_stage_that_has_the_data():
+    normal = torch.distributions.Normal(placeholder(2, 3), placeholder(2, 3).exp(), validate_args=True)
+    assert normal.log_prob(normal.rsample()).shape == (2, 3)
+    received = placeholder(2, 3)
+    received.receive(torch.full((2, 3), -1.0))
+    with pytest.raises(ValueError, match="scale"):
+        torch.distributions.Normal(0.0, received, validate_args=True)
 
 
 @pytest.mark.parametrize("write", ["copy_", "add_", "__setitem__"])
