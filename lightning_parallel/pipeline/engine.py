@@ -34,11 +34,11 @@ from lightning_parallel.pipeline.microbatch import (
 )
 from lightning_parallel.pipeline.module_use import unpaired_copies
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
-from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, device_of
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParameter, device_of
 from lightning_parallel.pipeline.random_streams import OwnGenerators
 from lightning_parallel.pipeline.runtime import ScheduleRun, split_linears
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
-from lightning_parallel.pipeline.stage import PipelineStages, StageInputs, TiedParameter
+from lightning_parallel.pipeline.stage import PipelineStages, StageInputs
 
 __all__ = ["PipelineEngine", "StepOnCopies"]
 

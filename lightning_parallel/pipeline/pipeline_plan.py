@@ -22,7 +22,7 @@ from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activation
 from lightning_parallel.pipeline.search import stage_costs
 from lightning_parallel.pipeline.simulate import Cost, Link
 
-__all__ = ["Costs", "PipelinePlan", "PlannedParameter", "TensorLayout", "device_of"]
+__all__ = ["Costs", "PipelinePlan", "PlannedParameter", "TiedParameter", "TensorLayout", "device_of"]
 
 # To be raised when `to_dict` changes: an old file is refused instead of misread.
 _VERSION = 1
@@ -81,6 +81,21 @@ class PlannedParameter:
     count: int
     num_bytes: int
     is_trained: bool
+
+
+@dataclass(frozen=True)
+class TiedParameter:
+    """A parameter that several stages compute with, so that its gradient is the sum of theirs.
+
+    Attributes:
+        names: All its names in the model; the first is the one in `named_parameters()`.
+        stages: The stages.
+        ranks: Positions in the pipeline group of the ranks that hold it, the one that counts it first.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)

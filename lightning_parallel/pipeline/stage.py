@@ -12,6 +12,7 @@ What several stages compute with, such as the matrix of an embedding that is the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from lightning_parallel.pipeline.interception import (
 )
 from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
 from lightning_parallel.pipeline.p2p import line_of_step
-from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParameter
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, UnknownValue, missing, reveal
 from lightning_parallel.pipeline.random_streams import seeded
 from lightning_parallel.pipeline.stubs import StubOutputs, free_parameters
@@ -48,7 +49,6 @@ __all__ = [
     "StageExit",
     "StageForward",
     "StageInputs",
-    "TiedParameter",
     "are_tensors",
     "positions_to_receive",
 ]
@@ -252,6 +252,11 @@ def are_tensors(leaves: list[Any]) -> tuple[bool, ...]:
     return tuple([isinstance(leaf, Tensor) for leaf in leaves])
 
 
+def _is_freed(module: nn.Module, name: str) -> bool:
+    value = vars(module)[name]
+    return type(value) is PlaceholderTensor and bool(value.parameter)
+
+
 def _require_data(name: str, arguments: Any) -> None:
     placeholder = _first_missing(arguments)
     if placeholder is not None:
@@ -278,21 +283,6 @@ def _first_missing(value: Any) -> PlaceholderTensor | None:
         if found is not None:
             return found
     return None
-
-
-@dataclass(frozen=True)
-class TiedParameter:
-    """A parameter that several stages compute with, so that its gradient is the sum of theirs.
-
-    Attributes:
-        names: All its names in the model; the first is the one in `named_parameters()`.
-        stages: The stages.
-        ranks: Positions in the pipeline group of the ranks that hold it, the one that counts it first.
-    """
-
-    names: tuple[str, ...]
-    stages: tuple[int, ...]
-    ranks: tuple[int, ...]
 
 
 class InterceptedModel:
@@ -381,6 +371,7 @@ class PipelineStages:
         self._free(stack)
         # After: only parameters that are still registered have to be hidden.
         self._hidden = self._stand_ins(stack)
+        self._freed = [(child, key) for child in self.outside_of_layers for key in vars(child) if _is_freed(child, key)]
 
     @property
     def active(self) -> ActiveHandler:
@@ -395,12 +386,18 @@ class PipelineStages:
     @contextmanager
     def handled_by(self, handler: Any) -> Iterator[None]:
         """Let `handler` decide what calls do; until it is entered, parameters outside of modules are hidden."""
+        # What is received belongs to one microbatch: each has placeholders of its own.
+        freed = [] if handler.entered else [(child, name, child.__dict__[name]) for child, name in self._freed]
+        for child, name, placeholder in freed:
+            child.__dict__[name] = copy.deepcopy(placeholder)
         if not handler.entered:
             self._hide()
         try:
             with self._intercepted.active.use(handler):
                 yield
         finally:
+            for child, name, placeholder in freed:
+                child.__dict__[name] = placeholder
             # The step may have been left in the middle, by `StageExit` or an error.
             self._intercepted.restore_forwards()
             self.show()
@@ -429,16 +426,14 @@ class PipelineStages:
 
     def show(self) -> None:
         """Undo what hides parameters from a stage that is not entered yet."""
-        # Called on entry and at the end of the step, by when there may be nothing left to undo.
         for module, name, _ in self._hidden:
             module.__dict__.pop(name, None)
 
     def _hide(self) -> None:
         """Put placeholders before the parameters that the step reads directly, as a stage without them would see."""
-        # The stage before finds out by a dry run what this one lacks, and sees placeholders here: with their data this
-        # stage would lack less than it is sent.
+        # So does the stage before, which finds out by a dry run what this one lacks.
         for module, name, placeholder in self._hidden:
-            module.__dict__[name] = placeholder
+            module.__dict__[name] = copy.deepcopy(placeholder)
 
     def _find_tied(self) -> dict[str, TiedParameter]:
         names: dict[int, list[str]] = {}

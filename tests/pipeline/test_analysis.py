@@ -67,7 +67,7 @@ def test_every_stage_gets_parameters_but_uniform_counts_layers():
 REFUSED = [
     ("Outer", r"`layers.3` needs .*`embed`.*Move it \(a residual addition"),
     ("Skipping", "`layers.3` needs the output of `embed`.*skips over the cut"),
-    ("Twice", "`layers.0` is called twice or out of order"),
+    ("Twice", "`layers.0` is called twice in one step"),
     ("PrologueInLoss", "the step returns something made of the output of `embed`"),
 ]
 

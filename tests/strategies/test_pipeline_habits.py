@@ -102,9 +102,10 @@ class Taught(Averaged):
     """The teacher is part of the step, so that it cannot be divided alike."""
 
     def loss(self, tokens, labels):
+        logits = self.logits(tokens)
         with torch.no_grad():
             target = self.teacher(tokens)
-        return (self.logits(tokens) - target).square().mean()
+        return (logits - target).square().mean()
 
     @torch.no_grad()
     def on_train_batch_end(self, *_):
