@@ -223,10 +223,10 @@ def copies_of_layers(module: nn.Module, stack: LayerStack) -> dict[nn.Module, nn
     inside: set[nn.Module] = {child for original in originals for child in original.modules()}
     copies: dict[nn.Module, nn.Module] = {}
     for child in module.modules():
-        original = by_shapes.get(_shapes(child))
+        source = by_shapes.get(_shapes(child))
         is_own = not any(id(value) in used for value in child.parameters())
-        if original is not None and child not in inside and is_own:
-            copies[child] = original
+        if source is not None and child not in inside and is_own:
+            copies[child] = source
             inside.update(child.modules())
     return copies
 
