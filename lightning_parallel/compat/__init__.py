@@ -108,7 +108,7 @@ def _class_in_place(name: str, bases: tuple[type, ...], namespace: dict[str, Any
     def mro(cls: Any) -> list[type]:
         # Subclasses have none of their own, and derive theirs as usual.
         order = cls.__dict__.get("_order")
-        return [cls, *order] if order else super(ordered, cls).mro()  # type: ignore[misc]
+        return [cls, *order] if order else type.mro(cls)
 
     ordered = type("Ordered", (type(wanted),), {"mro": mro})
     found = ordered(name, (kind,), {**namespace, "_order": wanted.__mro__[1:]})
