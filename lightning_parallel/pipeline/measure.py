@@ -136,10 +136,9 @@ class TruncatedModel:
     @classmethod
     def of_plan(cls, module: nn.Module, plan: PipelinePlan, *args: Any) -> TruncatedModel:
         """Return one with the ends of the model where a plan has them; `args` as of the class."""
-        ends = [
-            {name for name, held in plan.parameters.items() if end in held.stages} for end in (0, plan.num_stages - 1)
-        ]
-        return cls(module, LayerStack.at(module, plan.container), *ends, *args)
+        ends = (0, plan.num_stages - 1)
+        first, last = ({name for name, held in plan.parameters.items() if end in held.stages} for end in ends)
+        return cls(module, LayerStack.at(module, plan.container), first, last, *args)
 
     def run(self, step: Step, batch: Any, seed: int | None = 0) -> Any:
         """Run `step` on `batch`, with random numbers from `seed` or those of outside; returns what it returns."""
