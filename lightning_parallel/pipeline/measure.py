@@ -136,9 +136,8 @@ class TruncatedModel:
     @classmethod
     def of_plan(cls, module: nn.Module, plan: PipelinePlan, *args: Any) -> TruncatedModel:
         """Return one with the ends of the model where a plan has them; `args` as of the class."""
-        first, last = (
-            {name for name, held in plan.parameters.items() if end in held.stages} for end in (0, plan.num_stages - 1)
-        )
+        ends = (0, plan.num_stages - 1)
+        first, last = ({name for name, held in plan.parameters.items() if end in held.stages} for end in ends)
         return cls(module, LayerStack.at(module, plan.container), first, last, *args)
 
     def run(self, step: Step, batch: Any, seed: int | None = 0) -> Any:

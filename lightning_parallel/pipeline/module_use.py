@@ -217,16 +217,19 @@ def copies_of_layers(module: nn.Module, stack: LayerStack) -> dict[nn.Module, nn
     originals = [child for child in module.modules() if child is not module and layers & set(child.modules())]
     originals = [child for child in originals if child not in layers]
     by_shapes: dict[tuple[torch.Size, ...], nn.Module] = {}
+    copies: dict[nn.Module, nn.Module] = {}
     for original in originals:
-        by_shapes.setdefault(_shapes(original), original)
+        first = by_shapes.setdefault(_shapes(original), original)
+        # A container around the layers has the same parameters; a teacher in one row with its student has others.
+        if not {id(value) for value in first.parameters()} & {id(value) for value in original.parameters()}:
+            copies[original] = first
     used = {id(value) for original in originals for value in original.parameters()}
     inside: set[nn.Module] = {child for original in originals for child in original.modules()}
-    copies: dict[nn.Module, nn.Module] = {}
     for child in module.modules():
-        source = by_shapes.get(_shapes(child))
+        found = by_shapes.get(_shapes(child))
         is_own = not any(id(value) in used for value in child.parameters())
-        if source is not None and child not in inside and is_own:
-            copies[child] = source
+        if found is not None and child not in inside and is_own:
+            copies[child] = found
             inside.update(child.modules())
     return copies
 
@@ -239,7 +242,7 @@ def _divide_copies(module: nn.Module, stack: LayerStack, use: ModuleUse) -> dict
     return {
         duplicate: original
         for duplicate, original in copies_of_layers(module, stack).items()
-        if not any(child in inside for child in duplicate.modules())
+        if not any(child in inside or child in stack.layers for child in duplicate.modules())
         and not any(use.parameters.get(names[id(value)]) for value in duplicate.parameters())
     }
 

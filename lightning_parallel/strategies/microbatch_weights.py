@@ -334,7 +334,10 @@ def _learn_logged(
     module: nn.Module, whole: _Logged, parts: Sequence[_Logged], shares: Sequence[float], microbatches: Sequence[Any]
 ) -> None:
     """Find out how what a step logs in microbatches gives what it logs for the batch: see `ParallelState.logged`."""
-    samples = [float(num_samples(part)) for part in microbatches]
+    try:
+        samples = [float(num_samples(part)) for part in microbatches]
+    except ValueError:  # a `split_batch` may share tensors between its parts
+        samples = list(shares)
     for name, (value, size) in whole.items():
         found = [part[name] for part in parts if name in part]
         is_constant = size is not None and {size} == {other for _, other in found}

@@ -250,9 +250,9 @@ class _WatchedCopies:
             return
         failure = None
         for path, original in self._engine.unpaired.items():
-            copied = self._engine.module.get_submodule(path)
+            both = [self._engine.module.get_submodule(name) for name in (path, original)]
             # Not by versions, which `.data` leaves alone. What is trained changes in the optimizer.
-            frozen = [value for value in copied.parameters() if not value.requires_grad]
+            frozen = [value for each in both for value in each.parameters() if not value.requires_grad]
             found = [torch.stack([value.double().sum(), value.double().square().sum()]) for value in frozen]
             before, self._before[path] = self._before.get(path, found), found
             if any(not torch.equal(one, other) for one, other in zip(before, found)):
