@@ -35,10 +35,12 @@ __all__ = [
     "ModuleTrace",
     "ObservedStep",
     "changed_attributes",
+    "comparable_attributes",
     "compare",
     "compare_counters",
     "compare_gradients",
     "counters_of",
+    "flags_of",
     "first_difference",
     "largest_of",
     "numbers_in",
@@ -74,6 +76,7 @@ class ObservedStep:
         attributes: Those of the module that it changed.
         unknown: Attributes whose value is on another stage; to read one raises an error.
         counters: Numbers that submodules of the user's keep, and that it changed.
+        flags: Attributes that were true or false before.
     """
 
     loss: float | None = None
@@ -82,6 +85,7 @@ class ObservedStep:
     attributes: dict[str, Any] = field(default_factory=dict)
     unknown: frozenset[str] = frozenset()
     counters: dict[str, int | float] = field(default_factory=dict)
+    flags: dict[str, bool] = field(default_factory=dict)
 
 
 def numbers_in(value: Any, name: str) -> dict[str, Any]:
@@ -125,6 +129,23 @@ def changed_attributes(before: Snapshot) -> tuple[dict[str, Any], frozenset[str]
         unknown |= {label + pytree.keystr(where) for where, leaf in leaves if _is_unknown(leaf)}
         changed.update(numbers_in(value, label))
     return changed, frozenset(unknown)
+
+
+def flags_of(snapshot: Snapshot) -> dict[str, bool]:
+    """Return the attributes that are true or false, by name."""
+    values = {label_of(path): snapshot.original(path) for path in snapshot.paths()}
+    return {label: value for label, value in values.items() if isinstance(value, bool)}
+
+
+def comparable_attributes(found: ObservedStep, expected: ObservedStep) -> dict[str, Any]:
+    """Return the attributes that one run changed, without those that cannot be compared with another run."""
+    return {
+        name: value
+        for name, value in expected.attributes.items()
+        # What a first call sets, such as that hooks are there, the analysis has left as it has left the hooks.
+        if name not in found.unknown
+        and not (isinstance(value, Tensor) and value.dtype == torch.bool and found.flags.get(name) is bool(value.all()))
+    }
 
 
 def counters_of(module: nn.Module) -> dict[str, int | float]:

@@ -32,6 +32,7 @@ from lightning_parallel.strategies.checks import check_same_batch
 from lightning_parallel.strategies.observed_step import (
     ObservedStep,
     StepDifference,
+    comparable_attributes,
     compare,
     compare_counters,
     compare_gradients,
@@ -290,8 +291,7 @@ class _Comparison:
         expected, found = whole.effects, other.effects
         differences = compare("loss", _loss(found), _loss(expected), tolerance)
         differences += compare("logged value", found.logged, expected.logged, tolerance)
-        known = {name: value for name, value in expected.attributes.items() if name not in found.unknown}
-        differences += compare("attribute", found.attributes, known, tolerance)
+        differences += compare("attribute", found.attributes, comparable_attributes(found, expected), tolerance)
         if self.replica.rank == 0:
             differences += compare("output", found.output, expected.output, tolerance)
         return differences

@@ -34,6 +34,7 @@ from lightning_parallel.strategies.observed_step import (
     ObservedStep,
     changed_attributes,
     counters_of,
+    flags_of,
     numbers_in,
 )
 from lightning_parallel.strategies.pinned import (
@@ -308,6 +309,7 @@ class StepRuns:
             attributes,
             unknown | {name for name, value in vars(self.module).items() if isinstance(value, PlaceholderTensor)},
             counters,
+            flags_of(before[0]),
         )
 
     def _kept(self) -> tuple[Snapshot, dict[str, Any]]:

@@ -4,7 +4,6 @@ All are without dropout: where activations are divided, or cut into microbatches
 random numbers.
 """
 
-import importlib
 import sys
 import types
 from collections.abc import Callable
@@ -31,15 +30,16 @@ class Project(NamedTuple):
 class Entry(NamedTuple):
     """One row of the table.
 
-    `tolerance` is that of the largest difference of losses, metrics, parameters and optimizer state, in double
-    precision: 1e-10 for SGD. Adam divides gradients that should be zero, and are rounding, by their own size.
+    `tolerance` is that of the largest difference of losses, metrics, parameters and optimizer state: 1e-10 for SGD in
+    double precision. Adam divides gradients that should be zero, and are rounding, by their own size.
     """
 
     make: Callable[[Path], Project]
     tolerance: float = 1e-10
     imports: str = "lightning.pytorch"
     source: Source | None = None
-    package: str | None = None
+    precision: str = "64-true"
+    python: tuple[int, int] = (3, 10)  # the oldest that its package runs on
     refused: dict[str, str] = {}  # layout -> what the refusal must say
 
 
@@ -148,9 +148,13 @@ def _tokens(count: int, length: int) -> torch.Tensor:
 
 _BATCH_OF_GRAPHS = "split_batch"
 CATALOG = {
-    "litgpt": Entry(litgpt, package="litgpt"),
+    "litgpt": Entry(litgpt),
     "chemprop": Entry(
-        chemprop, 1e-7, package="chemprop", refused={"pipeline": _BATCH_OF_GRAPHS, "hybrid": _BATCH_OF_GRAPHS}
+        chemprop,
+        1e-5,
+        precision="32-true",  # Lightning does not convert the tensors inside of its graphs
+        python=(3, 11),
+        refused={"pipeline": _BATCH_OF_GRAPHS, "hybrid": _BATCH_OF_GRAPHS},
     ),
     "transformer": Entry(transformer, source=TRANSFORMER),
     "vit": Entry(vit, 1e-7, "pytorch_lightning", source=VIT),
@@ -162,11 +166,6 @@ def unavailable(entry: Entry) -> str:
     """Return why this project cannot be run here, or an empty string."""
     if entry.source and not entry.source.fetched.exists():
         return f"{entry.source.path} of {entry.source.repository} was not fetched (network, or PROJECTS_DIR)"
-    if entry.package is None:
-        return ""
-    try:
-        importlib.import_module(entry.package)
-    except ImportError as error:
-        python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-        return f"{entry.package} cannot be imported by {python}: {error}"
+    if sys.version_info < entry.python:
+        return f"it needs Python {entry.python[0]}.{entry.python[1]}"
     return ""

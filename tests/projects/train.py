@@ -100,7 +100,7 @@ def _fit(entry: Entry, layout: str, folder: Path, rank: int) -> None:
         strategy=strategy(),
         devices=devices,
         accelerator="cpu",
-        precision="64-true",
+        precision=entry.precision,
         max_epochs=2,
         callbacks=[recorder],
         default_root_dir=folder,
