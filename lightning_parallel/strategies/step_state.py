@@ -435,19 +435,24 @@ def _copy_of(value: Any) -> Any:
         return value.copy()
     is_plain = type(value) is Tensor and not value.is_inference()
     known = _copies.get(value) if is_plain else None
-    if known is not None and known[0] == version_of(value):
+    if known is not None and known[0] == _state_of(value):
         return known[1]
     with torch.no_grad(), torch.inference_mode(False):
         copied = value.detach().clone()
     if is_plain:
-        _copies[value] = (version_of(value), copied)
+        _copies[value] = (_state_of(value), copied)
     return copied
+
+
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written into or gets other memory, but not by writes into its `.data`."""
+    return version_of(tensor), tensor.data_ptr()
 
 
 def _is_equal(before: Any, value: Any) -> bool:
     if isinstance(value, Tensor):
         known = _copies.get(value) if type(value) is Tensor and not value.is_inference() else None
-        if known is not None and known[1] is before and known[0] == version_of(value):
+        if known is not None and known[1] is before and known[0] == _state_of(value):
             return True
         return before.shape == value.shape and torch.equal(before, value.detach())
     if isinstance(value, np.ndarray):
