@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
@@ -200,9 +200,3 @@ def test_plans_of_a_wrong_form(plan):
 def test_a_reducer_of_a_wrong_form():
     with pytest.raises(TypeError, match="`compression` must be a compressor"):
         TensorParallelStrategy(tensor_parallel_size=2, compression="powersgd")
-
-
-@distributed(world_size=2)
-def test_callbacks_that_copy_the_whole_model():
-    with pytest.raises(ValueError, match="copies the model before it is divided"):
-        fit_parallel(Net().double(), 2, 2, callbacks=[StochasticWeightAveraging(1e-2)])
