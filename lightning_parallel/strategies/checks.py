@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -86,13 +86,18 @@ def _contents(batch: Any, known: dict[int, Any]) -> Iterator[Tensor | str | byte
             yield from _contents(vars(leaf), known)
 
 
-def check_callbacks(trainer: Trainer) -> None:
+def check_callbacks(trainer: Trainer, ranks_per_replica: int) -> None:
     """Refuse callbacks that cannot work with a part of the model.
 
     Raises:
         ValueError: If a callback searches for the largest batch, since a rank that runs out of memory leaves its peers
-            waiting.
+            waiting, or prunes a model that is divided.
     """
+    if ranks_per_replica > 1 and any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ValueError(
+            "`ModelPruning` compares weights of the whole model, of which each rank holds a part; train without it"
+            " and prune a checkpoint on one process (`torch.nn.utils.prune`), or use `DDPStrategy`"
+        )
     if trainer.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ValueError("the batch size cannot be searched for on several ranks; set it, or search on one device")
 

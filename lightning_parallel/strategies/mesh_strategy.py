@@ -152,7 +152,7 @@ class MeshStrategy(MeshProcesses):
         if self.mesh.pipeline_parallel > 1:
             checks.check_pipeline_module(self.module)
         super().setup_environment()
-        checks.check_callbacks(self.module.trainer)
+        checks.check_callbacks(self.module.trainer, self.groups.replica.size)
         hold_averages(self.module.trainer, self._patches)
 
     @override

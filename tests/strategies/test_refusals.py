@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
@@ -129,6 +129,12 @@ def test_optimizers_that_need_whole_tensors(kind):
 def test_a_search_for_the_batch_size():
     with pytest.raises(ValueError, match="the batch size cannot be searched for on several ranks"):
         fit_parallel(Net().double(), 2, 2, callbacks=[BatchSizeFinder()])
+
+
+@distributed(world_size=2)
+def test_pruning_by_the_weights_of_the_whole_model():
+    with pytest.raises(ValueError, match="`ModelPruning` compares weights of the whole model"):
+        fit_parallel(Net().double(), 2, 2, callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
 
 
 def _norms(module):
