@@ -108,7 +108,8 @@ def whole_parameters(
             undo.append(_fill_in(module.get_submodule(path), wanted))
         yield {parameter: name for name, parameter in dummies.items()}
     finally:
-        for restore in undo:
+        # Last first: a module that is registered under two names was filled in twice.
+        for restore in reversed(undo):
             restore()
 
 

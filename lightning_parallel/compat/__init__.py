@@ -249,7 +249,9 @@ class PartialModule(nn.Module):
             return inherited(memo)
         duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
-        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        # As `copy` does: without what modules leave out, such as the Trainer.
+        held = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)
+        duplicate.__setstate__(copy.deepcopy(held, memo))
         return duplicate
 
     def __reduce__(self) -> Any:

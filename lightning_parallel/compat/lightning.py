@@ -20,13 +20,14 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 # What paths are in the signatures of Lightning's hooks, which LightningCLI reads.
 from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as FunctionLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -39,6 +40,7 @@ __all__ = [
     "ScriptLauncher",
     "agree_on_loaders",
     "agree_on_sigterm",
+    "averaged_model",
     "batch_value_of",
     "checkpoint_of_run",
     "ddp_hook_state",
@@ -52,6 +54,7 @@ __all__ = [
     "reset_optimizers",
     "synchronizes_layers",
     "restore_metric_state",
+    "restore_swapped_scheduler",
     "set_batch_value",
     "set_device_mesh",
     "set_update_count",
@@ -277,6 +280,26 @@ def should_update_logs(trainer: Trainer) -> bool:
 def logged_step(trainer: Trainer) -> int:
     """Return the step under which Lightning logs: `global_step` counts each of several optimizers."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def averaged_model(callback: Callback) -> nn.Module | None:
+    """Return the copy in which `WeightAveraging` or `StochasticWeightAveraging` collects averages, if there is one."""
+    return callback._average_model  # type: ignore[attr-defined]
+
+
+def restore_swapped_scheduler(callback: StochasticWeightAveraging, trainer: Trainer, patches: Patches) -> None:
+    """Let a callback that has swapped the scheduler resume from checkpoints that are restored after `on_fit_start`.
+
+    There it takes away the scheduler that the state of its own would be loaded into: too early, as it has no state yet.
+    """
+    own = callback.load_state_dict
+
+    def load_state_dict(state: dict[str, Any]) -> None:
+        own(state)
+        if callback._scheduler_state is not None:
+            callback._clear_schedulers(trainer)
+
+    patches.replace(callback, "load_state_dict", load_state_dict)
 
 
 # -- torchmetrics ------------------------------------------------------------------------------------------------------

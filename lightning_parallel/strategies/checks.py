@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy
 import torch
-from lightning.pytorch import LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -47,12 +47,6 @@ __all__ = [
     "optimizer_copies",
     "positional_arguments",
 ]
-
-
-# `WeightAveraging` does not exist in all supported versions.
-AVERAGING = tuple(
-    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
-)
 
 
 def check_same_batch(batch: Any, group: Group) -> None:
@@ -92,18 +86,17 @@ def _contents(batch: Any, known: dict[int, Any]) -> Iterator[Tensor | str | byte
             yield from _contents(vars(leaf), known)
 
 
-def check_callbacks(trainer: Trainer) -> None:
+def check_callbacks(trainer: Trainer, ranks_per_replica: int) -> None:
     """Refuse callbacks that cannot work with a part of the model.
 
     Raises:
         ValueError: If a callback searches for the largest batch, since a rank that runs out of memory leaves its peers
-            waiting, or averages weights, since it copies them before the model is divided.
+            waiting, or prunes a model that is divided.
     """
-    averaging = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, AVERAGING)]  # type: ignore[attr-defined]
-    if averaging and trainer.world_size > 1:
+    if ranks_per_replica > 1 and any(isinstance(callback, ModelPruning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ValueError(
-            f"`{averaging[0]}` copies the model before it is divided over the ranks, and would average other weights;"
-            " remove the callback, or average checkpoints afterwards"
+            "`ModelPruning` compares weights of the whole model, of which each rank holds a part; train without it"
+            " and prune a checkpoint on one process (`torch.nn.utils.prune`), or use `DDPStrategy`"
         )
     if trainer.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise ValueError("the batch size cannot be searched for on several ranks; set it, or search on one device")

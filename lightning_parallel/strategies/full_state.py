@@ -1,7 +1,7 @@
 """What a divided module is for code outside of its steps: the whole module, as in one process.
 
-*State dicts* of the module and its submodules hold full tensors. Copies of weights are made by them (target networks,
-moving averages, teachers, `torch.save`): a part of a matrix would be saved or compared without a word.
+*State dicts* of the module, its submodules and copies of them hold full tensors. Weights are copied by them (target
+networks, moving averages, teachers, `torch.save`): a part of a matrix would be saved or compared without a word.
 
 *Calls* of a module that is cut into stages, in hooks and callbacks (samples, summaries, probes), run the whole model on
 each rank, with parameters that are fetched when they are read.
@@ -13,18 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_parallel import comm
+from lightning_parallel.checkpoint import Checkpoints
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.compat import ParallelState, Patches, patched
+from lightning_parallel.compat.lightning import averaged_model, restore_swapped_scheduler
 from lightning_parallel.compat.torch import (
     buffers_of,
     mark_as_parameter,
@@ -39,7 +44,12 @@ from lightning_parallel.strategies.reference import Fetched
 from lightning_parallel.strategies.replicas import share_random_state
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["FullStates", "OutsideCalls", "open_outside"]
+__all__ = ["FullStates", "OutsideCalls", "hold_averages", "open_outside"]
+
+# `WeightAveraging` does not exist in all supported versions.
+AVERAGING = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
 
 
 class _Entry(NamedTuple):
@@ -82,11 +92,11 @@ class FullStates:
             self._pipeline_group = self._pipeline_group.guarded_by(self.meet)
         self.rules = rules
         self._device = device
-        self._is_paused = False
+        self._is_paused = self._is_over = False
         self._hooks: list[Any] = []
         self._at_end: list[Callable[[], None]] = []
         # By `id`: the hash of a metric changes with its state.
-        self._paths: dict[int, str] = {}
+        self._originals: set[int] = set()
         self._entries: dict[str, dict[str, _Entry]] = {}
         self._holders: dict[str, int] = {}
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -116,10 +126,10 @@ class FullStates:
         return name not in self.rules and self._holders[name] == self._pipeline_group.size
 
     def _watch(self, owner: nn.Module, path: str) -> None:
-        self._paths[id(owner)] = path
-        # Functions, since torch marks what it is given, which methods do not allow.
-        self._hooks.append(owner.register_state_dict_post_hook(lambda *arguments: self._save(*arguments)))
-        self._hooks.append(owner.register_load_state_dict_pre_hook(lambda *arguments: self._load(*arguments)))
+        self._originals.add(id(owner))
+        # Functions, since torch marks what it is given, which methods do not allow. Copies of a module have them, too.
+        self._hooks.append(owner.register_state_dict_post_hook(lambda *arguments: self._save(path, *arguments)))
+        self._hooks.append(owner.register_load_state_dict_pre_hook(lambda *arguments: self._load(path, *arguments)))
 
     def remove(self) -> None:
         """Let state dicts hold this rank's part again."""
@@ -130,6 +140,7 @@ class FullStates:
             function()
         self._at_end.clear()
         self._state.full_states = None
+        self._is_over = True
 
     def at_end(self, function: Callable[[], None]) -> None:
         """Call `function` when state dicts are made to hold this rank's part again, at the end of a run."""
@@ -144,18 +155,18 @@ class FullStates:
         finally:
             self._is_paused = before
 
-    def _path_of(self, owner: nn.Module) -> str | None:
-        """Return the path of a module; None for copies, which have the hooks of their original."""
-        return None if self._is_paused else self._paths.get(id(owner))
-
     def __deepcopy__(self, memo: dict[int, Any]) -> FullStates:
         return self
 
     @torch.no_grad()
-    def _save(self, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        path = self._path_of(owner)
-        if path is None:
+    def _save(self, path: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self._is_paused:
             return
+        if self._is_over:
+            raise RuntimeError(
+                f"this copy of `{path or type(owner).__name__}` was made during a run, when the model was divided, and"
+                " holds a part of it only; take its state dict before the run ends, for example in `on_train_end`"
+            )
         engine = self._state.engine
         if engine is not None and engine.model.active.handler is not None:
             raise RuntimeError(
@@ -165,6 +176,11 @@ class FullStates:
             )
         entries = {key: entry for key, entry in self._entries[path].items() if entry.is_saved}
         own: dict[str, Any] = {**parameters_of(owner), **buffers_of(owner)}
+        if id(owner) not in self._originals:
+            # A copy may be kept in another precision.
+            held = {key: value.dtype for key, value in own.items() if value is not None}
+            everyone = comm.all_gather_object(held, self._pipeline_group)
+            entries = {key: entry._replace(dtype=everyone[entry.stage][key]) for key, entry in entries.items()}
         full = {key: self._full(path, key, entry, own.get(key)) for key, entry in entries.items()}
         # What a stage lacks would come last: names have the order of one process.
         others = [key for key in state if key.startswith(prefix) and key[len(prefix) :] not in full]
@@ -198,7 +214,7 @@ class FullStates:
         group = self._pipeline_group
         if group.size > 1:
             is_mine = group.rank == entry.stage and tensor is not None
-            sent = tensor.detach().contiguous().clone() if is_mine and tensor is not None else None
+            sent = tensor.detach().to(self._device).contiguous().clone() if is_mine and tensor is not None else None
             if sent is None:
                 sent = torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
             tensor = comm.broadcast_(sent, group, entry.stage)
@@ -207,12 +223,11 @@ class FullStates:
         if rule is None:
             return tensor.detach()
         sizes = [rule.local_size(rank) for rank in range(self._tensor_group.size)]
-        gathered = comm.all_gather(tensor.detach(), self._tensor_group, rule.dim, sizes)
+        gathered = comm.all_gather(tensor.detach().to(self._device), self._tensor_group, rule.dim, sizes)
         return rule.merge(gathered.split(sizes, rule.dim))
 
-    def _load(self, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        path = self._path_of(owner)
-        if path is None:
+    def _load(self, path: str, owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self._is_paused:
             return
         for key, entry in self._entries[path].items():
             if not entry.is_saved:
@@ -355,12 +370,16 @@ def _held(module: nn.Module) -> dict[str, _Own]:
     return found
 
 
-def open_outside(
+def open_outside(module: LightningModule, groups: MeshGroups, checkpoints: Checkpoints, patches: Patches) -> None:
+    """Make a divided module whole for code outside of its steps until the run ends; on every rank of the replica."""
+    if groups.replica.size > 1:
+        _open(module, groups, checkpoints.rules, checkpoints.device, patches)
+    _copy_averages(module.trainer, module, checkpoints, patches)
+
+
+def _open(
     module: LightningModule, groups: MeshGroups, rules: Mapping[str, Shard], device: torch.device, patches: Patches
 ) -> None:
-    """Make a divided module whole for code outside of its steps until the run ends; on every rank of the replica."""
-    if groups.replica.size == 1:
-        return
     states = FullStates(module, groups, rules, device)
     calls = OutsideCalls(module, states, groups, device)
     engine = ParallelState.of(module).engine
@@ -380,3 +399,51 @@ def _on_whole(summarize: Callable[[Any, LightningModule], None], calls: OutsideC
             summarize(trainer, pl_module)
 
     return on_fit_start
+
+
+def hold_averages(trainer: Trainer, patches: Patches) -> None:
+    """Keep callbacks that average weights from copying the module before it is divided, until `open_outside`."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, AVERAGING):
+            patches.replace(callback, "setup", lambda *_, **__: None)
+
+
+def _copy_averages(trainer: Trainer, module: LightningModule, checkpoints: Checkpoints, patches: Patches) -> None:
+    """Let callbacks that average weights copy the divided module, when its state dicts are whole; on every rank.
+
+    Each rank averages what it holds, since averages are by element. Checkpoints have the averages of the whole model.
+
+    Raises:
+        ValueError: On every rank, if a callback would change batch normalisation in a pipeline.
+    """
+    states = ParallelState.of(module).full_states
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not isinstance(callback, AVERAGING):
+            continue
+        if isinstance(callback, StochasticWeightAveraging):
+            if checkpoints.pipeline_group.size > 1 and callback.pl_module_contains_batch_norm(module):
+                raise ValueError(
+                    "`StochasticWeightAveraging` ends with an epoch without gradients for batch normalisation, which a"
+                    " pipeline does not run; use `WeightAveraging`, which averages the statistics, too, or"
+                    " TensorParallelStrategy"
+                )
+            restore_swapped_scheduler(callback, trainer, patches)
+        # In `setup`, `WeightAveraging` makes the layers, which are there by now; twice, they would be whole again.
+        without = MethodType(LightningModule.configure_model, module)
+        with patched(module, "configure_model", without):
+            type(callback).setup(callback, trainer, module, stage=trainer.state.fn)
+        average = averaged_model(callback)
+        if average is not None and states is not None:
+            own = average.state_dict
+            patches.replace(average, "state_dict", partial(_gathered, average, own, checkpoints, states))
+
+
+def _gathered(average: nn.Module, own: Callable[[], Any], checkpoints: Checkpoints, states: FullStates) -> Any:
+    """Return a full state dict as checkpoints have it, with values on the first rank only."""
+    copied = average.module if isinstance(average, AveragedModel) else average
+    with states.paused(), patched(average, "state_dict", own):
+        full = replace(checkpoints, module=copied).gather_state()
+        if copied is average:
+            return full
+        others = {key: value for key, value in own().items() if not key.startswith("module.")}
+    return {**others, **{f"module.{key}": value for key, value in full.items()}}

@@ -43,7 +43,7 @@ from lightning_parallel.strategies import checks, replicas
 from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
-from lightning_parallel.strategies.full_state import open_outside
+from lightning_parallel.strategies.full_state import hold_averages, open_outside
 from lightning_parallel.strategies.gradient_norms import ReplicaNorm, span_replica
 from lightning_parallel.strategies.message_order import in_step
 from lightning_parallel.strategies.optimization import WholeGroups, check_optimizers
@@ -152,7 +152,8 @@ class MeshStrategy(MeshProcesses):
         if self.mesh.pipeline_parallel > 1:
             checks.check_pipeline_module(self.module)
         super().setup_environment()
-        checks.check_callbacks(self.module.trainer)
+        checks.check_callbacks(self.module.trainer, self.groups.replica.size)
+        hold_averages(self.module.trainer, self._patches)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -172,7 +173,7 @@ class MeshStrategy(MeshProcesses):
         # Each replica has built its own model, perhaps from other random numbers.
         replicas.start_equal(module, self.groups.data_parallel)
         replicas.scope_metrics(module, self.groups)
-        open_outside(module, self.groups, self._rules, self.root_device, self._patches)
+        open_outside(module, self.groups, self.checkpoints, self._patches)
         self._compression = MeshCompression.of(self.compression, module, self.groups) if fitting else None
         if fitting:
             self.setup_optimizers(trainer)

@@ -161,7 +161,7 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
     found = Plan()
     for path, model in _hugging_face_models(module):
         found.add(path, _hugging_face_plan(model, group))
-    search = _Search(verifier, RegionFinder(group), group)
+    search = _Search(verifier, RegionFinder(group), group, {id(child): path for path, child in module.named_modules()})
     _plan_by_structure(module, found, search)
     search.add_what_was_left(found)
     _plan_remaining_layers(module, found, group, search.reasons)
@@ -256,6 +256,7 @@ class _Search:
         verifier: Accepts divisions.
         finder: Proposes divisions where the order of the layers gives none for all of them.
         group: The tensor-parallel group.
+        paths: The first path of each module, by `id`: one that is registered twice is planned once.
         left: Divisions of some layers of a module only, by path: a module around may divide all of them (a low-rank
             term of a layer, with the layer).
         reasons: Why layers are in no region, by path.
@@ -264,6 +265,7 @@ class _Search:
     verifier: PlanVerifier
     finder: RegionFinder
     group: Group
+    paths: Mapping[int, str]
     left: list[tuple[str, Plan]] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -293,15 +295,19 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
             return
     prefix = f"{path}." if path else ""
     for name, child in module.named_children():
-        _plan_by_structure(child, plan, search, prefix + name)
+        if search.paths[id(child)] == prefix + name:
+            _plan_by_structure(child, plan, search, prefix + name)
     # Containers have no forward by which a division could be verified.
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is nn.Module.forward:
         return
     inside = plan.under(path)
     free = [
         name
-        for name in linear_layers(module)
-        if name and not _has_style(name, inside.styles) and not read_elsewhere(module, name)
+        for name, layer in linear_layers(module).items()
+        if name
+        and search.paths[id(layer)] == prefix + name
+        and not _has_style(name, inside.styles)
+        and not read_elsewhere(module, name)
     ]
     # A module around repeated blocks is not one region; its blocks have been planned above.
     if len(free) < 2 or any(_repeats_blocks(child) for child in [module, *module.modules()]):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
 from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
@@ -131,6 +131,12 @@ def test_a_search_for_the_batch_size():
         fit_parallel(Net().double(), 2, 2, callbacks=[BatchSizeFinder()])
 
 
+@distributed(world_size=2)
+def test_pruning_by_the_weights_of_the_whole_model():
+    with pytest.raises(ValueError, match="`ModelPruning` compares weights of the whole model"):
+        fit_parallel(Net().double(), 2, 2, callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
+
+
 def _norms(module):
     return sum(parameter.norm() for parameter in module.parameters())
 
@@ -200,9 +206,3 @@ def test_plans_of_a_wrong_form(plan):
 def test_a_reducer_of_a_wrong_form():
     with pytest.raises(TypeError, match="`compression` must be a compressor"):
         TensorParallelStrategy(tensor_parallel_size=2, compression="powersgd")
-
-
-@distributed(world_size=2)
-def test_callbacks_that_copy_the_whole_model():
-    with pytest.raises(ValueError, match="copies the model before it is divided"):
-        fit_parallel(Net().double(), 2, 2, callbacks=[StochasticWeightAveraging(1e-2)])

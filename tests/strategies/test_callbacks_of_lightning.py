@@ -1,0 +1,137 @@
+"""Callbacks that keep copies and averages of the weights do on a divided model what they do on one process."""
+
+import copy
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, callbacks
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import nn
+
+from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy, comm
+from tests.harness import distributed
+from tests.strategies.models import loader, trainer_for
+from tests.strategies.test_pipeline import Deep
+
+LAYOUTS = {
+    "tensor": lambda: TensorParallelStrategy(tensor_parallel_size=2),
+    "pipeline": lambda: PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2),
+}
+
+
+class Scheduled(Deep):
+    """Its layers have a second name, as for `BackboneFinetuning`."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(self.embed, self.blocks)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Copies(Callback):
+    """A moving average of one's own: a copy of the module, in single precision, and one of its layers."""
+
+    def on_fit_start(self, trainer, module):
+        self.copies = [copy.deepcopy(module).float(), copy.deepcopy(module.blocks)]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer, module, *_):
+        for copied, original in zip(self.copies, (module, module.blocks)):
+            for mine, theirs in zip(copied.parameters(), original.parameters()):
+                mine.lerp_(theirs.to(mine.dtype), 0.3)
+
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["copies"] = [copied.state_dict() for copied in self.copies]
+
+
+class Saving(Callback):
+    """Saves each epoch, and remembers what was saved and what validation found."""
+
+    def __init__(self, folder):
+        self.folder, self.seen = folder, {}
+
+    def on_validation_end(self, trainer, module):
+        self.seen[f"{trainer.current_epoch} val_loss"] = trainer.callback_metrics["val_loss"].clone()
+
+    def on_train_epoch_end(self, trainer, module):
+        path = self.folder / f"{trainer.current_epoch}.ckpt"
+        trainer.save_checkpoint(path)
+        trainer.strategy.barrier()
+        held = torch.load(path, weights_only=False)
+        state = held["callbacks"].get("StochasticWeightAveraging", {})
+        held["average"] = [state.get(key) for key in ("n_averaged", "latest_update_epoch", "average_model_state")]
+        held["rates"] = [scheduler["_last_lr"] for scheduler in held["lr_schedulers"]]
+        for key in ("current_model_state", "averaging_state", "average", "copies", "optimizer_states", "rates"):
+            self.seen[f"{trainer.current_epoch} {key}"] = held.get(key)
+        self.seen[f"{trainer.current_epoch} state_dict"] = held["state_dict"]
+
+
+def _fit(strategy, devices, averaging, folder, ckpt_path=None):
+    folder.mkdir(exist_ok=True)
+    saving = Saving(folder)
+    copies = [] if ckpt_path else [Copies()]
+    trainer = trainer_for(strategy, devices, max_epochs=3, callbacks=[AVERAGING[averaging](), *copies, saving])
+    module = Scheduled()
+    trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+    return {**saving.seen, "final": module.state_dict()}
+
+
+AVERAGING = {
+    "moving": lambda: callbacks.EMAWeightAveraging(decay=0.6, update_starting_at_step=2),
+    "stochastic": lambda: StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=2),
+}
+
+
+@pytest.mark.parametrize("averaging", AVERAGING)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@distributed(world_size=2)
+def test_averages_of_weights(layout, averaging, group):
+    if averaging == "moving" and not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("this version of Lightning has no such callback")
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    single = folder / f"single{group.rank}"
+    expected = _fit("auto", 1, averaging, single)
+    found = _fit(LAYOUTS[layout](), 2, averaging, folder / "divided")
+    assert_same(found, expected)
+    # In the middle of the averaging, in both directions.
+    path = comm.broadcast_object(single / "1.ckpt", group)
+    last = {key: value for key, value in expected.items() if key[0] in "2f"} | {"2 copies": None}
+    assert_same(_fit(LAYOUTS[layout](), 2, averaging, folder / "resumed", path), last)
+    assert_same(_fit("auto", 1, averaging, single, folder / "divided" / "1.ckpt"), last)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}")
+
+
+class Normalized(Deep):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(12).double()
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+@distributed(world_size=2)
+def test_statistics_that_a_pipeline_cannot_collect_anew(group):
+    trainer = trainer_for(LAYOUTS["pipeline"](), 2, callbacks=[StochasticWeightAveraging(0.02)])
+    with pytest.raises(ValueError, match="use `WeightAveraging`, which averages the statistics"):
+        trainer.fit(Normalized(), loader())
+    comm.barrier(group)
+
+
+@distributed(world_size=2)
+def test_a_copy_is_not_saved_in_parts_after_the_run(group):
+    own = Copies()
+    trainer = trainer_for(LAYOUTS["tensor"](), 2, max_epochs=1, callbacks=[own])
+    trainer.fit(Deep(), loader())
+    with pytest.raises(RuntimeError, match=r"this copy of `blocks\.0\.up` was made during a run"):
+        own.copies[1].state_dict()
