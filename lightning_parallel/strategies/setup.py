@@ -43,6 +43,7 @@ from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument
 from lightning_parallel.strategies.message_order import MessageOrder
 from lightning_parallel.strategies.microbatch_weights import find_microbatch_weight
+from lightning_parallel.strategies.step_effects import buffers_kept
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
 from lightning_parallel.tensor.plan_table import sharding_table
@@ -61,8 +62,7 @@ __all__ = [
     "stage_table",
 ]
 
-PLAN_FILE = "pipeline_plan.json"
-"""Name of the file, in the folder of a checkpoint, from which a resumed run takes its plan."""
+PLAN_FILE = "pipeline_plan.json"  # in the folder of a checkpoint; a resumed run takes its plan from it
 
 _MOST_TIED = 0.5  # share of the parameters that may be on several stages without a word
 
@@ -194,8 +194,7 @@ def cut_stages(
     Raises:
         ValueError: On every rank: see `analyze`; also if the module was cut for other ranks.
     """
-    group = groups.pipeline_parallel
-    state = ParallelState.of(module)
+    group, state = groups.pipeline_parallel, ParallelState.of(module)
     if state.engine is not None:
         # The layers of other stages are gone.
         if state.engine.group.ranks != group.ranks:
@@ -209,7 +208,8 @@ def cut_stages(
     # Tensor-parallel ranks hold different shards by now; they started equal in `shard_tensors`.
     replicas.start_equal(module, groups.data_parallel if groups.tensor_parallel.size > 1 else groups.world)
     _move_buffers(module, device)
-    plan, weight = _agreed_plan(module, options, groups, device, example)
+    with buffers_kept(module):
+        plan, weight = _agreed_plan(module, options, groups, device, example)
     # Before the engine frees the other stages: modules initialise themselves in the order of the whole model.
     materialize(plan)
     state.engine = PipelineEngine(

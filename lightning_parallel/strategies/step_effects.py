@@ -49,7 +49,7 @@ from lightning_parallel.strategies.step_state import (
     rule_of,
 )
 
-__all__ = ["LogCall", "StepEffects", "log_recorded", "side_effects_discarded", "to_device"]
+__all__ = ["LogCall", "StepEffects", "buffers_kept", "log_recorded", "side_effects_discarded", "to_device"]
 
 _LOG = inspect.signature(LightningModule.log)
 LogCall = tuple[str, Any, dict[str, Any]]
@@ -458,8 +458,6 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
     # Copies, since updates change tensors and lists of a metric in place.
     states = [{name: _copied(state) for name, state in states_of(metric).items()} for metric in metrics]
     before = Snapshot(module, with_buffers=False)
-    # By value: the block moves them to the device, and frees those of other stages.
-    buffers = {n: b.detach().clone() for n, b in module.named_buffers() if type(b) is Tensor and not b.is_meta}
     inside = [
         Snapshot(child, with_buffers=False)
         for child in module.modules()
@@ -475,13 +473,22 @@ def side_effects_discarded(module: LightningModule) -> Iterator[None]:
             restore_metric_state(metric, own)
         # In place: the module as it was before the block is known by its objects, see `skeleton`.
         before.restore(in_place=True)
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in buffers and not buffer.is_meta and buffer.shape == buffers[name].shape:
-                    buffer.copy_(buffers[name])
         # Tensors of other stages are freed inside the block, or moved to the device.
         for child in inside:
             child.restore(removes=False, tensors=False, in_place=True)
+
+
+@contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Put back at the end of the block what buffers held, in place: layers and the user's code may refer to them."""
+    before = {n: b.detach().clone() for n, b in module.named_buffers() if type(b) is Tensor and not b.is_meta}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in before and not buffer.is_meta and buffer.shape == before[name].shape:
+                    buffer.copy_(before[name])
 
 
 def _copied(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:

@@ -313,7 +313,7 @@ class StepRuns:
         )
 
     def _kept(self) -> tuple[Snapshot, dict[str, Any]]:
-        return Snapshot(self.module, with_buffers=False), counters_of(self.module)
+        return Snapshot(self.module, with_buffers=False, is_exact=True), counters_of(self.module)
 
     def _run_stages(self, steps: PipelineSteps, call: StepCall, way: Way) -> ObservedStep:
         before = self._kept()

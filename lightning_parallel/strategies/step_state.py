@@ -61,14 +61,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 
 _FLAT = frozenset((bool, int, float, str, type(None)))
 
-_COPIED_BYTES = 16 << 20
-"""Larger tensors and arrays are not copied before each step: what a step writes into them stays."""
-
-_COPIED_ENTRY_BYTES = 4 << 10
-"""The same for entries of lists: those that steps have collected are many, and are not written to again."""
-
-_FOLLOWED_ITEMS = 10_000
-"""Longer containers, such as data sets, are not followed inside."""
+_COPIED_BYTES = 16 << 20  # larger tensors and arrays are not copied before each step: what it writes into them stays
+_COPIED_ENTRY_BYTES = 4 << 10  # the same for entries of lists: those that steps have collected are many, and stay
+_FOLLOWED_ITEMS = 10_000  # longer containers, such as data sets, are not followed inside
 
 # Copies of tensors that have not changed since, by tensor: most buffers are constants.
 _copies = WeakTensorKeyDictionary()
@@ -79,8 +74,7 @@ class _Missing:
         return "MISSING"  # one object in every process
 
 
-MISSING = _Missing()
-"""Stands for a value that is not there."""
+MISSING = _Missing()  # stands for a value that is not there
 
 
 class Elsewhere:
@@ -204,18 +198,20 @@ class Snapshot:
         module: The module; of the modules inside of it, those whose code all stages of a pipeline run, see
             `ParallelState.followed`.
         with_buffers: Whether their own buffers count.
+        is_exact: Whether to see writes into the `.data` of all tensors, and not only of those that have a rule.
     """
 
-    def __init__(self, module: nn.Module, with_buffers: bool = True) -> None:
+    def __init__(self, module: nn.Module, with_buffers: bool = True, is_exact: bool = False) -> None:
         self.module = module
-        self._with_buffers = with_buffers
+        self._with_buffers, self._is_exact = with_buffers, is_exact
         self._packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__} - FOREIGN
         self._holders: dict[Path, Any] = {}
         self._items: dict[Path, Any] = {}
         self._kept: dict[Path, Any] = {}
         self._seen: set[int] = set()
-        followed = getattr(vars(module).get("_parallel_state"), "followed", ())
-        self._parts = {id(module.get_submodule(name)) for name in followed}
+        state = vars(module).get("_parallel_state")
+        self._rules = getattr(state, "attributes", {})
+        self._parts = {id(module.get_submodule(name)) for name in getattr(state, "followed", ())}
         self._visit((), module, _COPIED_BYTES)
 
     def original(self, path: Path) -> Any:
@@ -295,7 +291,7 @@ class Snapshot:
                 self._kept[place] = set(value)
             elif isinstance(value, (Tensor, np.ndarray)):
                 if self._is_followed(value) and value.nbytes <= most:
-                    self._kept[place] = _copy_of(value)
+                    self._kept[place] = _copy_of(value, self._is_exact or label_of(place) in self._rules)
             elif isinstance(value, nn.Module) or is_container(value) or self._is_object(value):
                 self._visit((*path, key), value, most)
 
@@ -430,18 +426,22 @@ def put(holder: Any, key: Any, value: Any) -> None:
         vars(holder)[key] = value
 
 
-def _copy_of(value: Any) -> Any:
+def _copy_of(value: Any, is_exact: bool) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
-    is_plain = type(value) is Tensor and not value.is_inference()
-    known = _copies.get(value) if is_plain else None
-    if known is not None and known[0] == _state_of(value):
-        return known[1]
-    with torch.no_grad(), torch.inference_mode(False):
-        copied = value.detach().clone()
-    if is_plain:
-        _copies[value] = (_state_of(value), copied)
-    return copied
+    known = None if is_exact else _known_copy(value)
+    if known is None:
+        with torch.no_grad(), torch.inference_mode(False):
+            known = value.detach().clone()
+        if not is_exact and type(value) is Tensor and not value.is_inference():
+            _copies[value] = (_state_of(value), known)
+    return known
+
+
+def _known_copy(tensor: Tensor) -> Tensor | None:
+    """Return the copy of a tensor that has not changed since it was made, if there is one."""
+    known = _copies.get(tensor) if type(tensor) is Tensor and not tensor.is_inference() else None
+    return known[1] if known is not None and known[0] == _state_of(tensor) else None
 
 
 def _state_of(tensor: Tensor) -> tuple[int, int]:
@@ -451,10 +451,7 @@ def _state_of(tensor: Tensor) -> tuple[int, int]:
 
 def _is_equal(before: Any, value: Any) -> bool:
     if isinstance(value, Tensor):
-        known = _copies.get(value) if type(value) is Tensor and not value.is_inference() else None
-        if known is not None and known[1] is before and known[0] == _state_of(value):
-            return True
-        return before.shape == value.shape and torch.equal(before, value.detach())
+        return before is _known_copy(value) or (before.shape == value.shape and torch.equal(before, value.detach()))
     if isinstance(value, np.ndarray):
         return before.shape == value.shape and before.tobytes() == value.tobytes()
     return bool(before == value)

@@ -80,7 +80,8 @@ def chemprop(folder: Path) -> Project:
     points = [data.MoleculeDatapoint.from_smi(chain, [float(len(chain))]) for chain in chains]
     train, validation = data.MoleculeDataset(points[:32]), data.MoleculeDataset(points[32:])
     validation.normalize_targets(train.normalize_targets())
-    network = models.MPNN(nn.BondMessagePassing(d_h=16), nn.MeanAggregation(), nn.RegressionFFN(input_dim=16, hidden_dim=16))
+    head = nn.RegressionFFN(input_dim=16, hidden_dim=16)
+    network = models.MPNN(nn.BondMessagePassing(d_h=16), nn.MeanAggregation(), head)
     loaders = [data.build_dataloader(each, BATCH, shuffle=False) for each in (train, validation)]
     return Project(network, *loaders)
 
