@@ -54,8 +54,9 @@ __all__ = [
 ]
 
 REENTRANT = (
-    "the pipeline is cut at a layer that is called through a reentrant activation checkpoint, through which gradients "
-    "do not reach the stage before; call `checkpoint(..., use_reentrant=False)`"
+    "the pipeline is cut at a layer that is called without gradients, so that none reach the stage before: in a "
+    "reentrant activation checkpoint, for which call `checkpoint(..., use_reentrant=False)`, or in `torch.no_grad()`, "
+    "as a teacher is; name the layers that are trained by `layers=...`, and call the teacher before them or after them"
 )
 
 
