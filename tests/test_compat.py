@@ -1,12 +1,11 @@
 """The contract with the dependencies: every private name that is used exists, with the expected signature."""
 
 import inspect
-import sys
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import transformers
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities import grad_norm
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -472,11 +470,20 @@ def test_a_tensor_can_be_marked_as_a_parameter():
     assert not isinstance(tensor, nn.Parameter)
 
 
-def test_functions_are_replaced_in_modules_that_import_them_later(monkeypatch):
-    module, patches = ModuleType("imports_later"), Patches()
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    for held in ([], ["norms"], ["norms"]):
-        patches.replace_functions({grad_norm: len})
-        assert [name for name in vars(module) if getattr(module, name) is len] == held
-        patches.undo()
-        module.norms = grad_norm
+def test_functions_are_replaced_for_those_who_hold_them_already():
+    def twice(value, *, times=2):
+        return times * value
+
+    def holds_one(value, hidden=twice):
+        return hidden(value), other(value), closure(value)
+
+    other, closure, patches = twice, lambda value: offset + value, Patches()
+    offset = 5
+    assert holds_one(3) == (6, 6, 8)
+    for function in (twice, closure):
+        patches.replace_function(function, lambda original: lambda *args, **kwargs: -original(*args, **kwargs))
+    assert holds_one(3) == (-6, -6, -8)
+    assert twice(3, times=4) == -12
+    patches.undo()
+    assert holds_one(3) == (6, 6, 8)
+    assert not [name for name in globals() if name.startswith("_replacement")]

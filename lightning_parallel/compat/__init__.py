@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import getattr_static
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
+from uuid import uuid4
 
 from torch import nn
 
@@ -34,9 +35,6 @@ __all__ = [
 # None may be what an attribute was.
 _MISSING = object()
 
-_sizes_without: dict[tuple[Callable[..., Any], ...], dict[str, int]] = {}
-"""How many names each module had when it held none of the functions: looked through again only if it has others."""
-
 
 class Patches:
     """Replaces attributes of objects that are not ours, and puts them back all at once, last first.
@@ -46,6 +44,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []
+        self._added: list[tuple[dict[str, Any], str]] = []
 
     def replace(self, target: Any, name: str, value: Any) -> Any:
         """Set `target.name` to `value` and return what it was."""
@@ -58,21 +57,22 @@ class Patches:
         self._replaced.append((target, name, own))
         return before
 
-    def replace_functions(self, replacements: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
-        """Replace functions, the keys, in all modules that hold them: users import them by name."""
-        values = {id(function): value for function, value in replacements.items()}
-        # A run would spend a tenth of its start in some four thousand modules, of which five hold any.
-        without = _sizes_without.setdefault(tuple(replacements), {})
-        for path, module in list(sys.modules.items()):
-            # Not by `getattr`, at which some modules import what they are asked for.
-            held = getattr(module, "__dict__", {})
-            if without.get(path) == len(held):
-                continue
-            names = [name for name, value in list(held.items()) if id(value) in values]
-            for name in names:
-                self.replace(module, name, values[id(held[name])])
-            if not names:
-                without[path] = len(held)
+    def replace_function(
+        self, function: Callable[..., Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """Let everyone who holds a function call what `make` returns for the original one.
+
+        Its code is replaced, as users import functions by name, also inside of their own ones.
+        """
+        assert isinstance(function, FunctionType)
+        original = FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        original.__kwdefaults__ = function.__kwdefaults__
+        key = f"_replacement_{uuid4().hex}"
+        self._added.append((function.__globals__, key))
+        function.__globals__[key] = make(original)
+        self.replace(function, "__code__", _code_that_calls(key, function.__code__))
 
     def undo(self) -> None:
         """Put everything back; a second call does nothing."""
@@ -83,6 +83,18 @@ class Patches:
                 delattr(target, name)
             else:
                 setattr(target, name, own)
+        while self._added:
+            names, key = self._added.pop()
+            del names[key]
+
+
+def _code_that_calls(key: str, code: CodeType) -> CodeType:
+    """Return code that passes its arguments on to the global `key`, with as many free variables as `code`."""
+    cells = "".join(f"cell{index}, " for index in range(len(code.co_freevars)))
+    found: dict[str, Any] = {}
+    source = f"def make({cells}): return lambda *args, **kwargs: ({key}(*args, **kwargs), {cells})[0]"
+    exec(source, found)
+    return found["make"](*code.co_freevars).__code__.replace(co_name=code.co_name)
 
 
 @contextmanager

@@ -99,13 +99,15 @@ _MAKE_GROUPS = (
 
 def _patch_distributed() -> None:
     """Correct what takes the default group for all processes, though asked about something else."""
-    rank_in = dist.get_rank
 
-    def get_rank(group: dist.ProcessGroup | None = None) -> int:
-        # torch looks up the rank in the default group among the global ranks of `group`.
-        if not isinstance(group, dist.ProcessGroup) or group is dist.group.WORLD:
-            return rank_in(group)
-        return group.rank()
+    def get_rank_by(rank_in: Callable[..., int]) -> Callable[..., int]:
+        def get_rank(group: dist.ProcessGroup | None = None) -> int:
+            # torch looks up the rank in the default group among the global ranks of `group`.
+            if not isinstance(group, dist.ProcessGroup) or group is dist.group.WORLD:
+                return rank_in(group)
+            return group.rank()
+
+        return get_rank
 
     def from_all(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -115,12 +117,13 @@ def _patch_distributed() -> None:
 
         return call
 
-    replaced: dict[Callable[..., Any], Callable[..., Any]] = {dist.get_rank: get_rank}
-    replaced |= {getattr(dist, name): from_all(getattr(dist, name)) for name in _MAKE_GROUPS if hasattr(dist, name)}
-    # Device meshes are of all processes; before the rest, as they hold `get_rank` under its own name.
+    _stand_in_patches.replace_function(dist.get_rank, get_rank_by)
+    for name in _MAKE_GROUPS:
+        if hasattr(dist, name):
+            _stand_in_patches.replace_function(getattr(dist, name), from_all)
+    # Device meshes are of all processes.
     for name in ("get_rank", "get_world_size"):
         _stand_in_patches.replace(device_mesh, name, from_all(getattr(device_mesh, name)))
     # It says in a trace whose it is.
     profile = torch.profiler.profiler._KinetoProfile
     _stand_in_patches.replace(profile, "_get_distributed_info", from_all(profile._get_distributed_info))
-    _stand_in_patches.replace_functions(replaced)

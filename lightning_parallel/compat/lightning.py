@@ -44,6 +44,7 @@ __all__ = [
     "batch_value_of",
     "checkpoint_of_run",
     "ddp_hook_state",
+    "grad_norm_functions",
     "init_deepspeed_distributed",
     "init_process_group",
     "is_compiled",
@@ -300,6 +301,12 @@ def restore_swapped_scheduler(callback: StochasticWeightAveraging, trainer: Trai
             callback._clear_schedulers(trainer)
 
     patches.replace(callback, "load_state_dict", load_state_dict)
+
+
+def grad_norm_functions() -> list[Any]:
+    """Return Lightning's `grad_norm`, of each of its packages that is imported."""
+    modules = [sys.modules.get(f"{package}.utilities.grads") for package in ("lightning.pytorch", "pytorch_lightning")]
+    return [module.grad_norm for module in modules if module is not None]
 
 
 # -- torchmetrics ------------------------------------------------------------------------------------------------------

@@ -8,19 +8,19 @@ shards only. All are corrected here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import Patches
+from lightning_parallel.compat.lightning import grad_norm_functions
 from lightning_parallel.compat.torch import TOTAL_NORM, clip_grad, norms_of, patch_unscale
 from lightning_parallel.tensor.sharding import Shard
 
@@ -60,9 +60,12 @@ class ReplicaNorm:
         """Make torch's and Lightning's functions use these norms for the module until `patches` are undone."""
         if self.groups.replica.size == 1:
             return
-        own_norm = getattr(clip_grad, TOTAL_NORM)
-        # The name in this module is replaced, too.
-        own_norms = grad_norm
+        patches.replace_function(getattr(clip_grad, TOTAL_NORM), self._total_norm)
+        for function in grad_norm_functions():
+            patches.replace_function(function, self._grad_norm)
+
+    def _total_norm(self, own_norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return what to call instead of torch's function."""
 
         def norm(tensors: Iterable[Tensor], norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
             # Another model in the same process, such as a metric's, keeps torch's own norm. A rank without gradients
@@ -72,6 +75,11 @@ class ReplicaNorm:
             if gradients and not any(id(gradient) in ours for gradient in gradients):
                 return own_norm(gradients, norm_type, *args, **kwargs)
             return self(gradients, norm_type)
+
+        return norm
+
+    def _grad_norm(self, own_norms: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Return what to call instead of Lightning's function."""
 
         def norms(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Any]:
             if not any(child is module for child in self._module.modules()) or float(norm_type) <= 0:
@@ -84,7 +92,7 @@ class ReplicaNorm:
                 named[f"grad_{float(norm_type)}_norm_total"] = total
             return named
 
-        patches.replace_functions({own_norm: norm, grad_norm: norms})
+        return norms
 
     def of_each(self, module: nn.Module, norm_type: float) -> dict[str, Tensor]:
         """Return the norm of each gradient in a submodule, by names in it; every rank of the replica must call it."""
