@@ -161,7 +161,8 @@ class MeshStrategy(MeshProcesses):
         module, fitting = self.module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         self._end_on_sigterm = self.keep_together(trainer, self._patches)
-        self._is_restored = divide_again(module, self.groups, self.root_device)
+        divide_again(module, self.groups, self.root_device)
+        self._is_restored = False
         if synchronizes_layers(self) and fitting:
             # Before the model is planned, since this replaces modules.
             replicas.synchronize_batch_norm(module, self.groups.data_parallel)
@@ -254,8 +255,7 @@ class MeshStrategy(MeshProcesses):
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
-        world, is_cut = self.groups.world, self.engine is not None
-        check_optimizers(self.optimizers, self.parameter_names, self._rules, is_cut, world)
+        check_optimizers(self.optimizers, self.parameter_names, self._rules, self.engine is not None, self.groups.world)
         for group in (self.groups.tensor_parallel, self.groups.data_parallel):
             checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)
 

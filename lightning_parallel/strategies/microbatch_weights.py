@@ -40,6 +40,7 @@ from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.random_streams import seed_torch
 from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.strategies.pinned import doubled, in_double
+from lightning_parallel.strategies.step_effects import buffers_kept
 
 __all__ = ["TokenCount", "find_microbatch_weight"]
 
@@ -223,8 +224,7 @@ class _MeanCheck:
                 logged[name] = (torch.as_tensor(value).detach().double().cpu(), batch_size)
 
         modes = {child: child.training for child in self.module.modules()}
-        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        with ExitStack() as stack:
+        with buffers_kept(self.module), ExitStack() as stack:
             stack.enter_context(patched(self.module, "log", log))
             if double:
                 stack.enter_context(in_double(self.module, with_parameters=False))
@@ -238,10 +238,6 @@ class _MeanCheck:
             finally:
                 for child, mode in modes.items():
                     child.training = mode
-                # In place: layers and the user's code may refer to the buffers.
-                with torch.no_grad():
-                    for name, buffer in self.module.named_buffers():
-                        buffer.copy_(buffers[name])
 
     def _probe(self, runs_all: bool, double: bool) -> _Probe:
         dtype = torch.float64 if double else None

@@ -141,13 +141,10 @@ def _chunks(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
     return chunks
 
 
-def divide_again(module: LightningModule, groups: MeshGroups, device: torch.device) -> bool:
+def divide_again(module: LightningModule, groups: MeshGroups, device: torch.device) -> None:
     """Divide a module that `end_run` has made whole; on every rank, whole or not.
 
     Where it has other modules now, or another mesh is to run it, it is left whole, to be divided anew.
-
-    Returns:
-        False: it is not whole now.
 
     Raises:
         ValueError: On every rank, if it was changed on rank zero while the other ranks hold parts of it.
@@ -157,7 +154,7 @@ def divide_again(module: LightningModule, groups: MeshGroups, device: torch.devi
     is_usable = is_whole and state.whole.fits() and _is_for(state, groups)
     views = comm.all_gather_object((is_whole, is_usable), groups.world)
     if not any(whole for whole, _ in views):
-        return False
+        return
     if all(whole for whole, _ in views):
         # The user may have loaded other weights on rank zero only, as a script for one process would.
         replicas.start_equal(module, groups.world)
@@ -165,14 +162,13 @@ def divide_again(module: LightningModule, groups: MeshGroups, device: torch.devi
             state.whole.divide_again(state.rules, groups.tensor_parallel.rank)
         else:
             forget_division(module)
-        return False
+        return
     if any(whole and not usable for whole, usable in views):
         raise ValueError(
             "the module was changed since the last run, which left it whole on rank zero only, and the other ranks"
             " still hold their parts of it; build it anew on every rank, or set `restore='all'`"
         )
     _send_parts(module, state, groups, device)
-    return False
 
 
 def forget_division(module: nn.Module) -> None:

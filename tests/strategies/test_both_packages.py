@@ -48,16 +48,10 @@ def project(package):
         def __init__(self, blocks: int = 4):
             super().__init__()
             torch.manual_seed(5)
-            self.embed = nn.Linear(12, 8)
-            self.blocks = nn.ModuleList(Block(8) for _ in range(blocks))
-            self.head = nn.Linear(8, 6)
-            self.double()
+            self.model = nn.Sequential(nn.Linear(12, 8), *(Block(8) for _ in range(blocks)), nn.Linear(8, 6)).double()
 
         def forward(self, x):
-            x = self.embed(x)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
+            return self.model(x)
 
         def training_step(self, batch, index):
             loss = F.cross_entropy(self(batch[0]), batch[1])
