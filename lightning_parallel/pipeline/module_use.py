@@ -66,6 +66,8 @@ def trace_in_order(
     # What is wrong with the step, the trace of the stack in order will say.
     with suppress(Exception):
         _trace(module, stack, tracer, step, microbatch, device)
+        if tracer.called == list(range(len(stack.layers))):
+            return stack, _completed(module, stack, tracer.use, _divide_copies(module, stack, tracer.use))
     path = stack.in_order_of(tracer.called)
     if path != stack.path:
         stack = LayerStack.at(module, path)
