@@ -10,19 +10,17 @@ cut is refused before anything is communicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import pytree
-from lightning_parallel.pipeline.interception import Call
+from lightning_parallel.pipeline.dry_runs import Boundaries, Places, dry_run_stages
 from lightning_parallel.pipeline.layer_stack import (
     LayerStack,
     cut_units,
@@ -32,16 +30,14 @@ from lightning_parallel.pipeline.layer_stack import (
 )
 from lightning_parallel.pipeline.measure import count_parameters, measure
 from lightning_parallel.pipeline.module_use import ModuleUse, Step, trace_in_order, use_by_registration
-from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, TensorLayout, device_of
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor, dry_run, missing
-from lightning_parallel.pipeline.runtime import MissingLossError
+from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, device_of
 from lightning_parallel.pipeline.schedule import Schedule, activations_held, build_schedule
 from lightning_parallel.pipeline.search import Balance, cut_layers
 from lightning_parallel.pipeline.simulate import Cost, Link, validate
-from lightning_parallel.pipeline.stage import REENTRANT, CutError, InterceptedModel, StageExit, StageForward
-from lightning_parallel.pipeline.stubs import StubOutputs, named_placeholders
+from lightning_parallel.pipeline.skips import Skips
+from lightning_parallel.pipeline.stage import InterceptedModel
 
-__all__ = ["analyze", "dry_run_stages"]
+__all__ = ["analyze"]
 
 
 def analyze(
@@ -129,9 +125,6 @@ class _Analysis:
         schedule = self._schedule_for(stack, costs)
         layers_per_stage = self._layers_per_stage(stack, costs, schedule)
         stage_of = tuple(stage for stage, count in enumerate(layers_per_stage) for _ in range(count))
-        boundaries: list[tuple[TensorLayout, ...]] = []
-        if self.example is not None:
-            boundaries = dry_run_stages(module, stack, use, stage_of, *self.example, self.device)
 
         def stages(layers: set[int]) -> tuple[int, ...]:
             return tuple(sorted({stage_of[layer] for layer in layers}))
@@ -146,6 +139,11 @@ class _Analysis:
             for name, parameter in module.named_parameters()
         }
         module_stages = {name: stages(layers) for name, layers in use.modules.items()}
+        boundaries: Boundaries = ()
+        skips: Skips = ()
+        if self.example is not None:
+            places = Places(stage_of, {name: found.stages for name, found in parameters.items()}, module_stages)
+            boundaries, skips = dry_run_stages(InterceptedModel(module, stack), places, *self.example, self.device)
         return PipelinePlan(
             model=type(module).__name__,
             container=stack.path,
@@ -156,7 +154,8 @@ class _Analysis:
             buffer_stages=_buffer_stages(module, stack, stage_of, module_stages),
             module_stages=module_stages,
             costs=costs,
-            boundaries=tuple(boundaries),
+            boundaries=boundaries,
+            skips=skips,
             link=link,
         )
 
@@ -240,145 +239,3 @@ def _buffer_stages(
         # Of a copy that no stage calls, too.
         found[name] = (owner is not None and owners[owner]) or everywhere
     return found
-
-
-# ---------------------------------------------------------------------------------------------------------- dry runs
-
-
-def dry_run_stages(
-    module: nn.Module,
-    stack: LayerStack,
-    use: ModuleUse,
-    stage_of: tuple[int, ...],
-    step: Step,
-    microbatch: Any,
-    device: torch.device,
-) -> list[tuple[TensorLayout, ...]]:
-    """Run each stage alone on placeholders, and check that it gets all that it needs.
-
-    Args:
-        stage_of: The stage of each layer.
-
-    Returns:
-        The layouts of the tensors that pass from each stage to the next.
-
-    Raises:
-        ValueError: If a connection skips over a cut, or a stage cannot reach its layers; with the reason.
-    """
-    stubs = StubOutputs(device, repeats=True)
-    sites = InterceptedModel(module, stack)
-    runs = []
-    with dry_run(), named_placeholders(module, device) as placeholders, _held_again(sites):
-        for stage in range(stage_of[-1] + 1):
-            here = {name for name, layers in use.parameters.items() if stage in {stage_of[layer] for layer in layers}}
-            # Modules of other stages become stubs, as they will be in training.
-            for site in sites.outer:
-                site.present = stage in {stage_of[layer] for layer in use.modules[site.name]}
-            held = [placeholder for placeholder in placeholders if placeholder.parameter in here]
-            run = _StageDryRun(stage, stage_of, stubs, held)
-            run.run(step, microbatch, sites)
-            runs.append(run)
-    # What a stage has to receive, the stage before must have; each run alone cannot see that.
-    for before, after in pairwise(runs):
-        skipped = next((before.not_held[position] for position in after.entry if position in before.not_held), None)
-        if skipped is not None:
-            raise ValueError(
-                f"stage {after.stage} needs {skipped}, which is on an earlier stage and does not pass through "
-                f"stage {before.stage}: a connection that skips over the cut. Pass it through the layers as an "
-                "argument, or cut elsewhere (`balance`, fewer stages)"
-            )
-    return [run.received for run in runs[1:]]
-
-
-@contextmanager
-def _held_again(sites: InterceptedModel) -> Iterator[None]:
-    """Let modules run by themselves again after the block, which is only one attempt to cut the model."""
-    try:
-        yield
-    finally:
-        for site in sites.outer:
-            site.present = True
-
-
-class _StageDryRun(StageForward):
-    """A stage's forward on placeholders; from its entry on, those for data that it would have are available.
-
-    Attributes:
-        entry: Positions of its first layer's arguments that it has to receive.
-        received: Their layouts.
-        not_held: Position and provenance of the arguments of the next stage's first layer that it does not have.
-    """
-
-    def __init__(
-        self, stage: int, stage_of: tuple[int, ...], stubs: StubOutputs, held: list[PlaceholderTensor]
-    ) -> None:
-        super().__init__(stage, stage_of, stubs, self._pretend_to_receive)
-        self.held = held
-        self.entry: list[int] = []
-        self.received: tuple[TensorLayout, ...] = ()
-        self.not_held: dict[int, str] = {}
-
-    def run(self, step: Step, microbatch: Any, sites: InterceptedModel) -> None:
-        """Run the stage.
-
-        Raises:
-            ValueError: If it cannot be run on its own.
-        """
-        if self.entered:
-            self._mark_held()
-        try:
-            with sites.handled_by(self):
-                result = step(microbatch)
-        except StageExit as exit_:
-            leaves = enumerate(exit_.end.leaves)
-            self.not_held = {position: leaf.provenance for position, leaf in leaves if missing(leaf)}
-        except MissingLossError:
-            raise
-        except Exception as error:
-            # Once it has data, the step may branch on them, which a dry run cannot follow.
-            if not self.entered or isinstance(error, CutError) or getattr(error, "is_missing", False):
-                raise ValueError(f"cannot run stage {self.stage} of the pipeline on its own: {error}") from error
-        else:
-            unknown = next(filter(missing, pytree.tree_leaves(result)), None)
-            if unknown is not None:
-                raise ValueError(
-                    f"the step returns something made of {unknown.provenance}, which is on an earlier pipeline stage; "
-                    "compute the loss from what the layers return"
-                )
-        finally:
-            # All stages run on the same placeholders, and the next one holds others.
-            for placeholder in self.held:
-                placeholder.available = False
-
-    def _pretend_to_receive(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
-        wanted = [leaves[position] for position in positions]
-        # Inside a reentrant checkpoint there is no graph, so no gradient would reach what is received here.
-        if not torch.is_grad_enabled() and any(placeholder.requires_grad for placeholder in wanted):
-            raise CutError(REENTRANT)
-        self.entry = positions
-        self.received = tuple(_layout_of(placeholder) for placeholder in wanted)
-        self._mark_held()
-        return [PlaceholderTensor(value.meta, value.device, value.provenance, available=True) for value in wanted]
-
-    def _mark_held(self) -> None:
-        for placeholder in self.held:
-            placeholder.available = True
-
-    def _infer(self, call: Call) -> Any:
-        # In a real run these outputs have a graph on their own stage, so what is received may require a gradient.
-        output = super()._infer(call)
-        return pytree.tree_map_only(PlaceholderTensor, _differentiable, output) if torch.is_grad_enabled() else output
-
-    def _run(self, call: Call) -> Any:
-        # In a real run the outputs of the stage's own modules are there, so what is made of them is not missing.
-        return self.stubs.run_stub(call, available=True)
-
-
-def _layout_of(placeholder: PlaceholderTensor) -> TensorLayout:
-    shape, dtype = placeholder.signature
-    return TensorLayout(tuple(shape), str(dtype).removeprefix("torch."))
-
-
-def _differentiable(placeholder: PlaceholderTensor) -> Tensor:
-    """Return a placeholder that requires a gradient and is no leaf, like the output of a layer with parameters."""
-    return placeholder.requires_grad_() * 1 if placeholder.signature[1].is_floating_point else placeholder

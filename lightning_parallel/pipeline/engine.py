@@ -23,6 +23,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import BatchNormalization, version_of
+from lightning_parallel.pipeline.dry_runs import Places, StageInputs, dry_run_stages
 from lightning_parallel.pipeline.microbatch import (
     SplitBatch,
     StepResult,
@@ -36,9 +37,11 @@ from lightning_parallel.pipeline.module_use import unpaired_copies
 from lightning_parallel.pipeline.p2p import MessageGroups, MessageLayouts
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParameter, device_of
 from lightning_parallel.pipeline.random_streams import OwnGenerators
-from lightning_parallel.pipeline.runtime import ScheduleRun, split_linears
+from lightning_parallel.pipeline.runtime import ScheduleRun
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
-from lightning_parallel.pipeline.stage import PipelineStages, StageInputs
+from lightning_parallel.pipeline.skips import Skips
+from lightning_parallel.pipeline.stage import PipelineStages
+from lightning_parallel.pipeline.weight_gradients import split_linears
 
 __all__ = ["PipelineEngine", "StepOnCopies"]
 
@@ -222,11 +225,28 @@ class PipelineEngine:
             self.reduce_tied_gradients()
         return result
 
-    def forward(self, step: Callable[[Any], Any], batch: Any) -> StepResult:
-        """Run `step` on the microbatches of `batch` without gradients: the forward actions of the schedule."""
+    def forward(self, step: Callable[[Any], Any], batch: Any, *, skips: Skips | None = None) -> StepResult:
+        """Run `step` on the microbatches of `batch` without gradients: the forward actions of the schedule.
+
+        Args:
+            step: The user's step.
+            batch: The whole batch, the same on all ranks.
+            skips: The skip connections of this step, by default those of the plan; see `find_skips`.
+        """
         # Placeholders outlive the block, and views of inference tensors cannot be made outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            return self._run(step, batch, training=False)
+            return self._run(step, batch, training=False, skips=skips)
+
+    def find_skips(self, step: Callable[[Any], Any], batch: Any) -> Skips:
+        """Find by dry runs the skip connections of another step than the plan was made for; the same on all ranks.
+
+        Raises:
+            ValueError: If the step cannot be run in the plan's stages.
+        """
+        microbatch = split_by(self.split_batch, batch, self.schedule.num_microbatches)[0]
+        places = Places(self.plan.stage_of, self.plan.parameter_stages, self.plan.module_stages)
+        with torch.inference_mode(False), torch.no_grad():
+            return dry_run_stages(self.model.sites, places, StepOnCopies(step), microbatch, self.device)[1]
 
     @torch.no_grad()
     def reduce_tied_gradients(self) -> None:
@@ -255,7 +275,14 @@ class PipelineEngine:
         # In the order of the ranks, so that all get the same bits.
         parameter.grad = torch.stack([gradients[rank][:-1] for rank in tied.ranks]).sum(0).view_as(parameter)
 
-    def _run(self, step: Callable[[Any], Any], batch: Any, training: bool, scale: float | Tensor = 1.0) -> StepResult:
+    def _run(
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        training: bool,
+        scale: float | Tensor = 1.0,
+        skips: Skips | None = None,
+    ) -> StepResult:
         microbatches = split_by(self.split_batch, batch, self.schedule.num_microbatches)
         if len(microbatches) > self.schedule.num_microbatches:
             raise ValueError(
@@ -281,6 +308,7 @@ class PipelineEngine:
             seed=self.next_seed(),
             generators=self.generators,
             message_groups=self.message_groups,
+            skips=self.plan.skips if skips is None else skips,
         )
         result = run()
         # Known from the first batch, which the proof has run before; arrays have no version that would tell later.

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from lightning_parallel.compat import PartialModule, class_in_place
 from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor, UnknownValue, reveal
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor, reveal
 from lightning_parallel.pipeline.random_streams import seed_all
+from lightning_parallel.pipeline.unknown_value import UnknownValue
 
 __all__ = [
     "ActiveHandler",
@@ -265,11 +266,9 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
 
 def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, list[Any]]:
     """Return the lists of parameters that `module` keeps, as recurrent layers do, with `stand_ins` put in by `id`."""
-    lists = {}
-    for name, value in vars(module).items():
-        if isinstance(value, list) and any(id(item) in stand_ins for item in value):
-            lists[name] = [stand_ins.get(id(item), item) for item in value]
-    return lists
+    lists = [(name, value) for name, value in vars(module).items() if isinstance(value, list)]
+    lists = [(name, value) for name, value in lists if any(id(item) in stand_ins for item in value)]
+    return {name: [stand_ins.get(id(item), item) for item in value] for name, value in lists}
 
 
 def has_listeners(modules: list[nn.Module]) -> bool:

@@ -25,10 +25,10 @@ from lightning_parallel.pipeline.interception import Call, has_listeners, parame
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.random_streams import seeded
-from lightning_parallel.pipeline.runtime import WeightGradients, deferring, split_linears
 from lightning_parallel.pipeline.simulate import Cost, Link
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.pipeline.stubs import autocast_dtype, copy_args
+from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring, split_linears
 
 __all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_link"]
 

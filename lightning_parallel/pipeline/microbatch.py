@@ -25,6 +25,8 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_parallel.compat.torch import pytree
 
 __all__ = [
+    "MissingLossError",
+    "loss_of",
     "SplitBatch",
     "entries_of",
     "few_samples",
@@ -345,3 +347,18 @@ def reduce_logged(values: Tensor, sizes: Sequence[float], reduce_fx: str | Calla
         return getattr(torch, kind if kind == "sum" else f"a{kind}")(values, 0)
     assert callable(reduce_fx)
     return reduce_fx(values)
+
+
+class MissingLossError(ValueError):
+    """A training step returned no loss."""
+
+
+def loss_of(result: Any) -> Tensor:
+    """Return the loss of a step's result: the tensor itself, or the entry `loss`, else raise MissingLossError."""
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise MissingLossError(
+            f"expected the step to return its loss, or a dict with the key `loss`, got {type(result).__name__}; "
+            "a pipeline cannot skip a microbatch"
+        )
+    return loss

@@ -29,6 +29,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
 from lightning_parallel.compat import users_line
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
+from lightning_parallel.pipeline.skips import Skip
 
 __all__ = ["MessageLayouts", "MessageLayout", "MessageGroups", "StageMessages", "Message", "TensorSpec", "line_of_step"]
 
@@ -75,12 +76,14 @@ class MessageLayout:
         positions: Which leaves of its arguments.
         tensors: Their shapes and dtypes.
         line: The line of the step that calls it; see `line_of_step`.
+        skips: What the tensors after the arguments are.
     """
 
     index: int
     positions: tuple[int, ...]
     tensors: tuple[TensorSpec, ...]
     line: str = ""
+    skips: tuple[Skip, ...] = ()
 
     @property
     def packed_bytes(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from torch import nn
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activations_held, build_schedule
 from lightning_parallel.pipeline.search import stage_costs
 from lightning_parallel.pipeline.simulate import Cost, Link
+from lightning_parallel.pipeline.skips import Skip, Skips
 
 __all__ = ["Costs", "PipelinePlan", "PlannedParameter", "TiedParameter", "TensorLayout", "device_of"]
 
 # To be raised when `to_dict` changes: an old file is refused instead of misread.
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class PipelinePlan:
         module_stages: The stages that call each module outside of the layer stack, by name.
         costs: What each layer costs; seconds are 0 where nothing was measured.
         boundaries: What passes from each stage to the next; empty where no example was given.
+        skips: For each stage, what it gets besides the arguments of its first layer; empty where no example was given.
         link: Between neighbouring ranks.
         request: What the plan was made for; a plan is used again only for the same request.
     """
@@ -127,6 +129,7 @@ class PipelinePlan:
     module_stages: Mapping[str, tuple[int, ...]]
     costs: Costs
     boundaries: tuple[tuple[TensorLayout, ...], ...] = ()
+    skips: Skips = ()
     link: Link = field(default_factory=Link)
     request: Mapping[str, Any] = field(default_factory=dict)
 
@@ -208,6 +211,7 @@ class PipelinePlan:
             "schedule": (schedule.name, schedule.num_ranks, schedule.num_microbatches, schedule.virtual_stages),
             "stages of parameters": self.parameter_stages,
             "stages of modules": dict(self.module_stages),
+            "skip connections": self.skips,
         }
 
     def check_fits(self, module: nn.Module, num_ranks: int) -> None:
@@ -254,6 +258,11 @@ class PipelinePlan:
             for name, stages in placed.items():
                 if name.startswith(f"{layer}.") and stage not in stages:
                     return f"it runs `{layer}` on stage {stage}, and holds `{name}` on {list(stages)}"
+        if self.skips and len(self.skips) != num_stages or any(self.skips[:1]):
+            return f"it has the skip connections of {len(self.skips)} stages for {num_stages}, or some into the first"
+        for skip in chain(*self.skips):
+            if skip.name not in (placed if skip.is_parameter else modules):
+                return f"it sends {skip}, which the model does not have"
         return ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -286,6 +295,7 @@ class PipelinePlan:
             "module_stages": {name: list(stages) for name, stages in self.module_stages.items()},
             "costs": asdict(self.costs),
             "boundaries": [[asdict(tensor) for tensor in tensors] for tensors in self.boundaries],
+            "skips": [[list(skip) for skip in skips] for skips in self.skips],
             "link": {"latency_s": self.link.latency_s, "bytes_per_s": _finite(self.link.bytes_per_s)},
             "request": dict(self.request),
         }
@@ -335,6 +345,7 @@ class PipelinePlan:
                 tuple(TensorLayout(tuple(tensor["shape"]), tensor["dtype"]) for tensor in tensors)
                 for tensors in data["boundaries"]
             ),
+            skips=tuple(tuple(Skip(*skip) for skip in skips) for skips in data["skips"]),
             link=Link(link["latency_s"], float("inf") if link["bytes_per_s"] is None else link["bytes_per_s"]),
             request=dict(data["request"]),
         )
@@ -365,6 +376,8 @@ class PipelinePlan:
             outer = "".join(f" + {name}" for name in self.outer_names(stage))
             seconds = f", {cost.total_s * 1e3:.3g} ms a microbatch" if cost.total_s else ""
             place = f"stage {stage} on rank {schedule.stage_ranks[stage]}"
+            if self.skips and self.skips[stage]:
+                outer += "".join(f", gets {skip}" for skip in self.skips[stage])
             lines.append(f"  {place}: {first} .. {last}{outer}, {parameters:,} parameters{seconds}")
         return "\n".join(lines)
 

@@ -25,19 +25,18 @@ from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     forbid_data_access,
     make_wrapper_subclass,
-    pytree,
     schema_of,
 )
 
 __all__ = [
     "PlaceholderError",
     "PlaceholderTensor",
-    "UnknownValue",
     "dry_run",
     "in_dry_run",
+    "inside_module",
     "missing",
-    "require_known",
     "reveal",
+    "sources_of",
     "watch_parameters",
 ]
 
@@ -47,11 +46,14 @@ class PlaceholderError(RuntimeError):
 
     Attributes:
         is_missing: True if the data would be missing in a real run too.
+        sources: Of the data that are missing; see `PlaceholderTensor`.
     """
 
-    def __init__(self, message: str, placeholders: Iterable[PlaceholderTensor | UnknownValue] = ()) -> None:
+    def __init__(self, message: str, placeholders: Iterable[Any] = ()) -> None:
         super().__init__(message)
-        self.is_missing = any(not placeholder.available for placeholder in placeholders)
+        lacking = [placeholder for placeholder in placeholders if not placeholder.available]
+        self.is_missing = bool(lacking)
+        self.sources = sources_of(lacking)
 
 
 class PlaceholderTensor(Tensor):
@@ -68,6 +70,7 @@ class PlaceholderTensor(Tensor):
     Attributes:
         value: The data, once they have been received; None before.
         signature: (shape, dtype), without the cost of asking a tensor subclass.
+        sources: In a dry run, the outputs of modules that it is computed from and that this rank would not have.
     """
 
     meta: Tensor
@@ -76,6 +79,7 @@ class PlaceholderTensor(Tensor):
     value: Tensor | None
     available: bool
     signature: tuple[torch.Size, torch.dtype]
+    sources: frozenset[Any] = frozenset()
 
     @staticmethod
     def __new__(
@@ -114,7 +118,9 @@ class PlaceholderTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderTensor:
         # `Tensor.__deepcopy__` would copy a storage. A copy has received nothing.
-        return PlaceholderTensor(self.meta, self.device, self.provenance, self.parameter, self.available)
+        copied = PlaceholderTensor(self.meta, self.device, self.provenance, self.parameter, self.available)
+        copied.sources = self.sources
+        return copied
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         if self.value is None:
@@ -191,10 +197,11 @@ class PlaceholderTensor(Tensor):
                 placeholders,
             ) from error
         available = all(placeholder.available for placeholder in placeholders)
+        sources = sources_of(placeholders) | _of_inside if _in_dry_run else frozenset()
         if written is not None:
-            written.available = available
+            written.available, written.sources = available, sources
             return _rewritten(written, result)
-        return _wrap(result, device, _provenance(placeholders), available)
+        return _wrap(result, device, _provenance(placeholders), available, sources)
 
 
 # Placeholders have no graph, so torch would answer as for a constant.
@@ -243,51 +250,6 @@ def _with_data(value: Any) -> Any:
     return value
 
 
-class UnknownValue:
-    """A Python or numpy value that a module of another stage computed from its data, as by `tensor.item()`.
-
-    It can be passed on and returned; any use of it raises `PlaceholderError`.
-
-    Args:
-        sample: The value for random data, for modules that run on random data.
-        provenance: The module that computed it, for the message.
-        available: As for `PlaceholderTensor`.
-    """
-
-    def __init__(self, sample: Any, provenance: str, available: bool) -> None:
-        self.__dict__.update(sample=sample, provenance=provenance, available=available)
-
-    def __repr__(self) -> str:
-        return f"UnknownValue({type(self.sample).__name__} of {self.provenance})"
-
-    def refuse(self, *_: Any, **__: Any) -> Any:
-        """Raise a `PlaceholderError` that names the value."""
-        kind = type(self.sample).__name__
-        error = PlaceholderError(
-            f"{self.provenance} leaves a value of type {kind} that is computed from its data, as by `.item()`, and the "
-            "step uses it on a pipeline stage that does not hold the module. Only tensors that the layers hand to each "
-            "other are sent: keep it a tensor and pass it through the layers, or do not use it"
-        )
-        error.is_missing = not self.available
-        raise error
-
-    def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask for methods that may be absent; everything else would be a use of the value.
-        if name.startswith("__") and name.endswith("__") and name not in ("__array__", "__array_interface__"):
-            raise AttributeError(name)
-        return self.refuse()
-
-
-_REFUSED = (
-    "add sub mul truediv floordiv mod divmod pow matmul radd rsub rmul rtruediv rfloordiv rmod rdivmod rpow rmatmul "
-    "and or xor rand ror rxor lshift rshift neg pos abs invert lt le gt ge eq ne bool int float complex index round "
-    "trunc floor ceil len iter next contains getitem setitem format str hash array call"
-)
-for _operation in _REFUSED.split():
-    # Special methods are looked up on the class. numpy and torch ask for `__array__`, `__float__` or `__index__`.
-    setattr(UnknownValue, f"__{_operation}__", UnknownValue.refuse)
-
-
 def _provenance(placeholders: list[PlaceholderTensor]) -> str:
     """Choose the placeholder to name in a message: unavailable before available, activation before parameter."""
     missing_first = [placeholder for placeholder in placeholders if not placeholder.available] or placeholders
@@ -332,28 +294,28 @@ def missing(value: Any) -> bool:
     return type(value) is PlaceholderTensor and value.value is None and not (_in_dry_run and value.available)
 
 
-def require_known(value: Any, name: str) -> None:
-    """Refuse placeholders, and numbers of other stages, in what a step leaves behind.
-
-    Args:
-        value: Of any structure.
-        name: Where the step leaves it, for the message.
-
-    Raises:
-        PlaceholderError: If there is one.
-    """
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, UnknownValue) or missing(leaf):
-            raise PlaceholderError(
-                f"{name} is made of {leaf.provenance}, which is on an earlier pipeline stage: the last stage, where a "
-                "step ends, does not know it. Make it of what the layers return, or pass it through them",
-                [leaf],
-            )
+def sources_of(placeholders: Iterable[Any]) -> frozenset[Any]:
+    """Return the outputs of modules that some of `placeholders` are computed from and that this rank would not have."""
+    return frozenset().union(*(getattr(p, "sources", ()) for p in placeholders if not p.available))
 
 
 def in_dry_run() -> bool:
     """Tell whether available placeholders count as data."""
     return _in_dry_run
+
+
+_of_inside: frozenset[Any] = frozenset()
+
+
+@contextmanager
+def inside_module(source: Any) -> Iterator[None]:
+    """Add `source` to those of all placeholders that are computed inside the block."""
+    global _of_inside
+    before, _of_inside = _of_inside, frozenset([source])
+    try:
+        yield
+    finally:
+        _of_inside = before
 
 
 _in_dry_run = False
@@ -436,7 +398,7 @@ def _require_shape(func: Any, written: PlaceholderTensor, args: tuple[Any, ...],
 def _rewritten(written: PlaceholderTensor, result: Any) -> Any:
     # The result of an in-place operation is the placeholder itself, unless the operator returns several tensors.
     if isinstance(result, (list, tuple)):
-        return _wrap(result, written.device, written.provenance, written.available)
+        return _wrap(result, written.device, written.provenance, written.available, written.sources)
     return written
 
 
@@ -489,9 +451,11 @@ def _on_meta(value: Any, copied: bool = False) -> Any:
     return value
 
 
-def _wrap(value: Any, device: torch.device, provenance: str, available: bool) -> Any:
+def _wrap(value: Any, device: torch.device, provenance: str, available: bool, sources: frozenset[Any]) -> Any:
     if isinstance(value, Tensor):
-        return PlaceholderTensor(value, torch.device(device), provenance, available=available)
+        placeholder = PlaceholderTensor(value, torch.device(device), provenance, available=available)
+        placeholder.sources = sources
+        return placeholder
     if isinstance(value, (list, tuple)):
-        return type(value)(_wrap(item, device, provenance, available) for item in value)
+        return type(value)(_wrap(item, device, provenance, available, sources) for item in value)
     return value

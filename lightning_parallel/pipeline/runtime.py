@@ -5,32 +5,26 @@
     I  as B, but the weight gradients of linear layers are deferred
     W  compute the deferred weight gradients
 
-Zero-bubble schedules (https://arxiv.org/abs/2401.10241) compute W when the rank would wait otherwise. A layer takes
-part by asking in its backward, with the parameter that it kept from its forward:
-
-    queue = weight_gradient_queue()
-    if queue is not None and queue.defer(ctx.weight, lambda: gradient.t() @ x):
-        return input_gradient, None
+Zero-bubble schedules (https://arxiv.org/abs/2401.10241) compute W when the rank would wait otherwise.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel import tracing
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import parameters_of, pytree
-from lightning_parallel.pipeline.microbatch import StepResult
+from lightning_parallel.compat.torch import pytree
+from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
+from lightning_parallel.pipeline.microbatch import StepResult, loss_of
 from lightning_parallel.pipeline.p2p import (
     Message,
     MessageGroups,
@@ -50,37 +44,39 @@ from lightning_parallel.pipeline.random_streams import (
     stage_seed,
 )
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
+from lightning_parallel.pipeline.skips import NO_SKIPS, Skip, Skips, StageSkips
 from lightning_parallel.pipeline.stage import (
     REENTRANT,
     CutError,
-    NextStageDryRun,
     PipelineStages,
     StageEnd,
     StageExit,
     StageForward,
-    StageInputs,
 )
+from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring
 
-__all__ = [
-    "MissingLossError",
-    "ScheduleRun",
-    "WeightGradients",
-    "deferring",
-    "loss_of",
-    "split_linears",
-    "weight_gradient_queue",
-]
+__all__ = ["ScheduleRun"]
 
 
 @dataclass
 class _MicrobatchState:
-    """A microbatch between the forward and the backward of one stage."""
+    """A microbatch on one stage, from the moment at which its inputs come to the backward.
 
+    Attributes:
+        layout: Of what was received.
+        values: What was received, as part of the graph; until the forward ends.
+        placeholders: What stood for the arguments among them.
+        captured: The gradients of what was received.
+        roots: Where the backward starts; for the last stage, `loss`.
+        deferred: The weight gradients, between I and W.
+    """
+
+    layout: MessageLayout | None = None
+    values: list[Tensor] = field(default_factory=list)
     roots: list[GradientEdge] = field(default_factory=list)
     loss: Tensor | None = None
     captured: list[Tensor | None] = field(default_factory=list)
-    received: tuple[TensorSpec, ...] = ()
-    placeholders: list[PlaceholderTensor] = field(default_factory=list)
+    placeholders: list[PlaceholderTensor | None] = field(default_factory=list)
     deferred: WeightGradients | None = None
 
 
@@ -101,6 +97,7 @@ class ScheduleRun:
         seed: Of the random numbers that all stages draw, equal on all of them.
         generators: Those that modules keep themselves.
         message_groups: Groups for messages between stages; see `MessageGroups`.
+        skips: What each stage is sent besides the arguments of its first layer; empty for none.
     """
 
     model: PipelineStages
@@ -115,6 +112,7 @@ class ScheduleRun:
     seed: int = 0
     generators: OwnGenerators = field(default_factory=OwnGenerators)
     message_groups: MessageGroups | None = None
+    skips: Skips = ()
 
     def __post_init__(self) -> None:
         self.messages = StageMessages(self.group, self.schedule, self.model.device, self.layouts, self.message_groups)
@@ -163,6 +161,7 @@ class ScheduleRun:
             lambda index, leaves, positions: self._receive(action, state, index, leaves, positions),
             self.model.show,
             lambda number: self._seed(microbatch, number),
+            self._skips_of(stage, lambda skip, placeholder: self._skipped(action, state, skip, placeholder)),
         )
         is_last = stage == self.model.num_stages - 1
         # What the step draws before the layers, such as a mask of the batch, must be the same on all stages.
@@ -177,10 +176,12 @@ class ScheduleRun:
             else:
                 # On any stage but the last, a step that returns has not met the layer that ends it.
                 self._require_end(stage, handler, is_last)
+        # Not longer: the graph keeps what the backward needs.
+        state.values = []
         if is_last:
             self._keep_result(microbatch, state, result)
         else:
-            self._send(stage, microbatch, state, end)
+            self._send(stage, microbatch, state, end, handler.skips)
         if self.training:
             self.states[stage, microbatch] = state
 
@@ -198,27 +199,54 @@ class ScheduleRun:
                 "`BaseException`"
             )
 
+    def _skips_of(self, stage: int, supply: Callable[[Skip, PlaceholderTensor], Tensor | None]) -> StageSkips:
+        if not any(self.skips):
+            return NO_SKIPS
+        is_last = stage + 1 == self.model.num_stages
+        return StageSkips(self.skips[stage], () if is_last else self.skips[stage + 1], supply)
+
     def _receive(
         self, action: Action, state: _MicrobatchState, index: int, leaves: list[Any], positions: list[int]
     ) -> list[Tensor]:
         # Called from inside the user's step, when it reaches the first layer of the stage.
-        message = self.messages.receive_activations(action)
-        placeholders = [leaves[position] for position in positions]
-        self._check(action, message.layout, index, positions, placeholders)
-        # The span of an action begins when its inputs are there, so that waiting shows as idle time.
-        self.open.restart()
+        layout, values = self._inputs(action, state)
+        lacking = [leaves[position] for position in positions]
+        self._check(action, layout, index, positions, lacking)
         if action.stage > 0:
             # From here on each stage draws its own numbers: equal ones would repeat dropout masks from stage to stage.
             seed_torch(stage_seed(self.seed + action.microbatch, action.stage))
-        state.received = message.layout.tensors
-        state.placeholders = placeholders
-        flags = [spec.requires_grad for spec in state.received]
-        if not (self.training and any(flags)):
-            return list(message.tensors)
+        state.placeholders = lacking
+        arguments = values[: len(lacking)]
         # A reentrant checkpoint runs its forward without gradients: the first layer would have no graph to its input.
-        if not torch.is_grad_enabled():
+        if self.training and not torch.is_grad_enabled() and any(value.requires_grad for value in arguments):
             raise CutError(REENTRANT)
-        return list(_Received.apply(self.anchor, state.captured, flags, *message.tensors))
+        return arguments
+
+    def _inputs(self, action: Action, state: _MicrobatchState) -> tuple[MessageLayout, list[Tensor]]:
+        """Receive what the stage before sent, once, when the step needs the first of it."""
+        if state.layout is None:
+            message = self.messages.receive_activations(action)
+            # The span of an action begins when its inputs are there, so that waiting shows as idle time.
+            self.open.restart()
+            state.layout = message.layout
+            state.values = list(message.tensors)
+            flags = [spec.requires_grad for spec in message.layout.tensors]
+            if self.training and any(flags):
+                # Even where the step needs the first of it without gradients, as the output of a teacher.
+                with torch.enable_grad():
+                    state.values = list(_Received.apply(self.anchor, state.captured, flags, *message.tensors))
+        return state.layout, state.values
+
+    def _skipped(
+        self, action: Action, state: _MicrobatchState, skip: Skip, placeholder: PlaceholderTensor
+    ) -> Tensor | None:
+        """Return what has come for a skip connection; None if the stage before did not have it in this step."""
+        layout, values = self._inputs(action, state)
+        if skip not in layout.skips:
+            return None
+        number = len(layout.positions) + layout.skips.index(skip)
+        self._check_shape(action, placeholder, layout.tensors[number])
+        return values[number]
 
     def _check(
         self,
@@ -237,13 +265,16 @@ class ScheduleRun:
                 "the same on every stage. Does it depend on the rank, time, or random numbers drawn before the layers?"
             )
         for placeholder, spec in zip(lacking, layout.tensors):
-            shape, dtype = placeholder.signature
-            if (tuple(shape), dtype) != (spec.shape, spec.dtype):
-                raise RuntimeError(
-                    f"at {action} `{names[index]}` expected {tuple(shape)} {dtype} from {placeholder.provenance}, "
-                    f"got {spec.shape} {spec.dtype}: its shape depends on the data, so that stages before and after "
-                    "the cut disagree"
-                )
+            self._check_shape(action, placeholder, spec)
+
+    def _check_shape(self, action: Action, placeholder: PlaceholderTensor, spec: TensorSpec) -> None:
+        shape, dtype = placeholder.signature
+        if (tuple(shape), dtype) != (spec.shape, spec.dtype):
+            raise RuntimeError(
+                f"at {action} this stage expected {tuple(shape)} {dtype} from {placeholder.provenance}, "
+                f"got {spec.shape} {spec.dtype}: its shape depends on the data, so that stages before and after "
+                "the cut disagree"
+            )
 
     def _keep_result(self, microbatch: int, state: _MicrobatchState, result: Any) -> None:
         for leaf in pytree.tree_leaves(result):
@@ -258,9 +289,10 @@ class ScheduleRun:
         # Detached: an output that is kept must not keep its graph.
         self.outputs[microbatch] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), result)
 
-    def _send(self, stage: int, microbatch: int, state: _MicrobatchState, end: StageEnd) -> None:
-        positions = self._inputs_of_next(stage, microbatch, end).positions
-        tensors = [end.leaves[position] for position in positions]
+    def _send(self, stage: int, microbatch: int, state: _MicrobatchState, end: StageEnd, kept: StageSkips) -> None:
+        positions = self._inputs_of_next(stage, microbatch, end, kept).positions
+        skips = tuple(sorted(kept.kept))
+        tensors = [*(end.leaves[position] for position in positions), *map(kept.kept.__getitem__, skips)]
         for tensor in tensors:
             if isinstance(tensor, PlaceholderTensor):
                 raise PlaceholderError(
@@ -268,13 +300,13 @@ class ScheduleRun:
                     f"stage {stage} does not hold either (a connection that skips over the cut). Pass it through the "
                     "layers as an argument, move the cut (`balance`), or use fewer stages"
                 )
-        layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)), end.line)
+        layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)), end.line, skips)
         # Backward starts at edges of the graph, so that the data of an output can be freed before its gradient comes.
         # An edge keeps a node of C++ alive, such as a view's, but before torch 2.7 no node of a custom function.
         state.roots = [get_gradient_edge(tensor.view_as(tensor)) for tensor in tensors if tensor.requires_grad]
         self.messages.send_activations(stage, microbatch, Message(layout, tuple(tensor.detach() for tensor in tensors)))
 
-    def _inputs_of_next(self, stage: int, microbatch: int, end: StageEnd) -> StageInputs:
+    def _inputs_of_next(self, stage: int, microbatch: int, end: StageEnd, kept: StageSkips) -> StageInputs:
         """Find what the next stage lacks by a dry run of its forward, once per structure of arguments."""
         known = self.stage_inputs.setdefault(stage + 1, [])
         for inputs in known:
@@ -282,7 +314,12 @@ class ScheduleRun:
                 return inputs
         # The same seed as in the forward: a step may draw numbers before the layers that decide what it does.
         handler = NextStageDryRun(
-            stage + 1, self.model.stage_of, self.model.stubs, lambda number: self._seed(microbatch, number)
+            stage + 1,
+            self.model.stage_of,
+            self.model.stubs,
+            lambda number: self._seed(microbatch, number),
+            # Copies, since the step may change them in place.
+            self._skips_of(stage + 1, lambda skip, placeholder: kept.kept[skip].clone() if skip in kept.kept else None),
         )
         self._seed(microbatch)
         with self.model.handled_by(handler), draws_numbers(True), torch.no_grad():
@@ -333,13 +370,16 @@ class ScheduleRun:
 
     def _input_gradients(self, state: _MicrobatchState) -> list[Tensor]:
         """Return the gradients of the received tensors that need one; zeros for those that were not used."""
-        captured = state.captured or [None] * len(state.received)
+        assert state.layout is not None
+        specs = state.layout.tensors
+        captured = state.captured or [None] * len(specs)
         gradients = []
-        for spec, gradient, placeholder in zip(state.received, captured, state.placeholders):
+        for spec, gradient, placeholder in zip_longest(specs, captured, state.placeholders):
             if not spec.requires_grad:
                 continue
             # A custom function that was given the placeholder itself leaves its gradient there, not at the value.
-            parts = [part for part in (gradient, placeholder.own_grad) if part is not None]
+            own = None if placeholder is None else placeholder.own_grad
+            parts = [part for part in (gradient, own) if part is not None]
             if not parts:
                 parts = [torch.zeros(spec.shape, dtype=spec.dtype, device=self.model.device)]
             gradients.append(parts[0] if len(parts) == 1 else parts[0] + parts[1])
@@ -363,138 +403,3 @@ class _Received(Function):
         # Captured here, since only leaves have a `.grad`.
         ctx.captured[:] = gradients
         return (None,) * (3 + len(gradients))
-
-
-class MissingLossError(ValueError):
-    """A training step returned no loss."""
-
-
-def loss_of(result: Any) -> Tensor:
-    """Return the loss of a step's result: the tensor itself, or the entry `loss`, else raise MissingLossError."""
-    loss = result.get("loss") if isinstance(result, Mapping) else result
-    if not isinstance(loss, Tensor):
-        raise MissingLossError(
-            f"expected the step to return its loss, or a dict with the key `loss`, got {type(result).__name__}; "
-            "a pipeline cannot skip a microbatch"
-        )
-    return loss
-
-
-class WeightGradients:
-    """A queue of weight gradients that are computed later."""
-
-    def __init__(self) -> None:
-        self._deferred: list[tuple[Tensor, Callable[[], Tensor]]] = []
-
-    def __len__(self) -> int:
-        return len(self._deferred)
-
-    def defer(self, parameter: Tensor | None, compute: Callable[[], Tensor]) -> bool:
-        """Defer the gradient of `parameter`; returns False if the layer has to compute it now."""
-        # Only a parameter itself can wait. The gradient of a cast or a view of one has to pass through a graph that is
-        # freed by then; so has that of a tensor which hooks recomputed (activation checkpointing).
-        if not isinstance(parameter, nn.Parameter):
-            return False
-        self._deferred.append((parameter, compute))
-        return True
-
-    @torch.no_grad()
-    def compute(self) -> None:
-        """Compute the deferred gradients and accumulate them as a backward pass does: hooks run once per parameter."""
-        deferred, self._deferred = self._deferred, []
-        # Summed before autograd sees them: a layer that ran twice would run its hooks twice.
-        totals: dict[int, tuple[Tensor, Tensor]] = {}
-        for parameter, compute in deferred:
-            gradient = compute()
-            if id(parameter) in totals:
-                gradient = totals[id(parameter)][1] + gradient
-            totals[id(parameter)] = (parameter, gradient)
-        if totals:
-            parameters, gradients = zip(*totals.values())
-            # Through autograd instead of `.grad +=`: data-parallel reduction and the user's hooks wait for it.
-            torch.autograd.backward(parameters, gradients)
-
-
-# Global instead of thread-local: autograd runs backward functions of CUDA tensors on threads of its own.
-_queue: WeightGradients | None = None
-
-
-def weight_gradient_queue() -> WeightGradients | None:
-    """Return the queue for weight gradients; None if they are to be computed now."""
-    return _queue
-
-
-@contextmanager
-def deferring(gradients: WeightGradients) -> Iterator[None]:
-    """Let layers defer their weight gradients to `gradients` during the backward pass in this block."""
-    global _queue
-    before, _queue = _queue, gradients
-    try:
-        yield
-    finally:
-        _queue = before
-
-
-def split_linears(module: nn.Module) -> int:
-    """Make the plain linear layers of `module` take part in split backward passes; returns how many there are."""
-    # A weight that several modules share keeps its ordinary backward, since it has to be complete at once.
-    owners = Counter(id(value) for child in module.modules() for value in parameters_of(child).values())
-    count = 0
-    for child in module.modules():
-        # Subclasses, such as tensor-parallel layers, compute something else.
-        if type(child) is nn.Linear and owners[id(child.weight)] == 1:
-            child.__class__ = _SplitLinear
-            count += 1
-    return count
-
-
-class _SplitLinear(nn.Linear):
-    """`nn.Linear` with a backward that can defer the gradients of its weight and bias."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return nn.functional.linear(x, self.weight, self.bias)
-        # As autocast does inside `linear`, which leaves double precision alone, but before x is saved: backward
-        # multiplies it by a gradient of that dtype.
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return _Linear.apply(x, self.weight, self.bias)
-
-    def _get_name(self) -> str:
-        return "Linear"
-
-
-class _Linear(Function):
-    """y = x W^T + b; backward computes the gradients of W and b now, or defers them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        # Saved tensors come back as other objects under unpacking hooks; only here is known which are parameters.
-        ctx.leaves = [leaf if isinstance(leaf, nn.Parameter) else None for leaf in (weight, bias)]
-        # What is not 2-D comes out as a view, which autograd lets nobody change in place after a custom function.
-        return nn.functional.linear(x, weight, bias).detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight, bias = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        dx = gradient @ weight.to(gradient.dtype) if wants_x else None
-        flat = gradient.flatten(0, -2) if gradient.dim() > 1 else gradient[None]
-
-        def weight_gradient() -> Tensor:
-            inputs = x.flatten(0, -2) if x.dim() > 1 else x[None]
-            return (flat.t() @ inputs).to(weight.dtype)
-
-        def bias_gradient() -> Tensor:
-            return flat.sum(0).to(bias.dtype)
-
-        queue = weight_gradient_queue()
-        dw = None
-        db = None
-        if wants_weight and (queue is None or not queue.defer(ctx.leaves[0], weight_gradient)):
-            dw = weight_gradient()
-        if wants_bias and (queue is None or not queue.defer(ctx.leaves[1], bias_gradient)):
-            db = bias_gradient()
-        return dx, dw, db

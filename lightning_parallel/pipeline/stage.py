@@ -35,20 +35,20 @@ from lightning_parallel.pipeline.interception import (
 from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
 from lightning_parallel.pipeline.p2p import line_of_step
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParameter
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, UnknownValue, missing, reveal
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, missing, reveal
 from lightning_parallel.pipeline.random_streams import seeded
+from lightning_parallel.pipeline.skips import NO_SKIPS, StageSkips
 from lightning_parallel.pipeline.stubs import StubOutputs, free_parameters
+from lightning_parallel.pipeline.unknown_value import UnknownValue
 
 __all__ = [
     "REENTRANT",
     "CutError",
     "InterceptedModel",
-    "NextStageDryRun",
     "PipelineStages",
     "StageEnd",
     "StageExit",
     "StageForward",
-    "StageInputs",
     "are_tensors",
     "positions_to_receive",
 ]
@@ -102,6 +102,7 @@ class StageForward:
         receive: Called once, at the first layer that is not of an earlier stage.
         on_entry: Called just before that.
         after_outer_call: Called with the number of calls of outer modules so far, until the first layer is called.
+        skips: What this stage gets and gives besides the arguments of layers.
 
     Attributes:
         entered: Whether the stage has its inputs.
@@ -116,6 +117,7 @@ class StageForward:
         receive: Receive,
         on_entry: Callable[[], None] = lambda: None,
         after_outer_call: Callable[[int], None] = lambda number: None,
+        skips: StageSkips = NO_SKIPS,
     ) -> None:
         self.stage = stage
         self.stage_of = stage_of
@@ -123,6 +125,7 @@ class StageForward:
         self.receive = receive
         self.on_entry = on_entry
         self.after_outer_call = after_outer_call
+        self.skips = skips
         self.outer_calls = 0
         # The first stage receives nothing: its inputs are in the batch.
         self.entered = stage == 0
@@ -135,7 +138,7 @@ class StageForward:
         self._require_order(call.site, index)
         stage = self.stage_of[index]
         if stage < self.stage:
-            return self._infer(call)
+            return self.skips.call(call, self._infer)
         if not self.entered:
             arguments = self._enter(index, call)
         else:
@@ -145,7 +148,7 @@ class StageForward:
             leaves, tree = pytree.tree_flatten(arguments)
             raise StageExit(StageEnd(index, leaves, tree, line_of_step()))
         _require_data(call.site.name, arguments)
-        return self._run(call.with_arguments(arguments))
+        return self.skips.call(call.with_arguments(arguments), self._run)
 
     def outer_module(self, call: Call) -> Any:
         """Infer before the stage is entered, run afterwards."""
@@ -157,7 +160,7 @@ class StageForward:
 
     def _outer_result(self, call: Call) -> Any:
         if not self.entered:
-            return self._infer(call)
+            return self.skips.call(call, self._infer)
         if not call.site.present:
             raise CutError(
                 f"`{call.site.name}` is called on pipeline stage {self.stage}, which does not hold it: the first step "
@@ -165,7 +168,7 @@ class StageForward:
             )
         arguments = reveal(call.args), reveal(call.kwargs)
         _require_data(call.site.name, arguments)
-        return self._run(call.with_arguments(arguments))
+        return self.skips.call(call.with_arguments(arguments), self._run)
 
     def _infer(self, call: Call) -> Any:
         return self.stubs.infer(call)
@@ -192,48 +195,6 @@ class StageForward:
             leaves[position].receive(value)
         self.entered = True
         return reveal(call.args), reveal(call.kwargs)
-
-
-@dataclass(frozen=True)
-class StageInputs:
-    """What a stage lacks when it is entered.
-
-    Attributes:
-        index: The layer at which it is entered.
-        tree: Structure of the layer's arguments.
-        kinds: Which of their leaves are tensors.
-        positions: The leaves to be received.
-    """
-
-    index: int
-    tree: pytree.TreeSpec
-    kinds: tuple[bool, ...]
-    positions: tuple[int, ...]
-
-    @classmethod
-    def at(cls, end: StageEnd) -> StageInputs:
-        """Read off where a dry run of the stage ended."""
-        return cls(end.index, end.tree, are_tensors(end.leaves), tuple(positions_to_receive(end.leaves)))
-
-    def fits(self, index: int, leaves: list[Any], tree: pytree.TreeSpec) -> bool:
-        """Tell whether this was found for a call with arguments of this structure."""
-        return self.index == index and self.kinds == are_tensors(leaves) and self.tree == tree
-
-
-class NextStageDryRun(StageForward):
-    """The next stage's forward up to its entry, run here without data to learn what that stage lacks."""
-
-    def __init__(
-        self, stage: int, stage_of: tuple[int, ...], stubs: StubOutputs, after_outer_call: Callable[[int], None]
-    ) -> None:
-        super().__init__(stage, stage_of, stubs, self._receive_nothing, after_outer_call=after_outer_call)
-
-    def _enter(self, index: int, call: Call) -> tuple[Any, Any]:
-        leaves, tree = pytree.tree_flatten((call.args, call.kwargs))
-        raise StageExit(StageEnd(index, leaves, tree))
-
-    def _receive_nothing(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
-        raise AssertionError("a dry run receives nothing")
 
 
 def positions_to_receive(leaves: list[Any]) -> list[int]:
@@ -264,7 +225,8 @@ def _require_data(name: str, arguments: Any) -> None:
         raise CutError(
             f"`{name}` needs {placeholder.provenance}, which is on an earlier pipeline stage and is not handed on with "
             "the arguments of this stage's first layer: a connection that skips over the cut. Move it (a residual "
-            "addition, say) into the layers, pass it to them as an argument, or cut elsewhere (`balance`, fewer stages)"
+            "addition, say) into the layers, pass it to them as an argument, or cut elsewhere (`balance`)",
+            [placeholder],
         )
 
 
@@ -295,6 +257,7 @@ class InterceptedModel:
         is_here: Tells whether this rank holds a layer (by its index) or an outer module (by its name).
 
     Attributes:
+        module: The model.
         active: The handler in use.
         outer: Where the modules outside of the layers are intercepted.
     """
@@ -302,6 +265,7 @@ class InterceptedModel:
     def __init__(
         self, module: nn.Module, stack: LayerStack, is_here: Callable[[int | str], bool] = lambda _: True
     ) -> None:
+        self.module = module
         self.active = ActiveHandler()
         self.intercepted = list(stack.layers)
         self.outer: list[CallSite] = []
@@ -351,6 +315,7 @@ class PipelineStages:
         num_stages: Stages of the whole pipeline.
         tied: Name of each parameter that several ranks hold -> where it is.
         stubs: Outputs of modules of other stages.
+        sites: Where calls are intercepted.
         outside_of_layers: All modules but the layers and what is in them.
     """
 
@@ -368,7 +333,7 @@ class PipelineStages:
         # Before parameters are freed, as ties are found by identity.
         self.tied = self._find_tied()
         # Also before: a module whose parameters are gone is recognized by its site.
-        self._intercepted = InterceptedModel(module, stack, self._holds)
+        self.sites = InterceptedModel(module, stack, self._holds)
         self._free(stack)
         # After: only parameters that are still registered have to be hidden.
         self._hidden = self._stand_ins(stack)
@@ -377,12 +342,12 @@ class PipelineStages:
     @property
     def active(self) -> ActiveHandler:
         """What decides about calls; it has a handler while a stage runs a step."""
-        return self._intercepted.active
+        return self.sites.active
 
     @property
     def outer_names(self) -> list[str]:
         """Names of the intercepted modules outside of the layers, which draw from streams of their own."""
-        return [site.name for site in self._intercepted.outer]
+        return [site.name for site in self.sites.outer]
 
     @contextmanager
     def handled_by(self, handler: Any) -> Iterator[None]:
@@ -394,13 +359,16 @@ class PipelineStages:
         if not handler.entered:
             self._hide()
         try:
-            with self._intercepted.active.use(handler):
+            if handler.skips.with_parameters:
+                handler.skips.receive_parameters(self._lacking_parameters())
+                handler.skips.keep_parameters(dict(self.module.named_parameters()))
+            with self.sites.active.use(handler):
                 yield
         finally:
             for child, name, placeholder in freed:
                 child.__dict__[name] = placeholder
             # The step may have been left in the middle, by `StageExit` or an error.
-            self._intercepted.restore_forwards()
+            self.sites.restore_forwards()
             self.show()
             self.stubs.forget_arguments()
 
@@ -435,6 +403,15 @@ class PipelineStages:
         # So does the stage before, which finds out by a dry run what this one lacks.
         for module, name, placeholder in self._hidden:
             module.__dict__[name] = copy.deepcopy(placeholder)
+
+    def _lacking_parameters(self) -> dict[str, list[PlaceholderTensor]]:
+        """Return what stands for parameters now, by name."""
+        found: dict[str, list[PlaceholderTensor]] = {}
+        for child in self.module.modules():
+            for value in vars(child).values():
+                if type(value) is PlaceholderTensor and value.parameter is not None:
+                    found.setdefault(value.parameter, []).append(value)
+        return found
 
     def _find_tied(self) -> dict[str, TiedParameter]:
         names: dict[int, list[str]] = {}
@@ -484,12 +461,14 @@ class PipelineStages:
     def _stand_ins(self, stack: LayerStack) -> list[tuple[nn.Module, str, PlaceholderTensor]]:
         """Return placeholders for the parameters held here outside of the layers, which a step may read directly."""
         inside = {id(child) for layer in stack.layers for child in layer.modules()}
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         stand_ins = []
         for child in self.module.modules():
             if id(child) in inside:
                 continue
             for name, parameter in parameters_of(child).items():
                 if parameter is not None:
-                    placeholder = PlaceholderTensor.like(parameter, f"the parameter `{name}`", self.device)
+                    full = names[id(parameter)]
+                    placeholder = PlaceholderTensor.like(parameter, f"the parameter `{full}`", self.device, full)
                     stand_ins.append((child, name, placeholder))
         return stand_ins

@@ -33,8 +33,9 @@ from lightning_parallel.pipeline.interception import (
     replaced,
     run_variant,
 )
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, UnknownValue, draws_numbers
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers
 from lightning_parallel.pipeline.random_streams import random_state_kept
+from lightning_parallel.pipeline.unknown_value import UnknownValue
 
 __all__ = ["StubOutputs", "autocast_dtype", "copy_args", "free_parameters", "named_placeholders", "stubbed"]
 

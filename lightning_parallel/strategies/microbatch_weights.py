@@ -31,6 +31,7 @@ from lightning_parallel.pipeline.microbatch import (
     SplitBatch,
     entries_of,
     few_samples,
+    loss_of,
     map_tensors,
     num_samples,
     split_batch,
@@ -38,7 +39,6 @@ from lightning_parallel.pipeline.microbatch import (
 )
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.random_streams import seed_torch
-from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.strategies.pinned import doubled, in_double
 from lightning_parallel.strategies.step_effects import buffers_kept
 

@@ -31,13 +31,13 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
-from lightning_parallel.pipeline.microbatch import StepResult, merge_outputs, num_samples
+from lightning_parallel.pipeline.microbatch import StepResult, loss_of, merge_outputs, num_samples
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
-from lightning_parallel.pipeline.runtime import loss_of
+from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit
 from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
 from lightning_parallel.strategies.setup import PipelineOptions
-from lightning_parallel.strategies.step_effects import StepEffects, to_device
+from lightning_parallel.strategies.step_effects import StepEffects, buffers_kept, side_effects_discarded, to_device
 from lightning_parallel.tensor.audit import StepAudit
 
 __all__ = ["PipelineSteps", "share_metrics"]
@@ -62,6 +62,7 @@ class PipelineSteps:
         self.device = device
         self._engine: PipelineEngine | None = None
         self._positional: dict[str, int] = {}
+        self._skips: dict[Any, Skips] = {}
         self._step_gradients: dict[nn.Parameter, Tensor | None] = {}
         self._gradients_are_watched = False
         self._is_running = False
@@ -156,7 +157,13 @@ class PipelineSteps:
 
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `validation_step`, `test_step` or `predict_step`."""
-        return self._run(name, args, kwargs, None)
+        # By the loader, too: a step may do something else with each.
+        kind = (name, *args[2:], *kwargs.values())
+        if kind not in self._skips:
+            batch, *rest = args
+            with side_effects_discarded(self.module), buffers_kept(self.module):
+                self._skips[kind] = self.engine.find_skips(self._step(name, tuple(rest), kwargs), batch)
+        return self._run(name, args, kwargs, None, self._skips[kind])
 
     def _step(self, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
         """Return the module's own step, for one microbatch."""
@@ -178,7 +185,14 @@ class PipelineSteps:
 
         return step
 
-    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], audit: StepAudit | None) -> Any:
+    def _run(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        audit: StepAudit | None,
+        skips: Skips | None = None,
+    ) -> Any:
         """Run a step on the microbatches of a batch; its result and its effects are those on the whole batch."""
         batch, *rest = args
         effects = StepEffects(self.module)
@@ -193,7 +207,7 @@ class PipelineSteps:
                 # Tied gradients are summed in `backward`, after their means over the replicas.
                 result = self.engine.forward_backward(step, batch, scale=self.gradient_scale(), synchronize=False)
             else:
-                result = self.engine.forward(step, batch)
+                result = self.engine.forward(step, batch, skips=skips)
         finally:
             self._is_running = False
             torch.set_rng_state(state)

@@ -29,7 +29,8 @@ from lightning_parallel.compat.lightning import (
 )
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.microbatch import merge_entries, merge_outputs, reduce_logged
-from lightning_parallel.pipeline.placeholder import in_dry_run, missing, require_known
+from lightning_parallel.pipeline.placeholder import in_dry_run, missing
+from lightning_parallel.pipeline.unknown_value import require_known
 from lightning_parallel.strategies.step_state import (
     MEANS,
     MISSING,

@@ -24,10 +24,9 @@ from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import dispatch_modes_suspended
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.microbatch import map_tensors
+from lightning_parallel.pipeline.microbatch import loss_of, map_tensors
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.random_streams import OwnGenerators, random_state_kept, seed_all
-from lightning_parallel.pipeline.runtime import loss_of
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.strategies.observed_step import (
     ModuleTrace,

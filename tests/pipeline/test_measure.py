@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_parallel import comm
-from lightning_parallel.pipeline import runtime
+from lightning_parallel.pipeline import weight_gradients
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.layer_stack import find_layer_stack
 from lightning_parallel.pipeline.measure import count_parameters, measure, measure_link
@@ -73,7 +73,7 @@ class _Product(torch.autograd.Function):
             time.sleep(0.03)
             return gradient.sum(0)
 
-        (weight,), waiting = ctx.saved_tensors, runtime.weight_gradient_queue()
+        (weight,), waiting = ctx.saved_tensors, weight_gradients.weight_gradient_queue()
         time.sleep(0.01)
         if ctx.may_wait and waiting is not None and waiting.defer(ctx.parameter, compute):
             return gradient * weight, None, None

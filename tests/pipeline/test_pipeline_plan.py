@@ -109,7 +109,7 @@ def test_plans_that_cannot_be_saved_or_read_are_refused():
     custom = Schedule.from_rows(schedule.rows)
     with pytest.raises(ValueError, match="schedule `custom` cannot be saved; name one of"):
         plan_of("mlp", custom).to_dict()
-    with pytest.raises(ValueError, match="version 1, got 7"):
+    with pytest.raises(ValueError, match="version 2, got 7"):
         PipelinePlan.from_dict({**plan_of("mlp", schedule).to_dict(), "version": 7})
 
 

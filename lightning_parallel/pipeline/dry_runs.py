@@ -1,0 +1,360 @@
+"""Runs of stages without data, to learn what each lacks: the arguments of its first layer, and skip connections.
+
+`dry_run_stages` tries a whole cut before anything is communicated. A value that a stage needs and that is made on an
+earlier one is added to what is sent, until every stage gets through; a stage that would not even so is refused, with
+what it lacks. `NextStageDryRun` is one stage's, in training: it finds the arguments for a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.compat.torch import pytree
+from lightning_parallel.pipeline.interception import Call
+from lightning_parallel.pipeline.microbatch import MissingLossError
+from lightning_parallel.pipeline.pipeline_plan import TensorLayout
+from lightning_parallel.pipeline.placeholder import PlaceholderTensor, dry_run, inside_module, missing
+from lightning_parallel.pipeline.skips import Skip, Skips, StageSkips
+from lightning_parallel.pipeline.stage import (
+    REENTRANT,
+    CutError,
+    InterceptedModel,
+    StageEnd,
+    StageExit,
+    StageForward,
+    are_tensors,
+    positions_to_receive,
+)
+from lightning_parallel.pipeline.stubs import StubOutputs, named_placeholders
+
+__all__ = ["Boundaries", "NextStageDryRun", "Places", "StageInputs", "dry_run_stages"]
+
+Boundaries = tuple[tuple[TensorLayout, ...], ...]
+"""The layouts of the tensors that pass from each stage to the next."""
+
+
+@dataclass(frozen=True)
+class StageInputs:
+    """What a stage lacks when it is entered.
+
+    Attributes:
+        index: The layer at which it is entered.
+        tree: Structure of the layer's arguments.
+        kinds: Which of their leaves are tensors.
+        positions: The leaves to be received.
+    """
+
+    index: int
+    tree: pytree.TreeSpec
+    kinds: tuple[bool, ...]
+    positions: tuple[int, ...]
+
+    @classmethod
+    def at(cls, end: StageEnd) -> StageInputs:
+        """Read off where a dry run of the stage ended."""
+        return cls(end.index, end.tree, are_tensors(end.leaves), tuple(positions_to_receive(end.leaves)))
+
+    def fits(self, index: int, leaves: list[Any], tree: pytree.TreeSpec) -> bool:
+        """Tell whether this was found for a call with arguments of this structure."""
+        return self.index == index and self.kinds == are_tensors(leaves) and self.tree == tree
+
+
+class NextStageDryRun(StageForward):
+    """The next stage's forward up to its entry, run here without data to learn what that stage lacks."""
+
+    def __init__(
+        self,
+        stage: int,
+        stage_of: tuple[int, ...],
+        stubs: StubOutputs,
+        after_outer_call: Callable[[int], None],
+        skips: StageSkips,
+    ) -> None:
+        super().__init__(stage, stage_of, stubs, self._receive_nothing, after_outer_call=after_outer_call, skips=skips)
+
+    def _enter(self, index: int, call: Call) -> tuple[Any, Any]:
+        leaves, tree = pytree.tree_flatten((call.args, call.kwargs))
+        raise StageExit(StageEnd(index, leaves, tree))
+
+    def _receive_nothing(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
+        raise AssertionError("a dry run receives nothing")
+
+
+@dataclass(frozen=True)
+class Places:
+    """What each stage of a cut holds.
+
+    Attributes:
+        stage_of: The stage of each layer.
+        parameter_stages: The stages of each parameter, by name.
+        module_stages: The stages of each module outside of the layers, by name.
+    """
+
+    stage_of: tuple[int, ...]
+    parameter_stages: Mapping[str, tuple[int, ...]]
+    module_stages: Mapping[str, tuple[int, ...]]
+
+
+def dry_run_stages(
+    sites: InterceptedModel, places: Places, step: Callable[[Any], Any], microbatch: Any, device: torch.device
+) -> tuple[Boundaries, Skips]:
+    """Run each stage alone on placeholders, and find what it has to be sent.
+
+    Args:
+        sites: The model.
+        places: How it is cut.
+        step: The user's step.
+        microbatch: A part of a batch.
+        device: Where the stages will compute.
+
+    Raises:
+        ValueError: If a stage cannot reach its layers, or needs what cannot be sent; with the reason.
+    """
+    with dry_run(), named_placeholders(sites.module, device) as placeholders, _held_again(sites):
+        trial = _Trial(sites, places, step, microbatch, StubOutputs(device, repeats=True), placeholders)
+        trial.run()
+    return tuple(run.received for run in trial.runs[1:]), tuple(tuple(sorted(skips)) for skips in trial.skips)
+
+
+@contextmanager
+def _held_again(sites: InterceptedModel) -> Iterator[None]:
+    """Restore which modules this rank holds after the block."""
+    before = [site.present for site in sites.outer]
+    try:
+        yield
+    finally:
+        for site, present in zip(sites.outer, before):
+            site.present = present
+
+
+class _Trial:
+    """The dry runs of all stages; see `dry_run_stages`.
+
+    Attributes:
+        runs: The last run of each stage.
+        skips: What each stage is sent besides the arguments of its first layer.
+    """
+
+    def __init__(
+        self,
+        sites: InterceptedModel,
+        places: Places,
+        step: Callable[[Any], Any],
+        microbatch: Any,
+        stubs: StubOutputs,
+        placeholders: list[PlaceholderTensor],
+    ) -> None:
+        self.sites = sites
+        self.places = places
+        self.step = step
+        self.microbatch = microbatch
+        self.stubs = stubs
+        self.placeholders = placeholders
+        self.runs: list[_StageDryRun] = []
+        self.skips: list[set[Skip]] = [set() for _ in range(places.stage_of[-1] + 1)]
+        self._made: dict[Skip, int] = {}
+        for placeholder in placeholders:
+            skip = Skip(str(placeholder.parameter))
+            placeholder.sources = frozenset([skip])
+            self._made[skip] = min(places.parameter_stages[skip.name])
+
+    def run(self) -> None:
+        """Run the stages one after the other, from the one where a value is made again whenever it has to be sent."""
+        while len(self.runs) < len(self.skips):
+            stage = len(self.runs)
+            run = self._run(stage)
+            if run.failure is not None:
+                self._send_along(stage, run.failure)
+                continue
+            for skip in run.made:
+                self._made.setdefault(skip, stage)
+            # What a stage has to receive, the stage before must have; each run alone cannot see that.
+            not_held = self.runs[-1].not_held if stage else {}
+            self.runs.append(run)
+            for placeholder in [not_held[position] for position in run.entry if position in not_held]:
+                reason = (
+                    f"stage {stage} needs {placeholder.provenance}, which is on an earlier stage and does not pass "
+                    f"through stage {stage - 1}: a connection that skips over the cut. Pass it through the layers as "
+                    "an argument, or cut elsewhere (`balance`, fewer stages)"
+                )
+                self._send_along(stage - 1, _Failure(reason, placeholder.sources))
+                break
+
+    def _run(self, stage: int) -> _StageDryRun:
+        places = self.places
+        # Modules of other stages become stubs, as they will be in training.
+        for site in self.sites.outer:
+            site.present = stage in places.module_stages[site.name]
+        here = {name for name, stages in places.parameter_stages.items() if stage in stages}
+        sent = {skip.name for skip in self.skips[stage] if skip.is_parameter}
+        for placeholder in self.placeholders:
+            placeholder.available = placeholder.parameter in sent
+        held = [placeholder for placeholder in self.placeholders if placeholder.parameter in here]
+        run = _StageDryRun(stage, places.stage_of, self.stubs, held, self.skips[stage])
+        try:
+            run.run(self.step, self.microbatch, self.sites)
+        finally:
+            # All stages run on the same placeholders, and the next one holds others.
+            for placeholder in self.placeholders:
+                placeholder.available = False
+        return run
+
+    def _send_along(self, stage: int, failure: _Failure) -> None:
+        """Let what `stage` lacks pass through all stages from where it is made, and go back to the first of them.
+
+        Raises:
+            ValueError: If that does not help.
+        """
+        before = sum(map(len, self.skips))
+        if all(self._made.get(skip, stage) < stage for skip in failure.sources):
+            for skip in failure.sources:
+                for later in range(self._made[skip] + 1, stage + 1):
+                    self.skips[later].add(skip)
+                    del self.runs[later:]
+        if sum(map(len, self.skips)) == before:
+            raise ValueError(failure.reason) from failure.cause
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a stage cannot be run.
+
+    Attributes:
+        reason: For the user.
+        sources: What it lacks.
+        cause: The exception, if there was one.
+    """
+
+    reason: str
+    sources: frozenset[Skip]
+    cause: Exception | None = None
+
+
+class _StageDryRun(StageForward):
+    """A stage's forward on placeholders; from its entry on, those for data that it would have are available.
+
+    Args:
+        held: Placeholders of its parameters.
+        sent: What it is sent besides the arguments of its first layer.
+
+    Attributes:
+        entry: Positions of its first layer's arguments that it has to receive.
+        received: The layouts of what it receives.
+        made: What it could send.
+        not_held: Position of each argument of the next stage's first layer that it does not have.
+        failure: Why it cannot be run.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        stage_of: tuple[int, ...],
+        stubs: StubOutputs,
+        held: list[PlaceholderTensor],
+        sent: set[Skip],
+    ) -> None:
+        super().__init__(stage, stage_of, stubs, self._pretend_to_receive)
+        self.held = held
+        self.sent = sent
+        self.entry: list[int] = []
+        self.made: set[Skip] = set()
+        self.not_held: dict[int, PlaceholderTensor] = {}
+        self.failure: _Failure | None = None
+        self._arguments: tuple[TensorLayout, ...] = ()
+        self._skipped: dict[Skip, TensorLayout] = {}
+        self._calls: Counter[str] = Counter()
+
+    @property
+    def received(self) -> tuple[TensorLayout, ...]:
+        return (*self._arguments, *(self._skipped[skip] for skip in sorted(self._skipped)))
+
+    def run(self, step: Callable[[Any], Any], microbatch: Any, sites: InterceptedModel) -> None:
+        """Run the stage.
+
+        Raises:
+            MissingLossError: If the step returns no loss.
+        """
+        if self.entered:
+            self._mark_held()
+        try:
+            with sites.handled_by(self):
+                result = step(microbatch)
+        except StageExit as exit_:
+            self.not_held = {position: leaf for position, leaf in enumerate(exit_.end.leaves) if missing(leaf)}
+        except MissingLossError:
+            raise
+        except Exception as error:
+            # Once it has data, the step may branch on them, which a dry run cannot follow.
+            if not self.entered or isinstance(error, CutError) or getattr(error, "is_missing", False):
+                reason = f"cannot run stage {self.stage} of the pipeline on its own: {error}"
+                self.failure = _Failure(reason, getattr(error, "sources", frozenset()), error)
+        else:
+            unknown = next(filter(missing, pytree.tree_leaves(result)), None)
+            if unknown is not None:
+                reason = (
+                    f"the step returns something made of {unknown.provenance}, which is on an earlier pipeline stage; "
+                    "compute the loss from what the layers return"
+                )
+                self.failure = _Failure(reason, unknown.sources)
+
+    def _pretend_to_receive(self, index: int, leaves: list[Any], positions: list[int]) -> list[Tensor]:
+        wanted = [leaves[position] for position in positions]
+        # Inside a reentrant checkpoint there is no graph, so no gradient would reach what is received here.
+        if not torch.is_grad_enabled() and any(placeholder.requires_grad for placeholder in wanted):
+            raise CutError(REENTRANT)
+        self.entry = positions
+        self._arguments = tuple(_layout_of(placeholder) for placeholder in wanted)
+        self._mark_held()
+        return [PlaceholderTensor(value.meta, value.device, value.provenance, available=True) for value in wanted]
+
+    def _mark_held(self) -> None:
+        for placeholder in self.held:
+            placeholder.available = True
+
+    def _infer(self, call: Call) -> Any:
+        number = self._next_number(call)
+        # What it computes inside, and a hook collects, is not known here: only what it returns can be sent.
+        with inside_module(Skip(call.site.name, number, -1)):
+            output = super()._infer(call)
+        leaves, tree = pytree.tree_flatten(output)
+        given = {id(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs))}
+        for position, leaf in enumerate(leaves):
+            if type(leaf) is PlaceholderTensor:
+                skip = Skip(call.site.name, number, position)
+                if skip in self.sent:
+                    self._skipped[skip] = _layout_of(leaf)
+                    leaf = PlaceholderTensor(leaf.meta, leaf.device, leaf.provenance, available=True)
+                elif id(leaf) not in given:
+                    leaf.sources = frozenset([skip])
+                leaves[position] = _differentiable(leaf) if torch.is_grad_enabled() else leaf
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _run(self, call: Call) -> Any:
+        number = self._next_number(call)
+        # In a real run the outputs of the stage's own modules are there, so what is made of them is not missing.
+        output = self.stubs.run_stub(call, available=True)
+        leaves = enumerate(pytree.tree_leaves(output))
+        self.made |= {Skip(call.site.name, number, position) for position, leaf in leaves if isinstance(leaf, Tensor)}
+        return output
+
+    def _next_number(self, call: Call) -> int:
+        self._calls[call.site.name] += 1
+        return self._calls[call.site.name] - 1
+
+
+def _layout_of(placeholder: PlaceholderTensor) -> TensorLayout:
+    shape, dtype = placeholder.signature
+    return TensorLayout(tuple(shape), str(dtype).removeprefix("torch."))
+
+
+def _differentiable(placeholder: PlaceholderTensor) -> Tensor:
+    """Return a placeholder that requires a gradient and is no leaf, like the output of a layer with parameters."""
+    # In a real run these outputs have a graph on their own stage, so what is received may require a gradient.
+    return placeholder.requires_grad_() * 1 if placeholder.signature[1].is_floating_point else placeholder
