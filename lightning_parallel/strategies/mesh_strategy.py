@@ -57,9 +57,9 @@ from lightning_parallel.strategies.setup import (
     cut_stages,
     save_plan,
     shard_tensors,
-    show_stages,
 )
 from lightning_parallel.strategies.skeleton import close_skeleton, keep_skeleton
+from lightning_parallel.strategies.stage_table import show_stages
 from lightning_parallel.strategies.step_effects import side_effects_discarded
 from lightning_parallel.strategies.step_runs import StepRuns
 from lightning_parallel.strategies.whole import Restore, divide_again, end_run

@@ -18,9 +18,7 @@ from typing import Any, Literal, Optional, Union
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from rich import box
-from rich.table import Table
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_parallel import comm
@@ -37,29 +35,25 @@ from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, spli
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
-from lightning_parallel.pipeline.search import Balance, Choice, Workload, choose_schedule
-from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.pipeline.search import Balance, Workload, choose_schedule
 from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument
 from lightning_parallel.strategies.message_order import MessageOrder
 from lightning_parallel.strategies.microbatch_weights import find_microbatch_weight
+from lightning_parallel.strategies.stage_table import choice_table, print_table
 from lightning_parallel.strategies.step_effects import buffers_kept
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
 from lightning_parallel.tensor.plan_table import sharding_table
-from lightning_parallel.tracing.spans import bytes_text, seconds_text, show
 
 __all__ = [
     "PLAN_FILE",
     "PipelineOptions",
     "TensorOptions",
-    "choice_table",
     "cut_stages",
     "message_groups",
     "save_plan",
     "shard_tensors",
-    "show_stages",
-    "stage_table",
 ]
 
 PLAN_FILE = "pipeline_plan.json"  # in the folder of a checkpoint; a resumed run takes its plan from it
@@ -169,7 +163,7 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     state.order = MessageOrder(group)
     state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))
     state.tensor_ranks, state.rules = group.ranks, rules_by_name(module, sharding.shards)
-    _print(sharding_table(module, sharding, group.size))
+    print_table(sharding_table(module, sharding, group.size))
     return sharding
 
 
@@ -323,7 +317,7 @@ def _plan(
     def choose(costs: Costs) -> Schedule:
         workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)
         choice = choose_schedule(workload, ranks, counts, memory_limit_bytes=options.memory_limit_bytes)
-        _print(choice_table(choice))
+        print_table(choice_table(choice))
         return choice.best.schedule
 
     schedule: Schedule | Callable[[Costs], Schedule] = choose
@@ -410,91 +404,3 @@ def _samples(parts: Sequence[Any]) -> int | None:
         return sum(num_samples(part) for part in parts)
     except ValueError:
         return None
-
-
-# ------------------------------------------------------------------------------------------------------------ tables
-
-
-@rank_zero_only
-def _print(shown: Any) -> None:
-    show(shown)
-
-
-def show_stages(plan: PipelinePlan, copies: float) -> None:
-    """Print the stage table on rank zero."""
-    _print(stage_table(plan, copies))
-
-
-_SHOWN = 8
-_MOST_NAMES = 3
-
-
-def stage_table(plan: PipelinePlan, copies: float) -> Table:
-    """Show what each stage holds, its predicted share of the time, and its memory; the predicted step below.
-
-    Memory is parameters, gradients, the optimizer's state, and the activations held at once.
-
-    Args:
-        plan: How the model is divided.
-        copies: Bytes held for each byte of a trained parameter.
-    """
-    schedule = plan.schedule
-    costs = plan.stage_costs
-    total_s = sum(cost.total_s for cost in costs)
-    table = Table(
-        title=f"{plan.model} in {schedule.num_stages} pipeline stages: {schedule.name}, "
-        f"{schedule.num_microbatches} microbatches",
-        caption=_caption(plan, copies) if total_s else None,
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
-    )
-    for header in ("stage", "rank", "modules", "parameters", *(["time", "activations"] if total_s else []), "memory"):
-        table.add_column(header, justify="left" if header == "modules" else "right", no_wrap=header != "modules")
-    for stage, cost in enumerate(costs):
-        held_bytes, activation_bytes = plan.stage_bytes(stage, copies)
-        row = [str(stage), str(schedule.stage_ranks[stage]), _modules(plan, stage), f"{plan.stage_parameters(stage):,}"]
-        if total_s:
-            row.append(f"{cost.total_s / total_s:.0%}")
-            row.append(f"{plan.in_flight(stage)} x {bytes_text(cost.activation_bytes)}")
-        table.add_row(*row, bytes_text(held_bytes + activation_bytes))
-    return table
-
-
-def _modules(plan: PipelinePlan, stage: int) -> str:
-    """Name the layers of a stage, and what it holds before and after them."""
-    first, last = plan.layer_range(stage)
-    container, _, number = last.rpartition(".")
-    shown = first
-    if first != last:
-        shown = f"{first} .. {number if first.startswith(f'{container}.') else last}"
-    owners = plan.outer_names(stage)
-    if len(owners) > _MOST_NAMES:
-        owners = [*owners[: _MOST_NAMES - 1], f"{len(owners) - _MOST_NAMES + 1} more"]
-    return ", ".join([*owners, shown] if stage == 0 else [shown, *owners])
-
-
-def _caption(plan: PipelinePlan, copies: float) -> str:
-    costs = [
-        # The plan had to assume an optimizer's state; by now it is known.
-        replace(cost, resident_bytes=plan.stage_bytes(stage, copies)[0])
-        for stage, cost in enumerate(plan.stage_costs)
-    ]
-    timeline = simulate(plan.schedule, costs, plan.link)
-    return (
-        f"predicted: {seconds_text(timeline.makespan_s)} a step, bubble {timeline.bubble_fraction:.0%}, "
-        f"at most {bytes_text(max(timeline.memory_peaks(costs)))} on a rank"
-    )
-
-
-def choice_table(choice: Choice) -> Table:
-    """Show the schedules that were compared, best first."""
-    table = Table(title="schedules compared by simulation with measured costs", box=box.SIMPLE_HEAD)
-    for header in choice.HEADER:
-        table.add_column(header, justify="left" if header == "schedule" else "right")
-    for row in choice.rows()[:_SHOWN]:
-        table.add_row(*row)
-    left_out = len(choice.candidates) - _SHOWN
-    if left_out > 0:
-        table.caption = f"and {left_out} slower ones"
-    return table

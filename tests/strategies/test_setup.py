@@ -7,7 +7,7 @@ from rich.console import Console
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Link, simulate
-from lightning_parallel.strategies.setup import stage_table
+from lightning_parallel.strategies.stage_table import stage_table
 from lightning_parallel.tracing.spans import seconds_text
 from tests.pipeline.models import built
 
@@ -51,3 +51,8 @@ def test_what_was_not_measured_is_not_shown():
     _, rows, text = shown("mlp", build_schedule("1f1b", 2, 4), "parameters")
     assert "%" not in text
     assert all(len(row) == 5 for row in rows)
+
+
+def test_what_skips_over_a_cut_is_named():
+    _, rows, _ = shown("outer", build_schedule("1f1b", 2, 4), "uniform", kind="Skipping")
+    assert [row[2] for row in rows] == ["embed, layers.0 .. 1", "layers.2 .. 3; gets the output of `embed`"]

@@ -1,0 +1,105 @@
+"""Tables of a pipeline on the terminal: what each stage holds, and the schedules that were compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich import box
+from rich.table import Table
+
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.pipeline.search import Choice
+from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.tracing.spans import bytes_text, seconds_text, show
+
+__all__ = ["choice_table", "print_table", "show_stages", "stage_table"]
+
+
+@rank_zero_only
+def print_table(shown: Any) -> None:
+    """Print a table once for all ranks."""
+    show(shown)
+
+
+def show_stages(plan: PipelinePlan, copies: float) -> None:
+    """Print the stage table on rank zero."""
+    print_table(stage_table(plan, copies))
+
+
+_SHOWN = 8
+_MOST_NAMES = 3
+
+
+def stage_table(plan: PipelinePlan, copies: float) -> Table:
+    """Show what each stage holds, its predicted share of the time, and its memory; the predicted step below.
+
+    Memory is parameters, gradients, the optimizer's state, and the activations held at once.
+
+    Args:
+        plan: How the model is divided.
+        copies: Bytes held for each byte of a trained parameter.
+    """
+    schedule = plan.schedule
+    costs = plan.stage_costs
+    total_s = sum(cost.total_s for cost in costs)
+    table = Table(
+        title=f"{plan.model} in {schedule.num_stages} pipeline stages: {schedule.name}, "
+        f"{schedule.num_microbatches} microbatches",
+        caption=_caption(plan, copies) if total_s else None,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for header in ("stage", "rank", "modules", "parameters", *(["time", "activations"] if total_s else []), "memory"):
+        table.add_column(header, justify="left" if header == "modules" else "right", no_wrap=header != "modules")
+    for stage, cost in enumerate(costs):
+        held_bytes, activation_bytes = plan.stage_bytes(stage, copies)
+        row = [str(stage), str(schedule.stage_ranks[stage]), _modules(plan, stage), f"{plan.stage_parameters(stage):,}"]
+        if total_s:
+            row.append(f"{cost.total_s / total_s:.0%}")
+            row.append(f"{plan.in_flight(stage)} x {bytes_text(cost.activation_bytes)}")
+        table.add_row(*row, bytes_text(held_bytes + activation_bytes))
+    return table
+
+
+def _modules(plan: PipelinePlan, stage: int) -> str:
+    """Name the layers of a stage, what it holds before and after them, and what it gets from stages before."""
+    first, last = plan.layer_range(stage)
+    container, _, number = last.rpartition(".")
+    shown = first
+    if first != last:
+        shown = f"{first} .. {number if first.startswith(f'{container}.') else last}"
+    owners = plan.outer_names(stage)
+    if len(owners) > _MOST_NAMES:
+        owners = [*owners[: _MOST_NAMES - 1], f"{len(owners) - _MOST_NAMES + 1} more"]
+    skips = len(plan.skips[stage]) if plan.skips else 0
+    gets = f"; gets {plan.skips[stage][0]}{f' and {skips - 1} more' if skips > 1 else ''}" if skips else ""
+    return ", ".join([*owners, shown] if stage == 0 else [shown, *owners]) + gets
+
+
+def _caption(plan: PipelinePlan, copies: float) -> str:
+    costs = [
+        # The plan had to assume an optimizer's state; by now it is known.
+        replace(cost, resident_bytes=plan.stage_bytes(stage, copies)[0])
+        for stage, cost in enumerate(plan.stage_costs)
+    ]
+    timeline = simulate(plan.schedule, costs, plan.link)
+    return (
+        f"predicted: {seconds_text(timeline.makespan_s)} a step, bubble {timeline.bubble_fraction:.0%}, "
+        f"at most {bytes_text(max(timeline.memory_peaks(costs)))} on a rank"
+    )
+
+
+def choice_table(choice: Choice) -> Table:
+    """Show the schedules that were compared, best first."""
+    table = Table(title="schedules compared by simulation with measured costs", box=box.SIMPLE_HEAD)
+    for header in choice.HEADER:
+        table.add_column(header, justify="left" if header == "schedule" else "right")
+    for row in choice.rows()[:_SHOWN]:
+        table.add_row(*row)
+    left_out = len(choice.candidates) - _SHOWN
+    if left_out > 0:
+        table.caption = f"and {left_out} slower ones"
+    return table
