@@ -296,6 +296,9 @@ class _StageDryRun(StageForward):
                 reason = f"cannot run stage {self.stage} of the pipeline on its own: {error}"
                 self.failure = _Failure(reason, getattr(error, "sources", frozenset()), error)
         else:
+            if not self.entered or self.stage < self.stage_of[-1]:
+                self.failure = _Failure("the step ends without running all the layers of the pipeline", frozenset())
+                return
             unknown = next(filter(missing, pytree.tree_leaves(result)), None)
             if unknown is not None:
                 reason = (

@@ -275,10 +275,16 @@ class OutsideCalls:
         if self._state.is_in_step:
             return NotImplemented
         self._states.meet("a call")
-        # What follows the call may depend on draws, such as the next token, and has to be the same on all ranks.
+        with self.whole_step():
+            return call.module(*call.args, **call.kwargs)
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Make the module whole inside the block, which all ranks run with the same random numbers."""
+        # What follows may depend on draws, such as the next token, and has to be the same on all ranks.
         share_random_state(self._replica)
         with self.whole():
-            return call.module(*call.args, **call.kwargs)
+            yield
 
     @contextmanager
     def whole(self, without_data: bool = False) -> Iterator[None]:

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -36,6 +37,7 @@ from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit
 from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
+from lightning_parallel.strategies.full_state import OutsideCalls
 from lightning_parallel.strategies.setup import PipelineOptions
 from lightning_parallel.strategies.step_effects import StepEffects, buffers_kept, side_effects_discarded, to_device
 from lightning_parallel.tensor.audit import StepAudit
@@ -62,7 +64,7 @@ class PipelineSteps:
         self.device = device
         self._engine: PipelineEngine | None = None
         self._positional: dict[str, int] = {}
-        self._skips: dict[Any, Skips] = {}
+        self._skips: dict[Any, Skips | None] = {}
         self._step_gradients: dict[nn.Parameter, Tensor | None] = {}
         self._gradients_are_watched = False
         self._is_running = False
@@ -157,13 +159,37 @@ class PipelineSteps:
 
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `validation_step`, `test_step` or `predict_step`."""
+        skips = self._skips_of(name, args, kwargs)
+        return self._run_whole(name, args, kwargs) if skips is None else self._run(name, args, kwargs, None, skips)
+
+    def goes_in_stages(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether a step can be run in the stages that the plan was made for another step with."""
+        return name == "training_step" or self._skips_of(name, args, kwargs) is not None
+
+    def _skips_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Skips | None:
+        """Return the skip connections of a step for evaluation; None if it cannot be run in stages."""
+        batch, *rest = args
         # By the loader, too: a step may do something else with each.
-        kind = (name, *args[2:], *kwargs.values())
+        kind = (name, *rest[1:], *kwargs.values())
         if kind not in self._skips:
-            batch, *rest = args
             with side_effects_discarded(self.module), buffers_kept(self.module):
-                self._skips[kind] = self.engine.find_skips(self._step(name, tuple(rest), kwargs), batch)
-        return self._run(name, args, kwargs, None, self._skips[kind])
+                try:
+                    self._skips[kind] = self.engine.find_skips(self._step(name, tuple(rest), kwargs), batch)
+                except ValueError as error:
+                    rank_zero_warn(
+                        f"`{name}` is not run in pipeline stages: {error}. Every rank runs it instead, on the whole "
+                        "model, of which it fetches one parameter after the other from the rank that holds it"
+                    )
+                    self._skips[kind] = None
+        return self._skips[kind]
+
+    def _run_whole(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step as one process does: one that samples a text, say, calls each layer many times."""
+        outside = self.engine.model.active.outside
+        assert isinstance(outside, OutsideCalls)
+        batch, *rest = args
+        with outside.whole_step():
+            return self._step(name, tuple(rest), kwargs)(batch)
 
     def _step(self, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], Any]:
         """Return the module's own step, for one microbatch."""
