@@ -204,7 +204,13 @@ class PipelineEngine:
         return frozenset(name for name, tied in self.tied.items() if rank in tied.ranks[1:])
 
     def forward_backward(
-        self, step: Callable[[Any], Any], batch: Any, *, scale: float | Tensor = 1.0, synchronize: bool = True
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        *,
+        scale: float | Tensor = 1.0,
+        synchronize: bool = True,
+        skips: Skips | None = None,
     ) -> StepResult:
         """Add the gradients of the mean loss over `batch` to `.grad`.
 
@@ -214,13 +220,14 @@ class PipelineEngine:
             scale: Multiplies the gradients, as a gradient scaler wants; the reported loss is not scaled.
             synchronize: Sum the gradients of tied parameters. While gradients accumulate over several batches, only
                 the last may do so.
+            skips: The skip connections of this step, by default those of the plan; see `find_skips`.
 
         Raises:
             ValueError: If the batch cannot be split.
             RuntimeError: If the model cannot be run in stages, or a rank is lost.
         """
         with torch.enable_grad():
-            result = self._run(step, batch, training=True, scale=scale)
+            result = self._run(step, batch, training=True, scale=scale, skips=skips)
         if synchronize:
             self.reduce_tied_gradients()
         return result
@@ -245,7 +252,7 @@ class PipelineEngine:
         """
         microbatch = split_by(self.split_batch, batch, self.schedule.num_microbatches)[0]
         places = Places(self.plan.stage_of, self.plan.parameter_stages, self.plan.module_stages)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             return dry_run_stages(self.model.sites, places, StepOnCopies(step), microbatch, self.device)[1]
 
     @torch.no_grad()

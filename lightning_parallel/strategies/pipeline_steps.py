@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ from lightning_parallel.strategies.step_effects import StepEffects, buffers_kept
 from lightning_parallel.tensor.audit import StepAudit
 
 __all__ = ["PipelineSteps", "share_metrics"]
+
+_TRAINING = STEPS[TrainerFn.FITTING]
 
 
 class PipelineSteps:
@@ -120,7 +123,7 @@ class PipelineSteps:
         held = {parameter: parameter.grad for parameter in parameters} if self._gradients_are_needed() else {}
         for parameter in parameters:
             parameter.grad = None
-        output = self._run("training_step", args, kwargs, audit)
+        output = self._run(_TRAINING, args, kwargs, audit, self._skips_of(_TRAINING, args, kwargs))
         self._step_gradients = {parameter: parameter.grad for parameter in parameters}
         for parameter in parameters:
             parameter.grad = held.get(parameter)
@@ -163,24 +166,39 @@ class PipelineSteps:
         return self._run_whole(name, args, kwargs) if skips is None else self._run(name, args, kwargs, None, skips)
 
     def goes_in_stages(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell whether a step can be run in the stages that the plan was made for another step with."""
-        return name == "training_step" or self._skips_of(name, args, kwargs) is not None
+        """Tell whether a step can be run in the stages of the plan."""
+        return name == _TRAINING or self._skips_of(name, args, kwargs) is not None
 
     def _skips_of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Skips | None:
-        """Return the skip connections of a step for evaluation; None if it cannot be run in stages."""
+        """Return the skip connections of a step; None if it is one for evaluation that cannot be run in stages.
+
+        Raises:
+            ValueError: If it is a `training_step` that cannot be run in stages.
+        """
         batch, *rest = args
         # By the loader, too: a step may do something else with each.
         kind = (name, *rest[1:], *kwargs.values())
-        if kind not in self._skips:
-            with side_effects_discarded(self.module), buffers_kept(self.module):
-                try:
-                    self._skips[kind] = self.engine.find_skips(self._step(name, tuple(rest), kwargs), batch)
-                except ValueError as error:
-                    rank_zero_warn(
-                        f"`{name}` is not run in pipeline stages: {error}. Every rank runs it instead, on the whole "
-                        "model, of which it fetches one parameter after the other from the rank that holds it"
-                    )
-                    self._skips[kind] = None
+        if kind in self._skips:
+            return self._skips[kind]
+        plan = self.engine.plan
+        planned_for = [step for run, step in STEPS.items() if run.value == plan.request.get("run")]
+        if plan.skips and [*kind] == planned_for:
+            self._skips[kind] = plan.skips
+            return plan.skips
+        failure = None
+        with side_effects_discarded(self.module), buffers_kept(self.module), torch.set_grad_enabled(name == _TRAINING):
+            try:
+                self._skips[kind] = self.engine.find_skips(self._step(name, tuple(rest), kwargs), batch)
+            except ValueError as error:
+                failure = error
+        if failure is not None and name == _TRAINING:
+            raise failure
+        if failure is not None:
+            rank_zero_warn(
+                f"`{name}` is not run in pipeline stages: {failure}. Every rank runs it instead, on the whole model, of"
+                " which it fetches one parameter after the other from the rank that holds it"
+            )
+            self._skips[kind] = None
         return self._skips[kind]
 
     def _run_whole(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,9 +247,10 @@ class PipelineSteps:
         # next epoch would be another than in one process.
         state = torch.get_rng_state()
         try:
-            if name == "training_step":
+            if name == _TRAINING:
                 # Tied gradients are summed in `backward`, after their means over the replicas.
-                result = self.engine.forward_backward(step, batch, scale=self.gradient_scale(), synchronize=False)
+                scale = self.gradient_scale()
+                result = self.engine.forward_backward(step, batch, scale=scale, synchronize=False, skips=skips)
             else:
                 result = self.engine.forward(step, batch, skips=skips)
         finally:
@@ -245,7 +264,7 @@ class PipelineSteps:
 
         def found() -> tuple[Any, Any, Any]:
             output: Any = merge_outputs(result.outputs, samples, result.weights)
-            if name == "training_step":
+            if name == _TRAINING:
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
             return (to_device(output, torch.device("cpu")), *effects.merged(samples, result.weights))
 

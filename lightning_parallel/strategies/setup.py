@@ -13,6 +13,7 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
 
@@ -323,11 +324,11 @@ def _plan(
     schedule: Schedule | Callable[[Costs], Schedule] = choose
     if options.schedule != "auto":
         schedule = build_schedule(options.schedule, ranks, counts[0], options.stages_per_rank)
-    plan = analyze(
+    planned = partial(
+        analyze,
         module,
         ranks,
         schedule,
-        example=None if example is None else (example[0], microbatches[0]),
         layers=options.layers,
         balance=options.balance,
         memory_limit_bytes=options.memory_limit_bytes,
@@ -335,6 +336,13 @@ def _plan(
         link=link,
         sync_group=groups.world,
     )
+    try:
+        plan = planned(example=None if example is None else (example[0], microbatches[0]))
+    except ValueError:
+        if example is None or module.trainer.training:
+            raise
+        # A step that samples a text, say: every rank runs it on the whole model, however the model is cut.
+        plan = planned()
     return replace(plan, request=request)
 
 

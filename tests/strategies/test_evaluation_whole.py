@@ -62,6 +62,14 @@ class Sampler(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Later(Sampler):
+    """Needs what skips over the cut, in training only."""
+
+    def training_step(self, batch, index):
+        start = self.embed(batch)
+        return F.cross_entropy(self.head(self.blocks(start) + start).flatten(0, 1), batch.flatten())
+
+
 def run(way, strategy, devices):
     rank = Group.of().rank if devices > 1 else 0
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(devices))
@@ -75,6 +83,20 @@ def run(way, strategy, devices):
     torch.manual_seed(8)
     predicted = torch.cat(trainer.predict(module, loader)) if way == "sampled" else None
     return logged, predicted, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def trained_later(strategy, devices):
+    """Sample with a new model, and train it afterwards."""
+    rank = Group.of().rank if devices > 1 else 0
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(devices))
+    tokens = torch.randint(9, (8, 5), generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(Rows(tokens), batch_size=4)
+    module = Later("nothing").double()
+    trainer = trainer_for(strategy, devices, True, max_epochs=1, limit_val_batches=0)
+    torch.manual_seed(8)
+    predicted = torch.cat(trainer.predict(module, loader))
+    trainer.fit(module, loader)
+    return predicted, {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def expect_one_process(way, strategy, devices):
@@ -98,3 +120,13 @@ def test_a_pipeline_evaluates_like_one_process(group, way):
 def test_a_hybrid_evaluates_like_one_process(group):
     for way in ("sampled", "a part"):
         expect_one_process(way, HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2), 4)
+
+
+@distributed(world_size=2)
+def test_a_new_model_samples_first_and_trains_later(group):
+    expected = trained_later("auto", 1)
+    for strategy in (PipelineParallelStrategy(), PipelineParallelStrategy(restore="off")):
+        predicted, state = trained_later(strategy, 2)
+        assert torch.equal(predicted, expected[0])
+        for name, value in state.items():
+            torch.testing.assert_close(value, expected[1][name], rtol=1e-10, atol=1e-12)
