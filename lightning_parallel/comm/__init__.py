@@ -16,6 +16,7 @@ from lightning_parallel.comm.collectives import (
     broadcast_from,
     broadcast_object,
     equal_everywhere,
+    exchange,
     fingerprint,
     fingerprints,
     irecv,
@@ -37,6 +38,7 @@ from lightning_parallel.comm.gradient_session import (
 )
 from lightning_parallel.comm.groups import Group, MeshGroups
 from lightning_parallel.comm.roll_call import ApartError, RollCall
+from lightning_parallel.comm.strict_order import is_strict, strict_order
 from lightning_parallel.comm.work import (
     PROFILING,
     Pending,
@@ -71,7 +73,10 @@ __all__ = [
     "broadcast_from",
     "broadcast_object",
     "skip_communication",
+    "is_strict",
+    "strict_order",
     "equal_everywhere",
+    "exchange",
     "fill_buckets",
     "fingerprint",
     "fingerprints",

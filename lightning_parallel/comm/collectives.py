@@ -30,6 +30,7 @@ __all__ = [
     "broadcast_from",
     "broadcast_object",
     "equal_everywhere",
+    "exchange",
     "fingerprint",
     "fingerprints",
     "irecv",
@@ -48,7 +49,9 @@ _REDUCE_OPS = {
 }
 
 
-def all_reduce_(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
+def all_reduce_(
+    tensor: Tensor, group: Group, op: str = "sum", async_op: bool = False, between_hosts: bool = False
+) -> Any:
     """Reduce a contiguous `tensor` over `group`, in place.
 
     Args:
@@ -56,6 +59,7 @@ def all_reduce_(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = 
         group: The group.
         op: `sum`, `max`, `min` or `product`.
         async_op: Return a `Pending` instead of waiting.
+        between_hosts: See `isend`.
 
     Returns:
         `tensor`, or a `Pending` that gives it.
@@ -67,7 +71,8 @@ def all_reduce_(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = 
             PairwiseAllReduce(tensor, group, op)
             if PairwiseAllReduce.suits(tensor, group)
             else dist.all_reduce(tensor, _REDUCE_OPS[op], group=group.process_group, async_op=True)
-        )
+        ),
+        between_hosts,
     )
     return pending if async_op else pending.wait()
 
@@ -210,20 +215,69 @@ def all_to_all(
     return pending if async_op else pending.wait()
 
 
-def isend(tensor: Tensor, group: Group, to: int, tag: int = 0) -> Pending:
-    """Start sending a contiguous `tensor` to the rank at position `to`; it must not change until `wait` returns."""
+def isend(tensor: Tensor, group: Group, to: int, tag: int = 0, between_hosts: bool = False) -> Pending:
+    """Start sending a contiguous `tensor` to the rank at position `to`; it must not change until `wait` returns.
+
+    Args:
+        tensor: With `between_hosts`, on the group's `host_device`.
+        group: The group.
+        to: Position of the receiver.
+        tag: Of the message; NCCL has none, and carries messages of a group in the order in which they are issued.
+        between_hosts: Let the message pass by those that travel from device to device.
+    """
     peer = group.ranks[to]
     return Pending("send", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag).launch(
-        lambda: dist.isend(tensor, peer, group=group.process_group, tag=tag)
+        lambda: dist.isend(tensor, peer, group=group.process_group, tag=tag), between_hosts
     )
 
 
-def irecv(tensor: Tensor, group: Group, source: int, tag: int = 0) -> Pending:
-    """Start receiving into a contiguous `tensor` from the rank at position `source`."""
+def irecv(tensor: Tensor, group: Group, source: int, tag: int = 0, between_hosts: bool = False) -> Pending:
+    """Start receiving into a contiguous `tensor` from the rank at position `source`; see `isend`."""
     peer = group.ranks[source]
     return Pending("recv", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag).launch(
-        lambda: dist.irecv(tensor, peer, group=group.process_group, tag=tag)
+        lambda: dist.irecv(tensor, peer, group=group.process_group, tag=tag), between_hosts
     )
+
+
+def exchange(
+    sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]], group: Group, tag: int = 0
+) -> Pending:
+    """Start several messages as one operation, so that none of them waits for another.
+
+    Args:
+        sent: Contiguous tensors, which must not change until `wait` returns, and the positions of their receivers.
+        received: Contiguous tensors to receive into, and the positions of their senders.
+        group: The group.
+        tag: Of all of them.
+    """
+    ways = [(dist.isend, sent), (dist.irecv, received)]
+    tensors = [tensor for _, messages in ways for tensor, _ in messages]
+    operations = [
+        dist.P2POp(way, tensor, group.ranks[peer], group=group.process_group, tag=tag)
+        for way, messages in ways
+        for tensor, peer in messages
+    ]
+    op, peer = "exchange", None
+    if len({peer for _, peer in (*sent, *received)}) == 1 and not (sent and received):
+        # Tensors of one message.
+        op, peer = ("send", group.ranks[sent[0][1]]) if sent else ("recv", group.ranks[received[0][1]])
+    return Pending(op, group, _size_bytes(*tensors), tensors[0].dtype, tensors, peer, tag).launch(
+        lambda: _Works(dist.batch_isend_irecv(operations))
+    )
+
+
+class _Works:
+    """Several handles of torch as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def _size_bytes(*tensors: Tensor) -> int:
@@ -366,8 +420,8 @@ def raise_together(error: Exception | None, group: Group) -> None:
 def equal_everywhere(number: int, group: Group) -> bool:
     """Tell whether all ranks of `group` hold the same 63-bit `number`."""
     # One small all-reduce, where `agree` takes several: the maximum of x and of -x gives the largest and the smallest.
-    device = "cuda" if "nccl" in group.backend else "cpu"
-    largest, smallest = all_reduce_(torch.tensor([number, -number], device=device), group, "max").tolist()
+    both = torch.tensor([number, -number], device=group.host_device)
+    largest, smallest = all_reduce_(both, group, "max", between_hosts=True).tolist()
     return largest == -smallest
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_parallel.comm.strict_order import is_strict
 from lightning_parallel.compat.default_group import all_processes, replace_default_group
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Axis, Mesh
 
@@ -51,6 +52,16 @@ class Group:
         """Name of the backend; empty for a group of one."""
         # Cached, because torch's lookup takes longer than starting a small collective.
         return "" if self.process_group is None else dist.get_backend(self.process_group)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether operations of the group wait for those that were issued before, as NCCL's do."""
+        return is_strict() or "nccl" in self.backend
+
+    @property
+    def host_device(self) -> str:
+        """Type of the device of tensors that hosts exchange: the CPU, unless the group knows GPUs only."""
+        return "cuda" if self.backend == "nccl" else "cpu"
 
     @cached_property
     def name(self) -> str:

@@ -21,6 +21,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 
 from lightning_parallel import tracing
 from lightning_parallel.comm.groups import Group
+from lightning_parallel.comm.strict_order import in_strict_order, is_strict
 from lightning_parallel.compat.default_group import all_processes, default_store
 from lightning_parallel.tracing import InFlight
 
@@ -111,8 +112,12 @@ class Pending:
         self._tag = tag
         self._work: Any = None
 
-    def launch(self, call: Callable[[], Any]) -> Pending:
-        """Start the communication; `call` returns torch's handle of it.
+    def launch(self, call: Callable[[], Any], between_hosts: bool = False) -> Pending:
+        """Start the communication.
+
+        Args:
+            call: Returns torch's handle of it.
+            between_hosts: Whether it never passes through a device, even where there is one.
 
         Raises:
             RuntimeError: If it fails; names the ranks that are gone.
@@ -124,7 +129,9 @@ class Pending:
         flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer, self._tag)
         try:
             with flight:
-                self._work = call()
+                self._work = (
+                    in_strict_order(self._group.process_group, call) if is_strict() and not between_hosts else call()
+                )
         except RuntimeError as error:
             raise_explained(error, self._op, self._group)
         if flight is not _UNRECORDED:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.interception import Call
@@ -117,10 +117,19 @@ def dry_run_stages(
     Raises:
         ValueError: If a stage cannot reach its layers, or needs what cannot be sent; with the reason.
     """
-    with dry_run(), named_placeholders(sites.module, device) as placeholders, _held_again(sites):
-        trial = _Trial(sites, places, step, microbatch, StubOutputs(device, repeats=True), placeholders)
+    freed = _freed_parameters(sites.module)
+    with dry_run(), named_placeholders(sites.module, device) as registered, _held_again(sites):
+        trial = _Trial(sites, places, step, microbatch, StubOutputs(device, repeats=True), [*registered, *freed])
         trial.run()
+    for placeholder in freed:
+        placeholder.sources = frozenset()
     return tuple(run.received for run in trial.runs[1:]), tuple(tuple(sorted(skips)) for skips in trial.skips)
+
+
+def _freed_parameters(module: nn.Module) -> list[PlaceholderTensor]:
+    """Return what stands for the parameters of other stages in a model that is cut already."""
+    values = [value for child in module.modules() for value in vars(child).values()]
+    return [value for value in values if type(value) is PlaceholderTensor and value.parameter is not None]
 
 
 @contextmanager

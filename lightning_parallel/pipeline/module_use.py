@@ -218,6 +218,8 @@ def copies_of_layers(module: nn.Module, stack: LayerStack) -> dict[nn.Module, nn
     # The module itself holds all copies too.
     originals = [child for child in module.modules() if child is not module and layers & set(child.modules())]
     originals = [child for child in originals if child not in layers]
+    # What is trained is no copy: a teacher may be registered, or called, before its student.
+    originals.sort(key=lambda child: not any(value.requires_grad for value in child.parameters()))
     by_shapes: dict[tuple[torch.Size, ...], nn.Module] = {}
     copies: dict[nn.Module, nn.Module] = {}
     for original in originals:

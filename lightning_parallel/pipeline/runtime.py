@@ -24,16 +24,9 @@ from lightning_parallel import tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
+from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts, TensorSpec, line_of_step
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of
-from lightning_parallel.pipeline.p2p import (
-    Message,
-    MessageGroups,
-    MessageLayout,
-    MessageLayouts,
-    StageMessages,
-    TensorSpec,
-    line_of_step,
-)
+from lightning_parallel.pipeline.p2p import MessageGroups, StageMessages
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers, missing
 from lightning_parallel.pipeline.random_streams import (
     OwnGenerators,

@@ -186,16 +186,21 @@ class PipelineSteps:
             self._skips[kind] = plan.skips
             return plan.skips
         failure = None
+        # As in a step, so that metrics do not wait for other ranks.
+        self._is_running = True
         with side_effects_discarded(self.module), buffers_kept(self.module), torch.set_grad_enabled(name == _TRAINING):
             try:
                 self._skips[kind] = self.engine.find_skips(self._step(name, tuple(rest), kwargs), batch)
             except ValueError as error:
                 failure = error
-        if failure is not None and name == _TRAINING:
-            raise failure
-        if failure is not None:
+            finally:
+                self._is_running = False
+        if name == _TRAINING:
+            comm.raise_together(failure, self.engine.seed_group)
+        reason = next(filter(None, comm.all_gather_object(failure and str(failure), self.engine.seed_group)), None)
+        if reason is not None:
             rank_zero_warn(
-                f"`{name}` is not run in pipeline stages: {failure}. Every rank runs it instead, on the whole model, of"
+                f"`{name}` is not run in pipeline stages: {reason}. Every rank runs it instead, on the whole model, of"
                 " which it fetches one parameter after the other from the rank that holds it"
             )
             self._skips[kind] = None
@@ -315,7 +320,7 @@ class _WatchedCopies:
             found = [torch.stack([value.double().sum(), value.double().square().sum()]) for value in frozen]
             before, self._before[path] = self._before.get(path, found), found
             if any(not torch.equal(one, other) for one, other in zip(before, found)):
-                failure = RuntimeError(
+                failure = failure or RuntimeError(
                     f"`{path}` is a copy of `{original}` and has changed between two steps. The training step calls it,"
                     f" so that it is not divided over the stages as `{original}` is: a loop over the parameters of both"
                     " pairs others than in one process. Use TensorParallelStrategy, which divides both alike; or call"

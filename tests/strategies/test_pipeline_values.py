@@ -167,7 +167,6 @@ class Leaving(Deep):
 
 
 REFUSED = {
-    "log": r"`self\.log\('norm', \.\.\.\)` is made of .*`embed`",
     "list": r"`self\.found` is made of .*`embed`",
     "attribute": "`embed`",
     "gradient": r"asks for `requires_grad` of the output of `embed`",
@@ -179,7 +178,14 @@ REFUSED = {
 def test_what_is_made_of_other_stages_is_refused_on_every_rank(kind):
     with pytest.raises((ValueError, RuntimeError), match=REFUSED[kind]):
         train(Leaving(kind))
-    module, expected = Leaving(None), Leaving(None)
-    fit(expected, "auto", 1, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
-    train(module)
-    assert module.losses == pytest.approx(expected.losses, rel=1e-10)
+
+
+@distributed(world_size=2)
+def test_what_is_logged_of_other_stages_is_sent():
+    for kind in ("", "log"):
+        module, expected = Leaving(kind), Leaving(kind)
+        truth = fit(expected, "auto", 1, max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+        found = train(module)
+        assert module.losses == pytest.approx(expected.losses, rel=1e-10)
+        for name, value in truth.callback_metrics.items():
+            torch.testing.assert_close(found.callback_metrics[name], value, rtol=1e-10, atol=0)

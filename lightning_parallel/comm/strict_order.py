@@ -1,0 +1,106 @@
+"""NCCL's rules on gloo, to find on a machine without GPUs what would hang on one with them.
+
+NCCL carries what is issued to a group one after the other: a receive holds up all that follows until its message has
+come, and a send until it has been received. The host goes on meanwhile. gloo starts everything at once, so that an
+order that hangs on GPUs passes. With `LIGHTNING_PARALLEL_STRICT_P2P=1` in the environment, a thread per group does as
+NCCL does; messages between hosts, which do not travel through NCCL, are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["OrderedWork", "in_strict_order", "is_strict", "strict_order"]
+
+_is_strict = os.environ.get("LIGHTNING_PARALLEL_STRICT_P2P", "") not in ("", "0")
+
+
+def is_strict() -> bool:
+    """Tell whether operations of a group wait for each other."""
+    return _is_strict
+
+
+@contextmanager
+def strict_order(is_on: bool = True) -> Iterator[None]:
+    """Turn NCCL's rules on inside the block, on all ranks alike; `LIGHTNING_PARALLEL_STRICT_P2P` does so for a run."""
+    global _is_strict
+    before, _is_strict = _is_strict, is_on
+    try:
+        yield
+    finally:
+        _is_strict = before
+
+
+class OrderedWork:
+    """An operation in the queue of its group.
+
+    Args:
+        call: Starts it, and returns torch's handle.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self, broken: BaseException | None) -> BaseException | None:
+        """Carry it out, unless the group is broken; returns why the group is broken now."""
+        self._error = broken
+        if broken is None:
+            try:
+                work = self._call()
+                # gloo completes a send when the receiver has asked for it, as NCCL does.
+                if work is not None:
+                    work.wait()
+            except BaseException as error:
+                self._error = error
+        self._done.set()
+        return self._error
+
+    def is_completed(self) -> bool:
+        """Tell whether it is over."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait until it is over.
+
+        Raises:
+            RuntimeError: If it fails, or one before it has: not later than after the timeout of the group.
+        """
+        self._done.wait()
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+
+
+class _GroupQueue:
+    """The operations of a group on this rank, first in, first out."""
+
+    def __init__(self, name: str) -> None:
+        self._waiting: queue.SimpleQueue[OrderedWork] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"lightning_parallel-order-{name}", daemon=True).start()
+
+    def put(self, work: OrderedWork) -> None:
+        self._waiting.put(work)
+
+    def _run(self) -> None:
+        broken: BaseException | None = None
+        while True:
+            broken = self._waiting.get().run(broken)
+
+
+# By the process group itself: names are used again after `destroy_process_group`.
+_queues: dict[Any, _GroupQueue] = {}
+
+
+def in_strict_order(process_group: Any, call: Callable[[], Any]) -> OrderedWork:
+    """Put an operation behind those that were issued to the group before; `call` starts it."""
+    if process_group not in _queues:
+        _queues[process_group] = _GroupQueue(process_group.group_name)
+    work = OrderedWork(call)
+    _queues[process_group].put(work)
+    return work
