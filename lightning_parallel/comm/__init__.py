@@ -17,14 +17,12 @@ from lightning_parallel.comm.collectives import (
     broadcast_object,
     equal_everywhere,
     exchange,
-    fingerprint,
-    fingerprints,
     irecv,
     isend,
     raise_together,
     reduce_scatter,
-    row_fingerprints,
 )
+from lightning_parallel.comm.fingerprints import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.comm.gradient_session import (
     Executor,
     GradientSession,

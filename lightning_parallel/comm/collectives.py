@@ -1,14 +1,12 @@
 """The collectives, on tensors and on Python objects, and the checks that ranks make together: all go on, or all raise.
 
-A group of one rank communicates nothing. Tensors are compared by their fingerprints, hashes that are equal where all
-bits are.
+A group of one rank communicates nothing.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,13 +29,10 @@ __all__ = [
     "broadcast_object",
     "equal_everywhere",
     "exchange",
-    "fingerprint",
-    "fingerprints",
     "irecv",
     "isend",
     "raise_together",
     "reduce_scatter",
-    "row_fingerprints",
 ]
 
 
@@ -226,16 +221,19 @@ def isend(tensor: Tensor, group: Group, to: int, tag: int = 0, between_hosts: bo
         between_hosts: Let the message pass by those that travel from device to device.
     """
     peer = group.ranks[to]
+    sent = _on_wire(tensor, group)
     return Pending("send", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag).launch(
-        lambda: dist.isend(tensor, peer, group=group.process_group, tag=tag), between_hosts
+        lambda: dist.isend(sent, peer, group=group.process_group, tag=tag), between_hosts
     )
 
 
 def irecv(tensor: Tensor, group: Group, source: int, tag: int = 0, between_hosts: bool = False) -> Pending:
     """Start receiving into a contiguous `tensor` from the rank at position `source`; see `isend`."""
     peer = group.ranks[source]
-    return Pending("recv", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag).launch(
-        lambda: dist.irecv(tensor, peer, group=group.process_group, tag=tag), between_hosts
+    received = _on_wire(tensor, group)
+    result = tensor if received is tensor else lambda: tensor.copy_(received)
+    return Pending("recv", group, _size_bytes(tensor), tensor.dtype, result, peer, tag).launch(
+        lambda: dist.irecv(received, peer, group=group.process_group, tag=tag), between_hosts
     )
 
 
@@ -250,20 +248,33 @@ def exchange(
         group: The group.
         tag: Of all of them.
     """
-    ways = [(dist.isend, sent), (dist.irecv, received)]
-    tensors = [tensor for _, messages in ways for tensor, _ in messages]
-    operations = [
-        dist.P2POp(way, tensor, group.ranks[peer], group=group.process_group, tag=tag)
-        for way, messages in ways
-        for tensor, peer in messages
+    ways = [(dist.isend, tensor, peer) for tensor, peer in sent] + [
+        (dist.irecv, tensor, peer) for tensor, peer in received
     ]
+    held = [_on_wire(tensor, group) for _, tensor, _ in ways]
+    operations = [
+        dist.P2POp(way, on_wire, group.ranks[peer], group=group.process_group, tag=tag)
+        for (way, _, peer), on_wire in zip(ways, held)
+    ]
+
+    def result() -> None:
+        for (way, tensor, _), on_wire in zip(ways, held):
+            if way is dist.irecv and on_wire is not tensor:
+                tensor.copy_(on_wire)
+
     op, peer = "exchange", None
-    if len({peer for _, peer in (*sent, *received)}) == 1 and not (sent and received):
-        # Tensors of one message.
-        op, peer = ("send", group.ranks[sent[0][1]]) if sent else ("recv", group.ranks[received[0][1]])
-    return Pending(op, group, _size_bytes(*tensors), tensors[0].dtype, tensors, peer, tag).launch(
+    if len({peer for _, _, peer in ways}) == 1 and not (sent and received):
+        op, peer = "send" if sent else "recv", group.ranks[ways[0][2]]  # several tensors, but one message
+    num_bytes = _size_bytes(*(tensor for _, tensor, _ in ways))
+    return Pending(op, group, num_bytes, ways[0][1].dtype, result, peer, tag).launch(
         lambda: _Works(dist.batch_isend_irecv(operations))
     )
+
+
+def _on_wire(tensor: Tensor, group: Group) -> Tensor:
+    """Return what takes the place of a tensor in messages: gloo sends and receives nothing on a GPU."""
+    is_staged = tensor.device.type != "cpu" and group.backend == "gloo"
+    return torch.empty_like(tensor, device="cpu").copy_(tensor) if is_staged else tensor
 
 
 class _Works:
@@ -444,71 +455,3 @@ def _differing(values: list[Any]) -> list[Any]:
     keys = dict.fromkeys(key for value in values for key in value)
     different = [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
     return [{key: value.get(key) for key in different} for value in values]
-
-
-# ----------------------------------------------------------------------------------------------------- fingerprints
-
-_MIXER = 0x5851F42D4C957F2D  # odd, so that no bit is lost; its bits are spread over the word; products wrap around
-_CHUNK = 1 << 17  # words hashed at a time, so that the products stay in the processor's cache
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def fingerprint(tensor: Tensor) -> int:
-    """Hash the bytes of a tensor to 64 bits: a sum of its words of eight bytes, each weighted by its position."""
-    return fingerprints([tensor])[0]
-
-
-def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """Hash each tensor, see `fingerprint`; the host waits once for each device, not once for each tensor."""
-    sums = [_weighted_sum(tensor) for tensor in tensors]
-    by_device: dict[torch.device, list[int]] = {}
-    for index, value in enumerate(sums):
-        by_device.setdefault(value.device, []).append(index)
-    hashes = [0] * len(sums)
-    for indices in by_device.values():
-        for index, value in zip(indices, torch.stack([sums[index] for index in indices]).tolist()):
-            hashes[index] = value
-    return hashes
-
-
-@torch.no_grad()
-def _weighted_sum(tensor: Tensor) -> Tensor:
-    # Integers, because their sums do not depend on the order of additions, which differs between devices.
-    words = _words(tensor)
-    weights = _weights(tensor.device)
-    parts = [words] if len(words) <= _CHUNK else words.split(_CHUNK)
-    total = (parts[0] * weights[: len(parts[0])]).sum()
-    for index, part in enumerate(parts[1:], 1):
-        total += (part * (weights[: len(part)] + 2 * index * _CHUNK)).sum()
-    return total.mul_(_MIXER)
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """View the bytes as integers of eight bytes, (words,); zeros fill up the last one."""
-    flat = tensor.contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    per_word = 8 // flat.element_size()
-    # A view needs whole words from an aligned offset; everything else is copied.
-    if len(flat) % per_word == 0 and flat.storage_offset() % per_word == 0:
-        return flat.view(torch.int64)
-    raw = flat.view(torch.uint8)
-    return torch.cat([raw, raw.new_zeros(-len(raw) % 8)]).view(torch.int64)
-
-
-@cache
-def _weights(device: torch.device) -> Tensor:
-    """Return odd weights, one per word of a chunk: multiplied by an odd number, every change of a word shows."""
-    return 2 * torch.arange(_CHUNK, device=device) + 1
-
-
-@torch.no_grad()
-def row_fingerprints(tensor: Tensor, elements: int = 256) -> Tensor:
-    """Hash up to `elements` evenly spaced elements of each row to 64 bits, on the tensor's device: (rows,)."""
-    flat = tensor.detach().reshape(len(tensor), -1)
-    flat = flat[:, :: max(1, flat.shape[1] // elements)].contiguous()
-    if flat.element_size() not in _INTEGERS:  # complex128
-        flat = torch.view_as_real(flat).flatten(1)
-    integers = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
-    weights = 2 * torch.arange(integers.shape[1], device=flat.device) + 1
-    return (integers * weights).sum(1).mul_(_MIXER)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_parallel.comm.strict_order import is_strict
-from lightning_parallel.compat.default_group import all_processes, replace_default_group
+from lightning_parallel.compat.default_group import all_processes, replace_default_group, splits_groups
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Axis, Mesh
 
 __all__ = ["Group", "MeshGroups"]
@@ -131,6 +131,7 @@ class MeshGroups:
         self._timeout = timeout
         self._backend = backend
         self._extra: dict[tuple[Axis, str], Group] = {}
+        self._between: dict[tuple[Axis, str], dict[tuple[int, int], Group]] = {}
         self._stand_in: dist.ProcessGroup | None = None
         self.data_parallel = self._create((DATA,), DATA)
         self.pipeline_parallel = self._create((PIPELINE,), PIPELINE)
@@ -149,10 +150,43 @@ class MeshGroups:
         if self.mesh.size(*axes) == 1:
             return Group.alone(name, me)
         peers = self.mesh.peers(*axes)
-        # torch requires every rank to create every group, also those of which it is not a member.
-        process_group, _ = dist.new_subgroups_by_enumeration(peers, timeout=self._timeout, backend=self._backend)
+        # Layers wait for the messages of the tensor axis: they go before those that overlap with computation.
+        process_group = self._new_groups(peers, is_urgent=axes == (TENSOR,))
         ranks = next(ranks for ranks in peers if me in ranks)
         return Group(name, tuple(ranks), ranks.index(me), process_group)
+
+    def _new_groups(self, peers: list[list[int]], is_urgent: bool = False) -> dist.ProcessGroup | None:
+        """Create groups that share no rank, with one call on all ranks; returns that of this rank, if it has one."""
+        world = all_processes()
+        has_nccl = "nccl" in (self._backend or dist.get_backend(world))
+        options: dict[str, Any] = {"timeout": self._timeout}
+        if has_nccl and is_urgent:
+            options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if has_nccl and self._backend is None and splits_groups(world):
+            return dist.split_group(world, peers, **options)
+        # torch requires every rank to create every group, also those of which it is not a member.
+        return dist.new_subgroups_by_enumeration(peers, backend=self._backend, **options)[0]
+
+    def between(self, axis: Axis, pairs: Sequence[tuple[int, int]], purpose: str) -> dict[tuple[int, int], Group]:
+        """Return a group for each pair of positions along `axis` that this rank is one of, created by the first call.
+
+        All ranks of the mesh must ask for them at the same point.
+        """
+        if (axis, purpose) not in self._between:
+            me = self.world.ranks[self.world.rank]
+            lines = self.mesh.peers(axis)
+            found = {}
+            for disjoint in _without_common_members(pairs):
+                process_group = self._new_groups(
+                    [[line[one], line[other]] for line in lines for one, other in disjoint]
+                )
+                for line in lines:
+                    for one, other in disjoint:
+                        ranks = (line[one], line[other])
+                        if me in ranks:
+                            found[one, other] = Group(axis, ranks, ranks.index(me), process_group)
+            self._between[axis, purpose] = found
+        return self._between[axis, purpose]
 
     def extra(self, axis: Axis, purpose: str) -> Group:
         """Return a further group of the ranks along `axis`, one per `purpose`, created by the first call.
@@ -185,3 +219,15 @@ class MeshGroups:
             assert self._stand_in is not None
             _stand_ins[self._stand_in] = self.data_parallel
         replace_default_group(self._stand_in)
+
+
+def _without_common_members(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Divide pairs into lists in which no position occurs twice: two or three for a pipeline of any length."""
+    lists: list[list[tuple[int, int]]] = []
+    for pair in pairs:
+        fitting = (members for members in lists if not any(set(pair) & set(other) for other in members))
+        found = next(fitting, None)
+        if found is None:
+            lists.append(found := [])
+        found.append(pair)
+    return lists

@@ -6,6 +6,7 @@ the libraries that they use. The library itself names its groups, and asks `all_
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -57,6 +58,13 @@ def replace_default_group(process_group: dist.ProcessGroup) -> None:
     assert before is not None
     _stand_ins.append((process_group, before))
     dist.GroupMember.WORLD = process_group
+
+
+def splits_groups(world: dist.ProcessGroup) -> bool:
+    """Tell whether `torch.distributed.split_group` makes groups with all backends of `world`."""
+    # Older versions of torch have a `split_group` that leaves out gloo, by which objects travel.
+    is_complete = hasattr(dist, "split_group") and "backend" in inspect.signature(dist.split_group).parameters
+    return is_complete and getattr(world, "bound_device_id", None) is not None
 
 
 @contextmanager

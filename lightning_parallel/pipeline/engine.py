@@ -272,10 +272,9 @@ class PipelineEngine:
         mine = torch.cat([gradient.reshape(-1), is_used])
         others = [rank for rank in tied.ranks if rank != self.group.rank]
         gradients = {rank: torch.empty_like(mine) for rank in others}
-        pending = [comm.irecv(gradient, self.group, rank, tag) for rank, gradient in gradients.items()]
-        pending += [comm.isend(mine, self.group, rank, tag) for rank in others]
-        for work in pending:
-            work.wait()
+        # One operation: of two ranks that both receive first, none would send where messages wait for each other.
+        received = [(gradient, rank) for rank, gradient in gradients.items()]
+        comm.exchange([(mine, rank) for rank in others], received, self.group, tag).wait()
         # Asked only where this stage does not know it already, since the host waits for the answer.
         if parameter.grad is None and not any(bool(gradients[rank][-1] > 0) for rank in others):
             return

@@ -1,7 +1,7 @@
 """Point-to-point messages between stages: activations forward, gradients back.
 
-Each (sender, receiver, direction) is a channel with its own tag. Messages are used in the order in which they are
-made, which the schedule says, so both ends know what comes next:
+Each (sender, receiver, direction) is a channel. Messages are used in the order in which they are made, which the
+schedule says, so both ends know what comes next:
 
     header      stage, microbatch, bytes of a new layout (0: the last one)          always
     tensors     in the last layout; in the header's message if they are small       receives posted ahead
@@ -9,6 +9,10 @@ made, which the schedule says, so both ends know what comes next:
 
 If the layout has changed, the tensors that the receiver already waits for are sent without meaning. Gradients need no
 header: their shapes are those of the activations that they belong to.
+
+A group that carries its messages one after the other (NCCL's) would hold up a send behind a receive that was posted
+ahead. There nothing is: the tensors of a message are one operation, issued where the schedule needs them, and headers
+and layouts pass between the hosts, which no device waits for.
 """
 
 from __future__ import annotations
@@ -25,18 +29,20 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
-from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts
-from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
+from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts, TensorSpec
+from lightning_parallel.pipeline.schedule import Action, Channel, Kind, Schedule
 
 __all__ = ["MessageGroups", "StageMessages"]
 
 _TAGS = {Kind.F: 1, Kind.I: 2}
+_HOST_TAG = 3
 _HEADER_BYTES = 24  # three int64
 _Key = tuple[int, int]
-MessageGroups = Mapping[tuple[Kind, bool], Group]
-"""A group of the same ranks for each kind of message (F or I) and direction (to a higher rank?).
+MessageGroups = Mapping[Channel, Group]
+"""A group of two for each channel that this rank takes part in.
 
-For NCCL, which has no tags: between two ranks, it carries the messages of one group one after the other, both ways.
+For NCCL, which has no tags, and carries what is issued to a group one after the other: with fewer groups, messages of
+interleaved schedules would wait for each other, some of them in a circle.
 """
 
 
@@ -69,6 +75,7 @@ class StageMessages:
     ) -> None:
         self.group = group
         self.device = device
+        self.is_ordered = group.is_ordered
         self.layouts = layouts
         self.message_groups = message_groups or {}
         self.stage_ranks = schedule.stage_ranks
@@ -87,7 +94,11 @@ class StageMessages:
 
     def channel(self, kind: Kind, sender: int, receiver: int) -> Group:
         """Return the group for messages of a kind from one rank to another."""
-        return self.message_groups.get((kind, receiver > sender), self.group)
+        return self.message_groups.get((sender, receiver, kind), self.group)
+
+    def peer(self, rank: int, channel: Group) -> int:
+        """Return the position in `channel` of the rank at a position of the pipeline group."""
+        return channel.ranks.index(self.group.ranks[rank])
 
     def send_activations(self, stage: int, microbatch: int, message: Message) -> None:
         """Send the output of `stage` to the next stage."""
@@ -98,26 +109,31 @@ class StageMessages:
             return
         layout = message.layout
         last = self.layouts.sent.get(stage)
-        # The receiver has posted receives for the last layout: they are filled in any case, or the order of messages on
-        # the channel would differ between the two ends.
+        self.layouts.sent[stage] = layout
         description = b"" if layout == last else pickle.dumps(layout)
-        wire = [_header(stage, microbatch, len(description), self.device)]
-        if last is not None:
-            tensors = message.tensors if layout == last else [spec.empty(self.device) for spec in last.tensors]
-            if last.packed_bytes:
-                wire = [torch.cat([*wire, *map(_as_bytes, tensors)])]
-            else:
-                wire += tensors
-        if layout != last:
-            self.layouts.sent[stage] = layout
-            # A `bytearray`, since torch warns of buffers that cannot be written to.
-            wire.append(torch.frombuffer(bytearray(description), dtype=torch.uint8).to(self.device))
-            wire += message.tensors
-        sends = self._send(Action(Kind.F, stage, microbatch), wire, receiver)
+        action = Action(Kind.F, stage, microbatch)
+        if self.is_ordered:
+            sends = self._send(action, message.tensors, receiver, description)
+        else:
+            sends = self._send_at_once(action, self._wire(message, last, action, description), receiver)
         self._sent[stage, microbatch] = (layout, sends)
         # Now the shapes of the gradients that will come back are known.
         for gradients in self._gradients.values():
             gradients.post()
+
+    def _wire(self, message: Message, last: MessageLayout | None, action: Action, description: bytes) -> list[Tensor]:
+        """Return what is sent where the receiver has posted receives for the last layout."""
+        # They are filled in any case, or the order of messages on the channel would differ between the two ends.
+        wire = [_header(action.stage, action.microbatch, len(description), self.device)]
+        if last is not None:
+            tensors = [spec.empty(self.device) for spec in last.tensors] if description else message.tensors
+            if last.packed_bytes:
+                wire = [torch.cat([*wire, *map(_as_bytes, tensors)])]
+            else:
+                wire += tensors
+        if description:
+            wire += [_tensor_of(description, self.device), *message.tensors]
+        return wire
 
     def receive_activations(self, action: Action) -> Message:
         """Receive the input of `action`'s stage."""
@@ -137,7 +153,8 @@ class StageMessages:
         if receiver == self.group.rank:
             self._local[Kind.I, stage, microbatch] = list(gradients)
             return
-        self._returned[receiver].append(self._send(Action(Kind.I, stage, microbatch), gradients, receiver))
+        send = self._send if self.is_ordered else self._send_at_once
+        self._returned[receiver].append(send(Action(Kind.I, stage, microbatch), gradients, receiver))
 
     def receive_gradients(self, action: Action) -> list[Tensor]:
         """Receive the gradients of the output of `action`'s stage, of those tensors that need one."""
@@ -150,13 +167,32 @@ class StageMessages:
         self._finish_sends(self._sent.pop((stage, microbatch))[1])
         return gradients
 
-    def _send(self, action: Action, tensors: Sequence[Tensor], receiver: int) -> _Sends:
-        """Begin to send the result of `action`."""
+    def _send_at_once(self, action: Action, tensors: Sequence[Tensor], receiver: int) -> _Sends:
+        """Begin to send the result of `action`, tensor by tensor."""
         channel = self.channel(action.kind, self.group.rank, receiver)
         tag = _TAGS[action.kind]
         try:
             # Empty tensors are not sent: both ends know from the layout which these are.
-            pending = [comm.isend(_in_memory(tensor), channel, receiver, tag) for tensor in tensors if tensor.numel()]
+            held = [_in_memory(tensor) for tensor in tensors if tensor.numel()]
+            pending = [comm.isend(tensor, channel, self.peer(receiver, channel), tag) for tensor in held]
+        except RuntimeError as error:
+            raise self._not_sent(action, receiver, error) from error
+        return _Sends(action, receiver, pending)
+
+    def _send(self, action: Action, tensors: Sequence[Tensor], receiver: int, description: bytes = b"") -> _Sends:
+        """Begin to send the result of `action` as one operation; header and layout pass between the hosts."""
+        channel = self.channel(action.kind, self.group.rank, receiver)
+        peer = self.peer(receiver, channel)
+        pending = []
+        try:
+            if action.kind is Kind.F:
+                parts = [_header(action.stage, action.microbatch, len(description), torch.device(channel.host_device))]
+                if description:
+                    parts.append(_tensor_of(description, torch.device(channel.host_device)))
+                pending = [comm.isend(part, channel, peer, _HOST_TAG, between_hosts=True) for part in parts]
+            held = [(_in_memory(tensor), peer) for tensor in tensors if tensor.numel()]
+            if held:
+                pending.append(comm.exchange(held, [], channel, _TAGS[action.kind]))
         except RuntimeError as error:
             raise self._not_sent(action, receiver, error) from error
         return _Sends(action, receiver, pending)
@@ -236,6 +272,11 @@ def _header(stage: int, microbatch: int, num_bytes: int, device: torch.device) -
     return torch.tensor([stage, microbatch, num_bytes], device=device).view(torch.uint8)
 
 
+def _tensor_of(data: bytes, device: torch.device) -> Tensor:
+    # A `bytearray`, since torch warns of buffers that cannot be written to.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
 def _in_memory(tensor: Tensor) -> Tensor:
     # Messages are bytes: a conjugate or a negative is only a flag on other bytes.
     return tensor.resolve_conj().resolve_neg().contiguous()
@@ -253,8 +294,22 @@ class _Posted:
     pending: Pending | None
 
     @classmethod
-    def begin(cls, tensor: Tensor, group: Group, source: int, tag: int) -> _Posted:
-        return cls(tensor, comm.irecv(tensor, group, source, tag) if tensor.numel() else None)
+    def begin_all(cls, layout: Sequence[TensorSpec], messages: StageMessages, kind: Kind, sender: int) -> list[_Posted]:
+        """Begin to receive tensors; in an ordered group, as one operation."""
+        channel, tag = messages.channel(kind, sender, messages.group.rank), _TAGS[kind]
+        peer = messages.peer(sender, channel)
+        buffers = [spec.empty(messages.device) for spec in layout]
+        wanted = [(buffer, peer) for buffer in buffers if buffer.numel()]
+        if not messages.is_ordered:
+            return [cls(one, comm.irecv(one, channel, peer, tag) if one.numel() else None) for one in buffers]
+        pending = comm.exchange([], wanted, channel, tag) if wanted else None
+        return [cls(one, pending if one.numel() else None) for one in buffers]
+
+    def finish(self, messages: StageMessages, action: Action, sender: int) -> Tensor:
+        """Wait until it is filled."""
+        if self.pending is not None:
+            messages.wait(self.pending, action, sender)
+        return self.tensor
 
 
 class _Activations:
@@ -273,15 +328,17 @@ class _Activations:
         if self.header is None and self.coming:
             # Layouts go by the stage that receives, `coming` by the one that sends.
             known = self.messages.layouts.received.get(self.coming[0][0] + 1)
+            if self.messages.is_ordered:
+                known = None
             packed_bytes = 0 if known is None else known.packed_bytes
-            self.header = self._begin(self._bytes(_HEADER_BYTES + packed_bytes))
+            self.header = self._begin_bytes(_HEADER_BYTES + packed_bytes)
             self.expected = [] if known is None or packed_bytes else self._begin_all(known)
 
     def take(self, action: Action) -> Message:
         """Wait for the next message, and begin to receive the one after it."""
         self.post()
         assert self.header is not None
-        packet = self._finish(self.header, action)
+        packet = self.header.finish(self.messages, action, self.sender)
         stage, microbatch, num_bytes = packet[:_HEADER_BYTES].view(torch.int64).tolist()
         if (stage, microbatch) != (action.stage - 1, action.microbatch):
             ranks = self.messages.group.ranks
@@ -291,22 +348,23 @@ class _Activations:
                 f"{Action(Kind.F, stage, microbatch)}: the ranks run different schedules"
             )
         received = self.messages.layouts.received
+        # These are in the old layout; their receives have to end before others are posted on the channel.
+        tensors = self._finish_all(action)
         if num_bytes:
-            # These were in the old layout; their receives have to end before others are posted on the channel.
-            for posted in self.expected:
-                self._finish(posted, action)
-            description = self._finish(self._begin(self._bytes(num_bytes)), action)
+            description = self._begin_bytes(num_bytes).finish(self.messages, action, self.sender)
             # From a rank of the same run, never from a file: what it runs is code that this rank trusts already.
             received[action.stage] = pickle.loads(description.cpu().numpy().tobytes())
-            self.expected = self._begin_all(received[action.stage])
-        tensors = [self._finish(posted, action) for posted in self.expected]
-        if not self.expected:
-            tensors = self._unpacked(packet, received[action.stage])
+        layout = received[action.stage]
+        if num_bytes or self.messages.is_ordered:
+            self.expected = self._begin_all(layout)
+            tensors = self._finish_all(action)
+        elif not self.expected:
+            tensors = self._unpacked(packet, layout)
         self.coming.popleft()
         self.header = None
         # Before the stage computes with this message, so that the next one arrives meanwhile.
         self.post()
-        return Message(received[action.stage], tuple(tensors))
+        return Message(layout, tuple(tensors))
 
     def _unpacked(self, packet: Tensor, layout: MessageLayout) -> list[Tensor]:
         tensors = []
@@ -319,19 +377,19 @@ class _Activations:
             start += spec.num_bytes
         return tensors
 
-    def _bytes(self, count: int) -> Tensor:
-        return torch.empty(count, dtype=torch.uint8, device=self.messages.device)
-
-    def _begin(self, tensor: Tensor) -> _Posted:
-        return _Posted.begin(tensor, self.group, self.sender, _TAGS[Kind.F])
+    def _begin_bytes(self, count: int) -> _Posted:
+        messages = self.messages
+        device = self.group.host_device if messages.is_ordered else messages.device
+        buffer = torch.empty(count, dtype=torch.uint8, device=device)
+        tag = _HOST_TAG if messages.is_ordered else _TAGS[Kind.F]
+        peer = messages.peer(self.sender, self.group)
+        return _Posted(buffer, comm.irecv(buffer, self.group, peer, tag, between_hosts=messages.is_ordered))
 
     def _begin_all(self, layout: MessageLayout) -> list[_Posted]:
-        return [self._begin(spec.empty(self.messages.device)) for spec in layout.tensors]
+        return _Posted.begin_all(layout.tensors, self.messages, Kind.F, self.sender)
 
-    def _finish(self, posted: _Posted, action: Action) -> Tensor:
-        if posted.pending is not None:
-            self.messages.wait(posted.pending, action, self.sender)
-        return posted.tensor
+    def _finish_all(self, action: Action) -> list[Tensor]:
+        return [posted.finish(self.messages, action, self.sender) for posted in self.expected]
 
 
 class _Gradients:
@@ -340,30 +398,27 @@ class _Gradients:
     def __init__(self, messages: StageMessages, sender: int, made: Sequence[Action]) -> None:
         self.messages = messages
         self.sender = sender
-        self.group = messages.channel(Kind.I, sender, messages.group.rank)
         self.coming = deque((action.stage - 1, action.microbatch) for action in made)
         self.expected: list[_Posted] | None = None
 
     def post(self) -> None:
         """Begin to receive the next gradients, once the activations that they belong to have been sent."""
+        if not self.messages.is_ordered:
+            self._begin()
+
+    def _begin(self) -> None:
         if self.expected is None and self.coming:
             layout = self.messages.layout_sent(*self.coming[0])
             if layout is not None:
                 specs = [spec for spec in layout.tensors if spec.requires_grad]
-                self.expected = [
-                    _Posted.begin(spec.empty(self.messages.device), self.group, self.sender, _TAGS[Kind.I])
-                    for spec in specs
-                ]
+                self.expected = _Posted.begin_all(specs, self.messages, Kind.I, self.sender)
 
     def take(self, action: Action) -> list[Tensor]:
         """Wait for the next gradients, and begin to receive those after them."""
         assert self.coming[0] == (action.stage, action.microbatch)
-        self.post()
+        self._begin()
         assert self.expected is not None
-        for posted in self.expected:
-            if posted.pending is not None:
-                self.messages.wait(posted.pending, action, self.sender)
-        gradients = [posted.tensor for posted in self.expected]
+        gradients = [posted.finish(self.messages, action, self.sender) for posted in self.expected]
         self.coming.popleft()
         self.expected = None
         self.post()

@@ -214,7 +214,7 @@ def cut_stages(
         device=device,
         split_batch=options.split_batch,
         microbatch_weight=weight,
-        message_groups=message_groups(groups, device),
+        message_groups=message_groups(groups, plan.schedule),
         seed_group=groups.replica,
     )
     # Only what is left of the module moves.
@@ -223,12 +223,17 @@ def cut_stages(
     return state.engine
 
 
-def message_groups(groups: MeshGroups, device: torch.device) -> MessageGroups | None:
-    """Return a group for each kind and direction of messages where one carries them one after the other (NCCL)."""
-    if device.type != "cuda":
+def message_groups(groups: MeshGroups, schedule: Schedule) -> MessageGroups | None:
+    """Return a group for each channel of this rank, where a group carries its messages one after the other (NCCL)."""
+    if not groups.pipeline_parallel.is_ordered:
         return None
-    ways = [(kind, is_up) for kind in (Kind.F, Kind.I) for is_up in (True, False)]
-    return {(kind, is_up): groups.extra(PIPELINE, f"{kind} {is_up}") for kind, is_up in ways}
+    found = {}
+    for kind, is_up in ((kind, is_up) for kind in (Kind.F, Kind.I) for is_up in (True, False)):
+        # Only those that are used: a communicator takes memory of the device.
+        pairs = sorted((s, r) for s, r, way in schedule.channels if way is kind and (r > s) is is_up)
+        between = groups.between(PIPELINE, pairs, f"{kind.name} {pairs}")
+        found.update({(sender, receiver, kind): group for (sender, receiver), group in between.items()})
+    return found
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

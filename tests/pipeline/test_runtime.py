@@ -7,8 +7,9 @@ import torch
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
-from lightning_parallel.mesh import PIPELINE, Mesh
-from lightning_parallel.pipeline.schedule import Kind, build_schedule
+from lightning_parallel.mesh import Mesh
+from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.strategies.setup import message_groups
 from tests.harness import distributed
 from tests.pipeline.models import built, pipeline
 
@@ -104,11 +105,11 @@ def test_both_ends_on_one_rank(group, builder):
 @distributed(world_size=2)
 def test_separate_message_groups(group, schedule):
     groups = MeshGroups(Mesh(pipeline_parallel=2))
-    ways = [(kind, up) for kind in (Kind.F, Kind.I) for up in (True, False)]
-    channels = {(kind, up): groups.extra(PIPELINE, f"{kind} {up}") for kind, up in ways}
-    with mock.patch.object(comm, "isend", wraps=comm.isend) as sent:
-        compare(groups.pipeline_parallel, "mlp", schedule, message_groups=channels)
-    directions = {(call.args[1].process_group, call.args[2] > group.rank) for call in sent.call_args_list}
-    used = {process_group for process_group, _ in directions}
-    assert len(directions) == len(used), "one direction per group"
-    assert used <= {channel.process_group for channel in channels.values()}
+    with comm.strict_order():
+        channels = message_groups(groups, build_schedule(schedule, 2, 4))
+        with mock.patch.object(comm, "exchange", wraps=comm.exchange) as sent:
+            compare(groups.pipeline_parallel, "mlp", schedule, message_groups=channels)
+    ways = {(bool(call.args[0]), call.args[2].process_group) for call in sent.call_args_list}
+    used = {process_group for _, process_group in ways}
+    assert len(ways) == len(used), "one direction per group"
+    assert used == {channel.process_group for channel in channels.values()}

@@ -1,0 +1,76 @@
+"""Hashes of tensors that are equal where all bits are, by which ranks compare what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["fingerprint", "fingerprints", "row_fingerprints"]
+
+_MIXER = 0x5851F42D4C957F2D  # odd, so that no bit is lost; its bits are spread over the word; products wrap around
+_CHUNK = 1 << 17  # words hashed at a time, so that the products stay in the processor's cache
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Hash the bytes of a tensor to 64 bits: a sum of its words of eight bytes, each weighted by its position."""
+    return fingerprints([tensor])[0]
+
+
+def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+    """Hash each tensor, see `fingerprint`; the host waits once for each device, not once for each tensor."""
+    sums = [_weighted_sum(tensor) for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, value in enumerate(sums):
+        by_device.setdefault(value.device, []).append(index)
+    hashes = [0] * len(sums)
+    for indices in by_device.values():
+        for index, value in zip(indices, torch.stack([sums[index] for index in indices]).tolist()):
+            hashes[index] = value
+    return hashes
+
+
+@torch.no_grad()
+def _weighted_sum(tensor: Tensor) -> Tensor:
+    # Integers, because their sums do not depend on the order of additions, which differs between devices.
+    words = _words(tensor)
+    weights = _weights(tensor.device)
+    parts = [words] if len(words) <= _CHUNK else words.split(_CHUNK)
+    total = (parts[0] * weights[: len(parts[0])]).sum()
+    for index, part in enumerate(parts[1:], 1):
+        total += (part * (weights[: len(part)] + 2 * index * _CHUNK)).sum()
+    return total.mul_(_MIXER)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """View the bytes as integers of eight bytes, (words,); zeros fill up the last one."""
+    flat = tensor.contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    per_word = 8 // flat.element_size()
+    # A view needs whole words from an aligned offset; everything else is copied.
+    if len(flat) % per_word == 0 and flat.storage_offset() % per_word == 0:
+        return flat.view(torch.int64)
+    raw = flat.view(torch.uint8)
+    return torch.cat([raw, raw.new_zeros(-len(raw) % 8)]).view(torch.int64)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Return odd weights, one per word of a chunk: multiplied by an odd number, every change of a word shows."""
+    return 2 * torch.arange(_CHUNK, device=device) + 1
+
+
+@torch.no_grad()
+def row_fingerprints(tensor: Tensor, elements: int = 256) -> Tensor:
+    """Hash up to `elements` evenly spaced elements of each row to 64 bits, on the tensor's device: (rows,)."""
+    flat = tensor.detach().reshape(len(tensor), -1)
+    flat = flat[:, :: max(1, flat.shape[1] // elements)].contiguous()
+    if flat.element_size() not in _INTEGERS:  # complex128
+        flat = torch.view_as_real(flat).flatten(1)
+    integers = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    weights = 2 * torch.arange(integers.shape[1], device=flat.device) + 1
+    return (integers * weights).sum(1).mul_(_MIXER)
