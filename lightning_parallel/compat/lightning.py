@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     DistributedSamplerWrapper,
+    _destroy_dist_connection,
     _init_dist_connection,
     _sync_ddp_if_available,
 )
@@ -82,6 +84,9 @@ def init_process_group(
     Calling `torch.distributed.init_process_group` instead would miss what Lightning sets for each cluster environment.
     """
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device)
+    if backend != "nccl" and "nccl" in backend:
+        # Lightning does so for NCCL alone: torch warns of groups that are left when the process ends.
+        atexit.register(_destroy_dist_connection)
 
 
 def strategy_of(launcher: FunctionLauncher) -> Strategy:

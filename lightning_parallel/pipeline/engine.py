@@ -135,14 +135,15 @@ class PipelineEngine:
             than the plan has microbatches runs a schedule of the same name with fewer.
         microbatch_weight: Gives the weight of a microbatch in the loss; by default its number of samples. To weight by
             tokens, count them here, and return the mean over tokens from the step.
-        message_groups: Groups of the same ranks, for a backend that cannot tell messages apart by tag (NCCL).
+        message_groups: A group for each channel, which a backend needs that carries what is issued to a group one after
+            the other (NCCL); see `MessageGroups`.
         seed_group: Ranks whose random numbers before the layers must be the same; by default `group`.
 
     Attributes:
         unpaired: Copies of the model, and their originals, of which stages do not hold the same parameters.
 
     Raises:
-        ValueError: If the plan is for another model, or another number of ranks.
+        ValueError: If the plan is for another model, or another number of ranks; or without needed `message_groups`.
     """
 
     def __init__(
@@ -159,6 +160,11 @@ class PipelineEngine:
     ) -> None:
         # Before anything is freed: a model that is refused stays whole.
         plan.check_fits(module, group.size)
+        if group.is_ordered and not message_groups and any(group.rank in way[:2] for way in plan.schedule.channels):
+            raise ValueError(
+                "the pipeline group carries its messages one after the other, so that stages would wait for each other "
+                "in a circle; pass `message_groups`, a group of two for each channel of the schedule"
+            )
         self.module = module
         self.plan = plan
         self.group = group

@@ -107,9 +107,13 @@ def connect(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta | None
 ) -> None:
     """Start the default process group, if there is none, with the default backend of the device unless one is given."""
-    backend = backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
-    # The device is given to NCCL at once, so that it knows it before the first collective.
-    init_process_group(environment, backend, timeout, None if device.type == "cpu" else device)
+    if backend is None:
+        # Objects, flags and names pass between the hosts: through a GPU, each would wait for what it computes.
+        of_device = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+        backend = "gloo" if of_device == "gloo" else f"cpu:gloo,{device.type}:{of_device}"
+    # NCCL is given the device at once, so that it knows it before the first collective. gloo, given one, would try to
+    # split its groups as NCCL does, and fail.
+    init_process_group(environment, backend, timeout, device if "nccl" in backend else None)
 
 
 def process_groups(mesh: Mesh, device_type: str, timeout: timedelta | None) -> tuple[MeshGroups, DeviceMesh]:

@@ -42,13 +42,15 @@ def share_random_state(group: Group) -> None:
     """Copy the random state of a replica's first rank to its other ranks, for data, dropout and initialisation."""
     if group.size == 1:
         return
-    state = (torch.get_rng_state(), random.getstate(), numpy.random.get_state())
-    torch_state, python_state, numpy_state = comm.broadcast_object(state, group)
+    # Asked whether CUDA is in use: on a machine with GPUs, a run on CPUs must not make a context on them.
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    state = (torch.get_rng_state(), random.getstate(), numpy.random.get_state(), cuda_state)
+    torch_state, python_state, numpy_state, cuda_state = comm.broadcast_object(state, group)
     torch.set_rng_state(torch_state)
     random.setstate(python_state)
     numpy.random.set_state(numpy_state)
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(comm.broadcast_object(torch.cuda.get_rng_state(), group))
+    if cuda_state is not None:
+        torch.cuda.set_rng_state(cuda_state)
 
 
 def start_equal(module: nn.Module, group: Group) -> None:
@@ -106,7 +108,7 @@ def share_buffers(module: nn.Module, group: Group) -> None:
 
 
 def _needs_cuda(group: Group) -> bool:
-    return "nccl" in torch.distributed.get_backend(group.process_group)
+    return group.host_device == "cuda"
 
 
 def synchronize_batch_norm(module: nn.Module, group: Group) -> None:

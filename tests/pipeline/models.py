@@ -6,14 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lightning_parallel.comm import MeshGroups
+from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.strategies.setup import message_groups
 
 
 def pipeline(model, group, schedule, example=None, *, engine_options=None, **analysis_options):
     """Analyze and cut `model` in one call."""
     plan = analyze(model, group.size, schedule, example=example, sync_group=group, **analysis_options)
-    return PipelineEngine(model, plan, group, **(engine_options or {}))
+    engine_options = engine_options or {}
+    if group.is_ordered and engine_options.get("message_groups") is None:
+        groups = MeshGroups(Mesh(pipeline_parallel=group.size))
+        engine_options = {**engine_options, "message_groups": message_groups(groups, plan.schedule)}
+    return PipelineEngine(model, plan, group, **engine_options)
 
 
 class Sleep(torch.autograd.Function):
