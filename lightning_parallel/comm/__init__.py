@@ -22,7 +22,6 @@ from lightning_parallel.comm.collectives import (
     raise_together,
     reduce_scatter,
 )
-from lightning_parallel.comm.fingerprints import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.comm.gradient_session import (
     Executor,
     GradientSession,
@@ -35,6 +34,7 @@ from lightning_parallel.comm.gradient_session import (
     overlapping_executor,
 )
 from lightning_parallel.comm.groups import Group, MeshGroups
+from lightning_parallel.comm.hashes import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.comm.roll_call import ApartError, RollCall
 from lightning_parallel.comm.strict_order import is_strict, strict_order
 from lightning_parallel.comm.work import (

@@ -44,7 +44,7 @@ def test_tensors_are_left_alone_and_longer_ones_hash_in_pieces(monkeypatch):
     tensors = [torch.arange(100), torch.zeros(0), torch.tensor(3.5), torch.randn(70)]
     copies = [tensor.clone() for tensor in tensors]
     whole = fingerprints(tensors)
-    monkeypatch.setattr("lightning_parallel.comm.fingerprints._CHUNK", 32)
+    monkeypatch.setattr("lightning_parallel.comm.hashes._CHUNK", 32)
     assert fingerprints(tensors) == whole
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies))
 
