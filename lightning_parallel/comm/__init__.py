@@ -35,21 +35,20 @@ from lightning_parallel.comm.gradient_session import (
 )
 from lightning_parallel.comm.groups import Group, MeshGroups
 from lightning_parallel.comm.hashes import fingerprint, fingerprints, row_fingerprints
+from lightning_parallel.comm.heartbeat import LostRankError, report_failure, start_heartbeat, stop_heartbeat
 from lightning_parallel.comm.roll_call import ApartError, RollCall
 from lightning_parallel.comm.strict_order import is_strict, strict_order
 from lightning_parallel.comm.work import (
     PROFILING,
     Pending,
-    report_failure,
     skip_communication,
-    start_heartbeat,
-    stop_heartbeat,
 )
 
 __all__ = [
     "ApartError",
     "RollCall",
     "GradientSession",
+    "LostRankError",
     "PROFILING",
     "Executor",
     "Group",

@@ -19,6 +19,7 @@ from torch.distributed import device_mesh
 from lightning_parallel.compat import Patches
 
 __all__ = [
+    "abort_all_groups",
     "all_processes",
     "all_processes_as_default",
     "default_group_kept",
@@ -33,6 +34,16 @@ def default_store() -> dist.Store:
     No public function does, and with `init_method="env://"` torch creates the store by itself.
     """
     return dist.distributed_c10d._world.pg_map[all_processes()][1]
+
+
+def abort_all_groups() -> None:
+    """End what the devices of this process wait for, in all groups: what waits for it goes on, with wrong results.
+
+    `torch.distributed.destroy_process_group` would wait for the devices first.
+    """
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
 
 
 # Groups that stand in for the default group, each with the one before it, outermost first.

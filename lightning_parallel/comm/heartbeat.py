@@ -1,0 +1,337 @@
+"""Who is gone: a heartbeat on each rank, and what it tells the others.
+
+gloo reports a dead peer as a closed connection with a port number; NCCL reports nothing, as the device waits and not
+the host. So each rank has a heartbeat: a thread that counts up in the rendezvous store about twice a second. A rank
+whose call has failed looks which counters stand still. Where devices wait, each heartbeat also watches the one of the
+next rank, and ends its own rank when any is lost.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from lightning_parallel.comm.groups import Group
+from lightning_parallel.compat.default_group import abort_all_groups, all_processes, default_store
+
+__all__ = [
+    "Blocked",
+    "LostRankError",
+    "blocked_calls",
+    "describe_failure",
+    "has_heartbeat",
+    "heartbeats",
+    "report_failure",
+    "reported_errors",
+    "start_heartbeat",
+    "stop_heartbeat",
+]
+
+BEAT_S = 0.4
+"""Seconds between two beats of the heartbeat."""
+
+ENDED_S = 2.0
+"""A process of this machine without a beat for so long that does not exist any more has ended."""
+
+SILENT_S = 20.0
+"""A process of another machine without a beat for so long is gone; less may pass in C, with the interpreter locked."""
+
+GRACE_S = 30.0
+"""How long a rank that is told of a lost one may take to end by itself."""
+
+
+class LostRankError(RuntimeError):
+    """A rank of the run is gone; raised in the main thread by the heartbeat, where devices wait for that rank."""
+
+    message: ClassVar[str] = ""
+
+    def __init__(self, message: str | None = None) -> None:
+        # Python makes the error in the other thread without arguments.
+        super().__init__(self.message if message is None else message)
+
+
+class Blocked:
+    """What the main thread is blocked in, while it is."""
+
+    __slots__ = ("group", "number", "op")
+
+    now: ClassVar[Blocked | None] = None
+    last: ClassVar[Blocked | None] = None
+    count: ClassVar[int] = 0
+
+    def __init__(self, op: str, group: Group) -> None:
+        self.op = op
+        self.group = group
+        Blocked.count += 1
+        self.number = Blocked.count
+
+    def __enter__(self) -> None:
+        Blocked.now = Blocked.last = self
+
+    def __exit__(self, *_: object) -> None:
+        Blocked.now = None
+
+    @property
+    def name(self) -> str:
+        """The operation and its axis."""
+        return f"`{self.op}` along {self.group.axis}"
+
+    def __str__(self) -> str:
+        return f"{self.number} {','.join(map(str, self.group.ranks))} {self.name}"
+
+
+class _Heartbeat:
+    """The thread of this rank, and its view of the other ranks."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, watches: bool) -> None:
+        self.store = dist.PrefixStore("lightning_parallel/heartbeat", store)
+        self.rank = rank
+        # The store outlives a run: what an earlier run of this process reported must not explain this one's.
+        self.report("")
+        self.store.set(f"blocked/{rank}", "")
+        self.store.set(f"process/{rank}", f"{_host()} {os.getpid()}")
+        self.run = self.store.add(f"run/{rank}", 1)
+        self.stopped = threading.Event()
+        self._watch = _Watch(self, world_size) if watches else None
+        # A thread, because the main one may be inside a collective for as long as the slowest rank computes.
+        self.thread = threading.Thread(target=self._beat, name="lightning_parallel-heartbeat", daemon=True)
+        self.thread.start()
+
+    def _beat(self) -> None:
+        seen: Blocked | None = None
+        told: Blocked | None = None
+        while not self.stopped.wait(BEAT_S):
+            try:
+                self.store.add(f"beat/{self.rank}", 1)
+                # What the main thread is in for a whole interval, for ranks that wait for it.
+                now = Blocked.now
+                if now is not told and (now is None or now is seen):
+                    self.store.set(f"blocked/{self.rank}", "" if now is None else str(now))
+                    told = now
+                seen = now
+                loss = None if self._watch is None else self._watch.look()
+            except RuntimeError:
+                # The process that hosts the store is gone. Where hosts wait, their calls fail by themselves.
+                if self._watch is None or self.stopped.wait(ENDED_S):
+                    return
+                loss = "the process with the rendezvous store (rank 0's, or the launcher's) is gone"
+            if loss is not None:
+                self._give_up(loss)
+                return
+
+    def _give_up(self, loss: str) -> None:
+        """End this rank: its main thread may be waiting for a device, which waits for a rank that is gone."""
+        last = "" if Blocked.last is None else f"; the last call of this rank was {Blocked.last.name}"
+        LostRankError.message = f"[rank {self.rank}] {loss}{last}"
+        # Said first: what follows needs the main thread, and the device, to answer.
+        sys.stderr.write(f"{LostRankError.message}\n")
+        with suppress(RuntimeError):
+            self.report(loss)
+        main = ctypes.c_ulong(threading.main_thread().ident or 0)
+        # Before the device is released: the main thread must not go on with what it then finds there.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(LostRankError))
+        with suppress(RuntimeError, ValueError):
+            abort_all_groups()
+        if not self.stopped.wait(GRACE_S):
+            os._exit(1)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self.stopped.set()
+        self.thread.join(timeout=5)
+
+    def report_end(self) -> None:
+        """Publish that the run has ended here: other ranks do not miss this one, unless it has reported an error."""
+        with suppress(RuntimeError):  # the store may be gone
+            self.store.set(f"ended/{self.rank}", str(self.run))
+
+    def report(self, message: str) -> None:
+        """Publish the error that ends this rank, for the ranks that miss it."""
+        self.store.set(f"error/{self.rank}", message)
+
+    def silent(self, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks without a beat during three intervals."""
+        before = {rank: self.store.add(f"beat/{rank}", 0) for rank in ranks}
+        time.sleep(3 * BEAT_S)
+        return [rank for rank in ranks if self.store.add(f"beat/{rank}", 0) == before[rank]]
+
+    def errors(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the errors that ranks have reported."""
+        reported = {rank: self.read(f"error/{rank}") for rank in ranks}
+        return {rank: message for rank, message in reported.items() if message}
+
+    def read(self, key: str) -> str:
+        """Return the value of a key, empty if it was never set."""
+        # `get` would wait for the key, until the store's timeout.
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+class _Watch:
+    """Finds out that a rank is lost, with a few requests to the store whatever the number of ranks.
+
+    Each rank watches the next one that runs, and all look at one key, in which the finder tells the others.
+    """
+
+    def __init__(self, heartbeat: _Heartbeat, world_size: int) -> None:
+        self._heartbeat = heartbeat
+        self._others = [(heartbeat.rank + step) % world_size for step in range(1, world_size)]
+        self._seen: tuple[int, str] | None = None
+        self._since_s = 0.0
+
+    def look(self) -> str | None:
+        """Return which rank is lost, if any is known to be."""
+        heartbeat = self._heartbeat
+        key = f"lost/{heartbeat.run}"
+        found = heartbeat.read(key)
+        if found or heartbeat.read(f"error/{heartbeat.rank}"):  # this rank is about to end by itself
+            return found or None
+        for rank in self._others:
+            if heartbeat.store.add(f"run/{rank}", 0) == heartbeat.run:
+                error = heartbeat.read(f"error/{rank}")
+                if error or heartbeat.read(f"ended/{rank}") != str(heartbeat.run):
+                    found = self._judge(rank, error)
+                    if found:
+                        heartbeat.store.set(key, found)
+                    return found
+        return None
+
+    def _judge(self, rank: int, error: str) -> str | None:
+        seen, now_s = (rank, error or str(self._heartbeat.store.add(f"beat/{rank}", 0))), time.monotonic()
+        if seen != self._seen:
+            self._seen, self._since_s = seen, now_s
+            return None
+        waited_s = now_s - self._since_s
+        if error and waited_s > ENDED_S:
+            return f"rank {rank} stopped with: {error}"
+        is_alive = self._is_alive(rank)
+        if is_alive is False and waited_s > ENDED_S:
+            return f"rank {rank} is gone: its process has ended"
+        if is_alive is None and waited_s > SILENT_S:
+            return f"rank {rank} is gone: its heartbeat has stopped for {waited_s:.0f} s"
+        return None
+
+    def _is_alive(self, rank: int) -> bool | None:
+        """Tell whether the process of a rank exists; None if it is not of this machine."""
+        host, pid = self._heartbeat.read(f"process/{rank}").rsplit(" ", 1)
+        if host != _host():
+            return None
+        try:
+            # One that has ended stays until its parent asks for it, as Z. The name, in brackets, may hold anything.
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except OSError:
+            return False
+
+
+@cache
+def _host() -> str:
+    """Name the machine, and the part of it in which numbers of processes mean the same; "" where /proc is missing."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"{socket.gethostname()}/{uuid4().hex}"
+
+
+_heartbeat: _Heartbeat | None = None
+
+
+def start_heartbeat(watches: bool | None = None) -> None:
+    """Start the heartbeat in the store of the default process group, unless it runs or torch is not distributed.
+
+    Args:
+        watches: Whether it ends this rank when another one is lost; by default where devices wait for each other.
+    """
+    global _heartbeat
+    if _heartbeat is None and dist.is_initialized() and all_processes().size() > 1:
+        world = all_processes()
+        if watches is None:
+            watches = "nccl" in dist.get_backend(world)
+        _heartbeat = _Heartbeat(default_store(), world.rank(), world.size(), watches)
+
+
+def stop_heartbeat() -> None:
+    """Stop the heartbeat, if it runs, at the end of a run."""
+    global _heartbeat
+    if _heartbeat is not None:
+        _heartbeat.stop()
+        _heartbeat.report_end()
+        _heartbeat = None
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    # A thread inside the store when the interpreter ends would abort the process. Others may wait for it in vain.
+    if _heartbeat is not None:
+        _heartbeat.stop()
+
+
+def has_heartbeat() -> bool:
+    """Tell whether the heartbeat of this rank runs."""
+    return _heartbeat is not None
+
+
+def blocked_calls(ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
+    """Return the collectives in which ranks are blocked that wait for this one, too: number and name, by rank."""
+    if _heartbeat is None:
+        return {}
+    found = {}
+    for rank in ranks:
+        if _heartbeat.store.check([f"blocked/{rank}"]):
+            text = _heartbeat.store.get(f"blocked/{rank}").decode()
+            number, members, name = text.split(" ", 2) if text else ("0", "", "")
+            if str(_heartbeat.rank) in members.split(","):
+                found[rank] = int(number), name
+    return found
+
+
+def reported_errors(ranks: Sequence[int]) -> dict[int, str]:
+    """Return the errors that have ended ranks, as far as they have told."""
+    return {} if _heartbeat is None else _heartbeat.errors(ranks)
+
+
+def heartbeats(ranks: Sequence[int]) -> dict[int, int]:
+    """Return how often the hearts of ranks have beaten; nothing if this rank has none."""
+    return {} if _heartbeat is None else {rank: _heartbeat.store.add(f"beat/{rank}", 0) for rank in ranks}
+
+
+def report_failure(error: BaseException) -> None:
+    """Publish the error that ends this rank, unless it has: the ranks that wait for this one will name it."""
+    if _heartbeat is not None and dist.is_initialized():
+        with suppress(RuntimeError):  # the store may be gone
+            if not _heartbeat.errors([_heartbeat.rank]):
+                _heartbeat.report(f"{type(error).__name__}: {error}")
+
+
+def describe_failure(what: str, ranks: Sequence[int], error: BaseException) -> str:
+    """Describe the failed collective `what` between `ranks`, and name the ranks that are gone where that is known."""
+    message = f"{what} between ranks {list(ranks)} failed: {error}"
+    if _heartbeat is None or not dist.is_initialized():
+        return message
+    me = _heartbeat.rank
+    # All ranks of the world: the one that started the failures may be in another group than the one that failed here.
+    others = [rank for rank in range(all_processes().size()) if rank != me]
+    try:
+        silent = _heartbeat.silent(others)
+        errors = _heartbeat.errors(others)
+        lost = [rank for rank in silent if rank not in errors]
+        _heartbeat.report(f"lost rank {', '.join(map(str, lost))}" if lost else str(error))
+    except RuntimeError:
+        peers = [str(rank) for rank in ranks if rank != me]
+        who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(peers)}"
+        return f"[rank {me}] {message}\n{who} is gone, and so is the rendezvous store"
+    details = [f"rank {rank} is gone: it no longer answers" for rank in lost]
+    details += [f"rank {rank} stopped with: {errors[rank]}" for rank in silent if rank in errors]
+    return "\n".join([f"[rank {me}] {message}", *details])

@@ -1,0 +1,84 @@
+"""Lost ranks are found by heartbeats, as they must be where devices wait and hosts do not."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from lightning_parallel import comm
+from lightning_parallel.comm import heartbeat
+from lightning_parallel.compat import patched
+from tests.harness import DEADLINE_S, RankError, distributed, run
+
+
+def wait_like_a_device():
+    """Wait as the main thread does whose device waits for another rank: it sees no failure."""
+    end_s = time.monotonic() + DEADLINE_S / 2
+    while time.monotonic() < end_s:
+        time.sleep(0.01)
+
+
+def _one_is_lost(group, how):
+    comm.start_heartbeat(watches=True)
+    comm.all_gather_object(None, group)  # no heart has to beat before all do
+    if group.rank == 2:
+        time.sleep(0.5)
+        if how == "error":
+            comm.report_failure(ValueError("no samples"))
+            comm.stop_heartbeat()
+            return time.sleep(4)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 1:
+        comm.stop_heartbeat()  # has finished; rank 0 watches the next one then
+        return time.sleep(5)
+    with pytest.raises(comm.LostRankError) as error:
+        wait_like_a_device()
+    comm.stop_heartbeat()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("killed", "rank 2 is gone: its process has ended"), ("error", "rank 2 stopped with: ValueError: no samples")],
+)
+def test_a_lost_rank_is_named_where_the_host_does_not_notice(how, expected):
+    with pytest.raises(RankError) as error:
+        run(_one_is_named, 3, deadline_s=40, how=how, expected=expected)
+    text = str(error.value)
+    assert f"found: {expected}" in text
+    assert "rank 2" in text
+
+
+def _one_is_named(group, how, expected):
+    message = _one_is_lost(group, how)
+    assert message is None, f"found: {message.split('] ', 1)[1]}"
+
+
+@distributed(world_size=2)
+def test_who_is_slow_stopped_or_finished_is_not_lost(group):
+    """A process of this machine that exists may go on; a run that has ended is no loss."""
+    with patched(heartbeat, "ENDED_S", 0.5):
+        for _ in range(2):
+            comm.start_heartbeat(watches=True)
+            comm.barrier(group)
+            if group.rank == 0:
+                heartbeat._heartbeat.stop()  # as where C code keeps the interpreter locked
+            time.sleep(1.5)
+            comm.barrier(group)
+            comm.stop_heartbeat()
+            time.sleep(1)
+
+
+def test_a_silent_rank_of_another_machine_is_lost():
+    with pytest.raises(RankError, match="rank 1 is gone: its heartbeat has stopped for"):
+        run(_one_is_silent, 2)
+
+
+def _one_is_silent(group):
+    with patched(heartbeat, "SILENT_S", 1.5), patched(heartbeat, "_host", lambda: f"machine {group.rank}"):
+        comm.start_heartbeat(watches=True)
+        comm.all_gather_object(None, group)
+        if group.rank == 1:
+            heartbeat._heartbeat.stop()
+        wait_like_a_device()
