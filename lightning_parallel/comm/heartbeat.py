@@ -195,7 +195,7 @@ class _Watch:
         """Return which rank is lost, if any is known to be."""
         heartbeat = self._heartbeat
         key = f"lost/{heartbeat.run}"
-        found = heartbeat.read(key)
+        found: str | None = heartbeat.read(key)
         if found or heartbeat.read(f"error/{heartbeat.rank}"):  # this rank is about to end by itself
             return found or None
         for rank in self._others:
