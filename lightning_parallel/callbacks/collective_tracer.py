@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_parallel import tracing
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.default_group import all_processes
-from lightning_parallel.compat.torch import ddp_comm_hooks, intercepted_all_reduce
+from lightning_parallel.compat.torch import ddp_comm_hooks, intercepted_all_reduce, is_coalesced
 from lightning_parallel.compat.twins import is_a
 from lightning_parallel.mesh import AXES, DATA, Mesh
 from lightning_parallel.tracing import InFlight, Recorder
@@ -107,6 +107,8 @@ class CollectiveTracer:
         if work is None:
             flight.complete = active.now()
             flight.finish(flight.complete)
+        elif is_coalesced(work):
+            flight.finish()  # it has not begun: torch issues it with others, by a call that is not seen here
         else:
             self._leave_open(flight, work, may_block)
         return work
@@ -116,7 +118,7 @@ class CollectiveTracer:
         clock = flight.clock
         # On CUDA work has no callback when it completes, only a stream that can wait for it.
         if clock is not None:
-            flight.complete = clock.completion(work)
+            flight.complete = clock.completion(work, flight.group)
         else:
 
             def note_completion(_: Any) -> None:  # on a thread of gloo

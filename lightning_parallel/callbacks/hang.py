@@ -345,7 +345,7 @@ def _recorder_state(active: Recorder) -> dict[str, Any]:
         op, peer, tag = message or ("", None, None)
         place = {"axis": axis, "ranks": ranks, "group": group}
         calls.append({**place, "op": op, "peer": peer, "tag": tag, "count": made.count})
-    flights = [_flight_state(flight) for flight in list(active.in_flight.values())]
+    flights = [_flight_state(flight) for flight in list(active.in_flight.values()) if not flight.has_ended]
     spans = [_span_state(span) for span in active.last_steps(3)[-_LAST_SPANS:]]
     return {"calls": calls, "in_flight": flights, "spans": spans}
 

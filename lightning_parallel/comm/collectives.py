@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_parallel.comm.groups import Group
 from lightning_parallel.comm.work import Done, Pending, blocking_call
+from lightning_parallel.compat.torch import all_gather_single, reduce_scatter_single
 
 __all__ = [
     "agree",
@@ -61,11 +62,12 @@ def all_reduce_(
     """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
+    has_handle = async_op or _has_handles(tensor)
     pending = Pending("all_reduce", group, _size_bytes(tensor), tensor.dtype, tensor).launch(
         lambda: (
             PairwiseAllReduce(tensor, group, op)
             if PairwiseAllReduce.suits(tensor, group)
-            else dist.all_reduce(tensor, _REDUCE_OPS[op], group=group.process_group, async_op=True)
+            else dist.all_reduce(tensor, _REDUCE_OPS[op], group=group.process_group, async_op=has_handle)
         ),
         between_hosts,
     )
@@ -88,8 +90,9 @@ def broadcast_(tensor: Tensor, group: Group, source: int = 0, async_op: bool = F
     """
     if group.size == 1:
         return Done(tensor) if async_op else tensor
+    has_handle = async_op or _has_handles(tensor)
     pending = Pending("broadcast", group, _size_bytes(tensor), tensor.dtype, tensor).launch(
-        lambda: dist.broadcast(tensor, group.ranks[source], group=group.process_group, async_op=True)
+        lambda: dist.broadcast(tensor, group.ranks[source], group=group.process_group, async_op=has_handle)
     )
     return pending if async_op else pending.wait()
 
@@ -121,8 +124,13 @@ def all_gather(
             return whole.flatten(0, 1).movedim(0, dim)
         return torch.cat([padded[:size] for padded, size in zip(whole, sizes)]).movedim(0, dim)
 
+    has_handle = async_op or _has_handles(tensor)
     pending = Pending("all_gather", group, _size_bytes(whole), tensor.dtype, result).launch(
-        lambda: dist.all_gather(list(whole.unbind()), part, group=group.process_group, async_op=True)
+        lambda: (
+            dist.all_gather(list(whole.unbind()), part, group=group.process_group, async_op=True)
+            if tensor.device.type == "cpu"
+            else all_gather_single(whole.view(-1), part.view(-1), group=group.process_group, async_op=has_handle)
+        )
     )
     return pending if async_op else pending.wait()
 
@@ -145,34 +153,43 @@ def reduce_scatter(
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     sizes = [tensor.shape[dim] // group.size] * group.size if sizes is None else sizes
-    parts = [_padded(part, max(sizes)).contiguous() for part in tensor.movedim(dim, 0).split(list(sizes))]
-    mine = torch.empty_like(parts[0])
+    rows = tensor.movedim(dim, 0)
+    if min(sizes) < max(sizes):
+        rows = torch.cat([_padded(part, max(sizes)) for part in rows.split(list(sizes))])
+    rows = rows.contiguous()
+    mine = rows.new_empty((max(sizes), *rows.shape[1:]))
 
     def result() -> Tensor:
         return mine[: sizes[group.rank]].movedim(0, dim)
 
-    pending = Pending("reduce_scatter", group, _size_bytes(*parts), tensor.dtype, result).launch(
-        lambda: _start_reduce_scatter(mine, parts, group)
+    has_handle = async_op or _has_handles(tensor)
+    pending = Pending("reduce_scatter", group, _size_bytes(rows), tensor.dtype, result).launch(
+        lambda: _start_reduce_scatter(mine, rows, group, has_handle)
     )
     return pending if async_op else pending.wait()
 
 
-def _start_reduce_scatter(mine: Tensor, parts: list[Tensor], group: Group) -> Any:
+def _start_reduce_scatter(mine: Tensor, rows: Tensor, group: Group, has_handle: bool) -> Any:
     # Tried rather than asked: whether gloo has it depends on the version of torch, and nothing tells.
     try:
+        if mine.device.type != "cpu":
+            return reduce_scatter_single(mine.view(-1), rows.view(-1), group=group.process_group, async_op=has_handle)
+        # gloo takes twice as long for megabytes in one tensor; NCCL, given a list, would copy all of it.
+        parts = list(rows.view(group.size, *mine.shape).unbind())
         return dist.reduce_scatter(mine, parts, group=group.process_group, async_op=True)
     except RuntimeError as error:
         if "does not support reduce_scatter" not in str(error):
             raise
-    return _AllReduceAndSlice(mine, torch.stack(parts), group)
+    return _AllReduceAndSlice(mine, rows, group)
 
 
 class _AllReduceAndSlice:
     """A reduce-scatter for backends that have none: gloo in older versions of torch."""
 
-    def __init__(self, mine: Tensor, whole: Tensor, group: Group) -> None:
+    def __init__(self, mine: Tensor, rows: Tensor, group: Group) -> None:
+        whole = rows.clone()  # it may be the caller's
         self._mine = mine
-        self._part = whole[group.rank]
+        self._part = whole.view(group.size, *mine.shape)[group.rank]
         self._work = dist.all_reduce(whole, group=group.process_group, async_op=True)
 
     def wait(self) -> None:
@@ -204,8 +221,9 @@ def all_to_all(
     received = tensor.new_empty((rows, *tensor.shape[1:]))
     send = None if send_sizes is None else list(send_sizes)
     receive = None if receive_sizes is None else list(receive_sizes)
+    has_handle = async_op or _has_handles(tensor)
     pending = Pending("all_to_all", group, _size_bytes(tensor), tensor.dtype, received).launch(
-        lambda: dist.all_to_all_single(received, tensor, receive, send, group=group.process_group, async_op=True)
+        lambda: dist.all_to_all_single(received, tensor, receive, send, group=group.process_group, async_op=has_handle)
     )
     return pending if async_op else pending.wait()
 
@@ -289,6 +307,14 @@ class _Works:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+
+def _has_handles(tensor: Tensor) -> bool:
+    """Tell whether to start also what is waited for at once with a handle: on the host, where waits are recorded.
+
+    On a GPU a collective without one takes its place in the stream that computes, with no events in between.
+    """
+    return tensor.device.type == "cpu"
 
 
 def _size_bytes(*tensors: Tensor) -> int:

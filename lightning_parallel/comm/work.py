@@ -77,7 +77,7 @@ class Pending:
     """
 
     # One is made for every collective of a step; slots keep that cheap.
-    __slots__ = ("_bytes", "_dtype", "_flight", "_group", "_op", "_peer", "_result", "_tag", "_work")
+    __slots__ = ("_bytes", "_call", "_dtype", "_flight", "_group", "_op", "_peer", "_result", "_tag", "_work")
 
     def __init__(
         self,
@@ -97,12 +97,13 @@ class Pending:
         self._peer = peer
         self._tag = tag
         self._work: Any = None
+        self._call: Any = None
 
     def launch(self, call: Callable[[], Any], between_hosts: bool = False) -> Pending:
         """Start the communication.
 
         Args:
-            call: Returns torch's handle of it.
+            call: Returns torch's handle of it, or None if it is over, as far as the current stream can tell.
             between_hosts: Whether it never passes through a device, even where there is one.
 
         Raises:
@@ -120,6 +121,11 @@ class Pending:
                 )
         except RuntimeError as error:
             raise_explained(error, self._op, self._group)
+        if self._work is None:
+            flight.finish()
+            return self
+        # Its tensors stay alive with it: torch keeps them only until something waits, which may be a recorder.
+        self._call = call
         if flight is not _UNRECORDED:
             self._watch_completion(flight)
         return self
@@ -127,7 +133,9 @@ class Pending:
     def _watch_completion(self, flight: InFlight | _Unrecorded) -> None:
         """Let the backend note when the communication is over, which may be long before `wait` is called."""
         if flight.clock is not None:
-            flight.complete = flight.clock.completion(self._work)
+            # Messages from and to a peer do not complete in the order of their start.
+            lane = (self._group.name, self._op, self._peer)
+            flight.complete = flight.clock.completion(self._work, lane)
         # The handles of this package, such as the all-reduce between two ranks, have no future: `wait` completes them.
         elif self._peer is None and self._group.backend == "gloo" and hasattr(self._work, "get_future"):
             with suppress(RuntimeError):  # some operations have no future
@@ -153,6 +161,7 @@ class Pending:
                     work.wait()
             except RuntimeError as error:
                 raise_explained(error, self._op, self._group)
+            self._call = None
             if flight is not _UNRECORDED and flight.complete is None and flight.clock is None:
                 end_ns = time.perf_counter_ns()
                 if end_ns - start_ns > ARRIVAL_NS:

@@ -33,6 +33,9 @@ from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
 # recurrent layers keep of their weights, and exchanges attributes too.
 from torch._C import _swap_tensor_impl as swap_tensor_impl
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
+
+# No public name; its methods raise.
+from torch.distributed.distributed_c10d import _IllegalWork
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 
@@ -400,6 +403,16 @@ def sharded_flat_parameters(model: nn.Module) -> list[Tensor]:
 def has_unsharded_storage(flat_parameter: Tensor) -> bool:
     """Return whether FSDP1 has the storage in which it gathers a flat parameter: from the first step on."""
     return hasattr(flat_parameter, "_full_param_padded")
+
+
+# Their names up to torch 2.12, which are deprecated since.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def is_coalesced(work: Any) -> bool:
+    """Tell whether a handle is the placeholder that torch returns inside of its coalescing manager."""
+    return isinstance(work, _IllegalWork)
 
 
 def flight_recorder_entries() -> list[dict[str, Any]]:

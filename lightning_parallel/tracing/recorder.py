@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import get_ident
@@ -45,8 +45,8 @@ class DeviceClock(Protocol):
     def is_on_main_stream(self) -> bool:
         """Return whether marks go to the queue whose time is charged to phases."""
 
-    def completion(self, work: Any) -> Any:
-        """Make a mark that is passed when `work` is complete."""
+    def completion(self, work: Any, lane: Hashable) -> Any:
+        """Make a mark that is passed when `work` is complete; what is on other lanes does not hold it up."""
 
     def passed(self, mark: Any) -> bool:
         """Return whether the device has passed `mark`."""
@@ -120,6 +120,11 @@ class InFlight:
         return self._recorder.now()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the device is known to have completed it."""
+        return self.clock is not None and self.complete is not None and self.clock.passed(self.complete)
+
+    @property
     def is_waited_for(self) -> bool:
         """Whether a thread is blocked by it right now."""
         return len(self._blocked) % 2 == 1
@@ -141,7 +146,7 @@ class InFlight:
     def finish(self, end: Any = None) -> None:
         """Record the span: the calling thread has the result, since `end`, or since it was last blocked."""
         recorder = self._recorder
-        recorder.in_flight.pop(id(self), None)
+        recorder.land(self)
         blocked = self._blocked
         if end is None:
             end = blocked[-1] if blocked else recorder.now()
@@ -163,7 +168,7 @@ class Recorder:
     Attributes:
         step: Number of the open window.
         now: Reads the clock: nanoseconds, or a mark of the device clock.
-        in_flight: Communications that have begun and not ended.
+        in_flight: Communications that have begun and not ended, on the device if there is one.
         add: Keeps a finished span, see `_keep`.
         calls: Collectives issued in each group, by axis, ranks and name; messages also by operation, peer and tag.
     """
@@ -237,6 +242,13 @@ class Recorder:
             self._put(self._ledger.reassign, (phase,), start, end, self.now())
 
     # -------------------------------------------------------------------------------------------------------- spans
+
+    def land(self, flight: InFlight) -> None:
+        """Note that the caller has gone on; where a device waits in its stead, the communication may not have ended."""
+        if self.clock is None or flight.complete is None:
+            self.in_flight.pop(id(flight), None)
+        else:
+            self._unread.append((lambda _: self.in_flight.pop(id(flight), None), (), (flight.complete,)))
 
     def calls_of(
         self,

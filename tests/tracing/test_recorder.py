@@ -22,7 +22,7 @@ class Device:
     def is_on_main_stream(self):
         return True
 
-    def completion(self, work):
+    def completion(self, work, lane):
         return self.mark()
 
     def passed(self, mark):
@@ -178,7 +178,7 @@ def test_held_times_of_a_device_are_device_times(held):
     for _ in range(held):
         with flight:
             pass
-    flight.complete = recorder.clock.completion(None)
+    flight.complete = recorder.clock.completion(None, None)
     flight.finish()
     (window,) = recorder.close_step(wait=True)
     assert window.spans[0].blocked_ns == 10 * held

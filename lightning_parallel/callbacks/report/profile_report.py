@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_parallel import comm
+from lightning_parallel.callbacks.clocks import ClockOffset, clock_id, compare_clocks
 from lightning_parallel.callbacks.measuring import (
     VERSION,
     MeasuringCallback,
@@ -43,7 +44,7 @@ from lightning_parallel.callbacks.report.trace import (
     read_trace,
     write_trace,
 )
-from lightning_parallel.callbacks.session import ClockOffset, Session, clock_id, compare_clocks
+from lightning_parallel.callbacks.session import Session
 from lightning_parallel.mesh import AXES, Mesh
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.tracing import StepSampler

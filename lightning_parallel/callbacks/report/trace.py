@@ -19,8 +19,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_parallel.callbacks.clocks import ClockOffset
 from lightning_parallel.callbacks.measuring import Accumulator
-from lightning_parallel.callbacks.session import ClockOffset
 from lightning_parallel.tracing import Span, Window
 
 __all__ = ["TraceAccumulator", "add_kineto", "chrome_trace", "read_json", "read_trace", "write_trace"]

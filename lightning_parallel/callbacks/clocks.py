@@ -1,0 +1,157 @@
+"""Clocks: that of a CUDA device beside the host's, and those of hosts beside each other."""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from time import perf_counter_ns, time_ns
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+
+__all__ = ["ClockOffset", "CudaClock", "clock_id", "compare_clocks"]
+
+PINGS = 16
+ANCHOR_MS = 1000.0
+"""CUDA gives the time between two events in single precision: over a second, to less than a tenth of a microsecond."""
+
+
+class CudaClock:
+    """Reads the time of a CUDA device from events in its streams, after the fact.
+
+    Host and device time are compared once, when the clock is made. From then on times are differences between events,
+    to an event at most a second earlier. The two oscillators drift apart by some microseconds a second at most.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._main = torch.cuda.current_stream(device)
+        # A stream for each lane: in one stream, a mark would be passed only after those of all communication before it.
+        self._lanes: defaultdict[Hashable, torch.cuda.Stream] = defaultdict(lambda: torch.cuda.Stream(device))
+        torch.cuda.synchronize(device)
+        self._anchor = self.mark()
+        self._anchor.synchronize()
+        self._anchor_ns = perf_counter_ns()  # the host wakes up some microseconds late, once and for all
+
+    def mark(self) -> torch.cuda.Event:
+        """Put a mark into the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def is_on_main_stream(self) -> bool:
+        """Return whether the current stream is the one in which the clock was made: the one that computes."""
+        return torch.cuda.current_stream(self._device) == self._main
+
+    def completion(self, work: Any, lane: Hashable) -> torch.cuda.Event:
+        """Make a mark that is passed when `work` is complete, without delaying the stream that computes.
+
+        Args:
+            work: Torch's handle. The caller keeps its tensors: torch lets go of them at the first wait, which is here.
+            lane: What completes in the order of its start, such as a group.
+        """
+        event = torch.cuda.Event(enable_timing=True)
+        side = self._lanes[lane]
+        # `work.wait()` makes the current stream wait, so it must not be the one that computes.
+        with torch.cuda.stream(side):
+            work.wait()
+            event.record(side)
+        return event
+
+    def passed(self, mark: torch.cuda.Event) -> bool:
+        """Return whether the device has passed `mark`."""
+        return mark.query()
+
+    def read(self, mark: torch.cuda.Event) -> int:
+        """Return when the device passed `mark`, in `perf_counter_ns`."""
+        elapsed_ms = self._anchor.elapsed_time(mark)
+        time_ns = self._anchor_ns + round(elapsed_ms * 1e6)
+        # Distances stay short, so that single precision does: marks are read in the order of their time.
+        if elapsed_ms > ANCHOR_MS:
+            self._anchor = mark
+            self._anchor_ns = time_ns
+        return time_ns
+
+    def synchronize(self) -> None:
+        """Wait for the device to pass all marks."""
+        torch.cuda.synchronize(self._device)
+
+
+class ClockOffset(NamedTuple):
+    """Difference between the clock of one rank and that of rank 0, in nanoseconds.
+
+    Attributes:
+        offset_ns: What to add to `perf_counter_ns()` here to get that of rank 0.
+        uncertainty_ns: How far that may be off.
+        unix_ns: What to add to `perf_counter_ns()` here to get `time_ns()` here.
+    """
+
+    offset_ns: int
+    uncertainty_ns: int
+    unix_ns: int
+
+
+def compare_clocks(group: Group, clock_id: str, now: Callable[[], int] = perf_counter_ns) -> ClockOffset:
+    """Compare the clocks of all ranks of `group` with that of its first; every rank must call it.
+
+    Ranks with the same `clock_id` read the same clock. For every other clock, one rank exchanges 16 messages with the
+    first rank. The fastest round trip bounds the offset best: the answer was given at some moment within it.
+
+    Args:
+        group: All ranks; on CPU.
+        clock_id: Identifies the clock that this rank reads.
+        now: Reads it.
+    """
+    ids = comm.all_gather_object(clock_id, group)
+    # One rank for each clock: the others on its host read the same one.
+    representatives = [ids.index(each) for each in dict.fromkeys(ids) if each != ids[0]]
+    mine = (0, 0)
+    for representative in representatives:
+        if group.rank == 0:
+            _answer(group, representative, now)
+        elif group.rank == representative:
+            mine = _ask(group, now)
+    offsets = comm.all_gather_object(mine, group)
+    offset, uncertainty = offsets[ids.index(clock_id)]
+    return ClockOffset(offset, uncertainty, time_ns() - perf_counter_ns())
+
+
+def _ask(group: Group, now: Callable[[], int]) -> tuple[int, int]:
+    """Ask the first rank for its time; returns what to add to this rank's, and how far off that may be."""
+    answer = torch.zeros(1, dtype=torch.int64)
+    trips = []
+    for _ in range(PINGS):
+        begin = now()
+        comm.isend(answer, group, 0).wait()
+        comm.irecv(answer, group, 0).wait()
+        end = now()
+        trips.append((end - begin, int(answer.item()) - (begin + end) // 2))
+    # The answer was given between `begin` and `end`: half the trip is the largest possible error.
+    length, offset = min(trips)
+    return offset, (length + 1) // 2
+
+
+def _answer(group: Group, asker: int, now: Callable[[], int]) -> None:
+    """Tell `asker` the time, as often as it asks."""
+    question = torch.zeros(1, dtype=torch.int64)
+    for _ in range(PINGS):
+        comm.irecv(question, group, asker).wait()
+        comm.isend(torch.tensor([now()]), group, asker).wait()
+
+
+def clock_id() -> str:
+    """Identify the clock that `perf_counter_ns` reads: that of one boot of one host, in one time namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/time")
+    # Containers on one host share its clock unless they have a time namespace; elsewhere than on Linux the name serves.
+    if not (boot.exists() and namespace.is_symlink()):
+        return platform.node()
+    return f"{boot.read_text()} {namespace.readlink()}"
