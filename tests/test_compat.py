@@ -29,6 +29,7 @@ from lightning_parallel.compat import Patches, patched
 from lightning_parallel.compat import deepspeed as compat_deepspeed
 from lightning_parallel.compat import initialization as compat_initialization
 from lightning_parallel.compat import lightning as compat_lightning
+from lightning_parallel.compat import precision as compat_precision
 from lightning_parallel.compat import torch as compat_torch
 from lightning_parallel.compat.default_group import default_store
 from lightning_parallel.compat.lightning import ddp_hook_state, logged_step, should_update_logs, wrapped_sampler
@@ -348,8 +349,44 @@ def test_the_door_of_both_packages(package, fabric):
     assert import_module(f"{package}.utilities.rank_zero").rank_zero_only is rank_zero.rank_zero_only
 
 
+def test_precision():
+    tensors = [torch.full((2,), 3.0), torch.full((3,), 5.0, dtype=torch.float64), torch.ones(0)]
+    compat_precision.scale_all(tensors, torch.tensor(0.5, dtype=torch.float64))
+    assert [tensor.tolist() for tensor in tensors] == [[1.5] * 2, [2.5] * 3, []]
+    before = torch.get_float32_matmul_precision()
+    for precision, is_tf32 in (("high", True), ("highest", False)):
+        torch.set_float32_matmul_precision(precision)
+        assert compat_precision.uses_tf32() == is_tf32
+    torch.set_float32_matmul_precision(before)
+    compat_torch.assert_on_device(torch.tensor(True), "")
+    with pytest.raises(RuntimeError, match="said so"):
+        compat_torch.assert_on_device(torch.tensor(False), "said so")
+    # What is kept across contexts; without `shared_casts`, Lightning's setting comes back.
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with compat_precision.shared_casts(x.device):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), compat_precision.kept_casts():
+            first = layer(x).grad_fn.next_functions
+        assert not torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            with compat_precision.kept_casts():
+                assert first[0] == layer(x).grad_fn.next_functions[0]
+            assert not torch.is_autocast_cache_enabled()
+
+
+@distributed(world_size=2)
+def test_collectives_of_one_tensor(group):
+    whole = torch.empty(4)
+    compat_torch.all_gather_single(whole, torch.full((2,), float(group.rank)))
+    assert whole.tolist() == [0, 0, 1, 1]
+    compat_torch.reduce_scatter_single(part := torch.empty(2), whole)
+    assert part.tolist() == [2.0 * group.rank] * 2
+    with dist.distributed_c10d._coalescing_manager(async_ops=True):
+        assert compat_torch.is_coalesced(dist.all_reduce(part, async_op=True))
+        assert not compat_torch.is_coalesced(None)
+
+
 def test_what_constructors_only_take():
-    assert compat_torch.device_of_scaler(torch.amp.GradScaler("cpu")) == "cpu"
+    assert compat_precision.device_of_scaler(torch.amp.GradScaler("cpu")) == "cpu"
     timeout = timedelta(seconds=7)
     assert compat_lightning.timeout_of(DDPStrategy(timeout=timeout)) is timeout
     assert compat_lightning.state_dict_type_of(FSDPStrategy(state_dict_type="sharded")) == "sharded"

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.compat.precision import uses_tf32
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
     TorchDispatchMode,
@@ -453,12 +454,15 @@ def _is_meta(out: Any) -> bool:
 
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("B200", {"bfloat16": 2250e12, "float16": 2250e12}),
-    ("H200", {"bfloat16": 989.4e12, "float16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}),
     ("H100 PCIe", {"bfloat16": 756e12, "float16": 756e12, "tf32": 378e12, "float32": 51.2e12}),
     ("H100 NVL", {"bfloat16": 835.5e12, "float16": 835.5e12, "tf32": 417.8e12, "float32": 60e12}),
-    ("H100", {"bfloat16": 989.4e12, "float16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}),
+    ("H100|H200|GH200", {"bfloat16": 989.4e12, "float16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}),
+    ("GB200", {"bfloat16": 2500e12, "float16": 2500e12}),
     ("A100", {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}),
     ("L40S", {"bfloat16": 362e12, "float16": 362e12, "tf32": 183e12, "float32": 91.6e12}),
+    ("L40", {"bfloat16": 181e12, "float16": 181e12, "tf32": 90.5e12, "float32": 90.5e12}),
+    ("A10", {"bfloat16": 125e12, "float16": 125e12, "tf32": 62.5e12, "float32": 31.2e12}),
+    ("RTX 4090", {"bfloat16": 165.2e12, "float16": 165.2e12, "tf32": 82.6e12, "float32": 82.6e12}),
     ("L4", {"bfloat16": 121e12, "float16": 121e12, "tf32": 60e12, "float32": 30.3e12}),
     ("V100", {"float16": 125e12, "float32": 15.7e12}),
     ("T4", {"float16": 65e12, "float32": 8.1e12}),
@@ -466,8 +470,7 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 """Operations per second in dense matrix products, from data sheets, by a part of the device's name, specific first.
 
-Lightning's `get_available_flops` (2.6) does not serve: it has figures for sparse matrices, twice as high, for H200 and
-H100 NVL, takes L40 and L40S for L4, and has no figures of the tensor cores of several others.
+Lightning's `get_available_flops` (2.6) has figures for sparse matrices, twice as high, and takes L40 for L4.
 """
 
 
@@ -478,11 +481,8 @@ def peak_flops_of(device: torch.device, dtype: torch.dtype) -> PeakFlops | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    kind = str(dtype).removeprefix("torch.")
-    # With this setting products of float32 run on tensor cores, several times as fast.
-    if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        kind = "tf32"
-    peaks = next((peaks for part, peaks in _PEAKS if re.search(rf"\b{part}\b", name)), {})
+    kind = "tf32" if dtype is torch.float32 and uses_tf32() else str(dtype).removeprefix("torch.")
+    peaks = next((peaks for part, peaks in _PEAKS if re.search(rf"\b({part})\b", name)), {})
     return (peaks[kind], f"data sheet of {name}, dense {kind}") if kind in peaks else None
 
 

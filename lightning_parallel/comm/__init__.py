@@ -5,21 +5,14 @@ peer into an error that names the lost ranks. A group of one rank communicates n
 """
 
 from lightning_parallel.comm.collectives import (
-    agree,
     all_gather,
-    all_gather_object,
     all_reduce,
     all_reduce_,
     all_to_all,
-    barrier,
     broadcast_,
-    broadcast_from,
-    broadcast_object,
-    equal_everywhere,
     exchange,
     irecv,
     isend,
-    raise_together,
     reduce_scatter,
 )
 from lightning_parallel.comm.gradient_session import (
@@ -36,6 +29,15 @@ from lightning_parallel.comm.gradient_session import (
 from lightning_parallel.comm.groups import Group, MeshGroups
 from lightning_parallel.comm.hashes import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.comm.heartbeat import LostRankError, report_failure, start_heartbeat, stop_heartbeat
+from lightning_parallel.comm.objects import (
+    agree,
+    all_gather_object,
+    barrier,
+    broadcast_from,
+    broadcast_object,
+    equal_everywhere,
+    raise_together,
+)
 from lightning_parallel.comm.roll_call import ApartError, RollCall
 from lightning_parallel.comm.strict_order import is_strict, strict_order
 from lightning_parallel.comm.work import (

@@ -1,38 +1,30 @@
-"""The collectives, on tensors and on Python objects, and the checks that ranks make together: all go on, or all raise.
+"""The collectives on tensors, and messages between two ranks.
 
 A group of one rank communicates nothing.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.comm.work import Done, Pending, blocking_call
+from lightning_parallel.comm.work import Done, Pending
 from lightning_parallel.compat.torch import all_gather_single, reduce_scatter_single
 
 __all__ = [
-    "agree",
     "all_gather",
-    "all_gather_object",
     "all_reduce",
     "all_reduce_",
     "all_to_all",
-    "barrier",
     "broadcast_",
-    "broadcast_from",
-    "broadcast_object",
-    "equal_everywhere",
     "exchange",
     "irecv",
     "isend",
-    "raise_together",
     "reduce_scatter",
 ]
 
@@ -370,114 +362,3 @@ class PairwiseAllReduce:
             if work is not None:  # torch's type; only a rank outside the group gets None
                 work.wait()
         _COMBINE[self._op](self._tensor, self._other, out=self._tensor)
-
-
-T = TypeVar("T")
-
-# ---------------------------------------------------------------------------------------------------------- objects
-
-
-def all_gather_object(value: T, group: Group) -> list[T]:
-    """Gather the picklable `value` of every rank, by position."""
-    if group.size == 1:
-        return [value]
-    values: list[Any] = [None] * group.size
-    with blocking_call("all_gather_object", group):
-        dist.all_gather_object(values, value, group=group.process_group)
-    return values
-
-
-def broadcast_object(value: T, group: Group, source: int = 0) -> T:
-    """Return the picklable `value` of the rank at position `source`."""
-    if group.size == 1:
-        return value
-    values: list[Any] = [value]
-    with blocking_call("broadcast_object", group):
-        dist.broadcast_object_list(values, group.ranks[source], group=group.process_group)
-    return values[0]
-
-
-def broadcast_from(make: Callable[[], T], group: Group, source: int = 0) -> T:
-    """Call `make` on the rank at position `source` only, and return its result on every rank.
-
-    Raises:
-        Exception: On every rank, if `make` raises, or returns what cannot be pickled.
-    """
-    value: T | None = None
-    data = b""
-    failure: Exception | None = None
-    if group.rank == source:
-        try:
-            value = make()
-            # Pickled here rather than by the broadcast: an error there would leave the other ranks waiting.
-            data = b"" if group.size == 1 else pickle.dumps(value)
-        except Exception as error:
-            failure = error
-    description = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    data, description = broadcast_object((data, description), group, source)
-    if failure is not None:
-        raise failure
-    if description:
-        raise RuntimeError(f"rank {group.ranks[source]} failed with {description}")
-    return cast(T, value) if group.rank == source else pickle.loads(data)
-
-
-def barrier(group: Group) -> None:
-    """Wait until every rank of `group` has arrived."""
-    if group.size > 1:
-        with blocking_call("barrier", group):
-            dist.barrier(group=group.process_group)
-
-
-# ----------------------------------------------------------------------------------------------------------- checks
-
-
-def raise_together(error: Exception | None, group: Group) -> None:
-    """Raise on every rank of `group` if any rank brings an `error`, so that no rank is left waiting.
-
-    A rank that brings an error raises that one; the others raise one of the same type that names the failed ranks.
-    """
-    try:
-        found = all_gather_object(None if error is None else (type(error).__name__, str(error)), group)
-    except RuntimeError as failure:
-        if error is None:
-            raise
-        # A rank that has heard of the error already is gone: that it is must not hide the error itself.
-        raise error from failure
-    if error is not None:
-        raise error
-    failed = {rank: failure for rank, failure in zip(group.ranks, found) if failure is not None}
-    if failed:
-        name, message = next(iter(failed.values()))
-        # Only types that are made from a message alone; others may need arguments that are not known here.
-        kind = {"ValueError": ValueError, "TypeError": TypeError}.get(name, RuntimeError)
-        raise kind(f"{message}\n(found on rank {', '.join(map(str, failed))})")
-
-
-def equal_everywhere(number: int, group: Group) -> bool:
-    """Tell whether all ranks of `group` hold the same 63-bit `number`."""
-    # One small all-reduce, where `agree` takes several: the maximum of x and of -x gives the largest and the smallest.
-    both = torch.tensor([number, -number], device=group.host_device)
-    largest, smallest = all_reduce_(both, group, "max", between_hosts=True).tolist()
-    return largest == -smallest
-
-
-def agree(what: str, value: Any, group: Group) -> None:
-    """Check that all ranks of `group` hold an equal `value`, described by `what`.
-
-    Raises:
-        ValueError: On every rank, with the values of all ranks; of dicts, with the entries that differ.
-    """
-    values = all_gather_object(value, group)
-    if any(other != values[0] for other in values):
-        listed = "\n".join(f"  rank {rank}: {other}" for rank, other in zip(group.ranks, _differing(values)))
-        raise ValueError(f"{what} must be the same on all ranks of the {group.axis} group, found\n{listed}")
-
-
-def _differing(values: list[Any]) -> list[Any]:
-    """Reduce dicts to the entries in which they differ; leave other values as they are."""
-    if not all(isinstance(value, dict) for value in values):
-        return values
-    keys = dict.fromkeys(key for value in values for key in value)
-    different = [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
-    return [{key: value.get(key) for key in different} for value in values]

@@ -13,9 +13,9 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from lightning_parallel.comm.collectives import broadcast_object
 from lightning_parallel.comm.groups import Group
 from lightning_parallel.comm.heartbeat import blocked_calls, describe_failure, heartbeats, reported_errors
+from lightning_parallel.comm.objects import broadcast_object
 from lightning_parallel.compat.default_group import default_store
 
 __all__ = ["ApartError", "RollCall"]

@@ -44,7 +44,6 @@ from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormalization
 from torch.nn.modules.batchnorm import _NormBase as NormalizationBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad
 
 # Walks nested containers of tensors; `torch.utils.pytree` is not there in all supported versions.
 from torch.utils import _pytree as pytree
@@ -66,16 +65,13 @@ __all__ = [
     "BatchNormalization",
     "NormalizationBase",
     "PARAMETERS",
-    "TOTAL_NORM",
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",
     "buffers_of",
-    "clip_grad",
     "children_of",
     "current_graph_task_id",
     "ddp_comm_hooks",
     "ddp_ignored_names",
-    "device_of_scaler",
     "dispatch_modes_suspended",
     "flight_recorder_entries",
     "forbid_data_access",
@@ -95,11 +91,9 @@ __all__ = [
     "mark_as_parameter",
     "move_tensor_hooks",
     "non_persistent_buffers_of",
-    "norms_of",
     "make_wrapper_subclass",
     "overload_packet",
     "parameters_of",
-    "patch_unscale",
     "pytree",
     "remove_ddp_hooks",
     "schema_of",
@@ -345,32 +339,6 @@ def move_tensor_hooks(source: Tensor, target: Tensor) -> None:
         target.register_post_accumulate_grad_hook(hook)
 
 
-# -- torch.amp, torch.optim --------------------------------------------------------------------------------------------
-
-# The function inside torch's `clip_grad_norm_` that takes the norm of a list of gradients: replacing it is the only
-# way to correct what modules compute that call `clip_grad_norm_` by themselves.
-TOTAL_NORM = "_get_total_norm" if hasattr(clip_grad, "_get_total_norm") else "get_total_norm"
-
-
-def norms_of(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
-    """Return the norm of each tensor, in one kernel for all on CUDA; the public function takes one tensor."""
-    return list(torch._foreach_norm(tensors, norm_type)) if tensors else []
-
-
-def patch_unscale(scaler: Any, change: Any, patches: Patches) -> None:
-    """Let `change` see and correct what a `GradScaler` found when it unscaled gradients: its overflow by device.
-
-    The scaler decides by itself, without a hook, whether it skips the step.
-    """
-    unscale = scaler._unscale_grads_
-    patches.replace(scaler, "_unscale_grads_", lambda *args, **kwargs: change(unscale(*args, **kwargs)))
-
-
-def device_of_scaler(scaler: Any) -> str:
-    """Return the type of the device that a `GradScaler` was made for, which its constructor only takes."""
-    return scaler._device
-
-
 # -- used by callbacks: memory, operations, collectives -----
 
 CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -403,6 +371,11 @@ def sharded_flat_parameters(model: nn.Module) -> list[Tensor]:
 def has_unsharded_storage(flat_parameter: Tensor) -> bool:
     """Return whether FSDP1 has the storage in which it gathers a flat parameter: from the first step on."""
     return hasattr(flat_parameter, "_full_param_padded")
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Check a boolean tensor of one element; on CUDA the kernels that follow fail, and the host does not wait."""
+    torch._assert_async(condition, message)
 
 
 # Their names up to torch 2.12, which are deprecated since.

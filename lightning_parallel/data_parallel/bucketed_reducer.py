@@ -162,15 +162,27 @@ class GradientReducer:
     # ---------------------------------------------------------------------------------------------- during backward
 
     @property
+    def names(self) -> frozenset[str]:
+        """The parameters that are trained."""
+        return frozenset(self._active)
+
+    @property
     def synchronizing(self) -> bool:
         """False inside `no_sync()`."""
         return self._synchronizing
 
-    def mark(self, parameters: Iterable[Tensor]) -> None:
-        """Register gradients that were put in place, rather than accumulated by autograd."""
+    def mark(self, parameters: Iterable[Tensor], changed: Iterable[Tensor] = ()) -> None:
+        """Register gradients that were put in place, rather than accumulated by autograd.
+
+        Args:
+            parameters: Whose they are.
+            changed: Those among them that have changed since `start`.
+        """
         # By identity: comparing tensors would compare their elements.
-        marked = set(map(id, parameters))
+        marked, stale = set(map(id, parameters)), set(map(id, changed))
         self._accumulated |= {name for name, parameter in self._active.items() if id(parameter) in marked}
+        for bucket in self._buckets:
+            bucket.stale |= bucket.launched and any(id(self._active[name]) in stale for name in bucket.names)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -195,11 +207,11 @@ class GradientReducer:
             self._active[name].grad = gradient if new is None else gradient.add_(new)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let gradients accumulate without communication."""
+    def no_sync(self) -> Iterator[bool]:
+        """Let gradients accumulate without communication; gives whether the block alone does so."""
         before, self._synchronizing = self._synchronizing, False
         try:
-            yield
+            yield before
         finally:
             self._synchronizing = before
 
@@ -225,16 +237,40 @@ class GradientReducer:
             bucket = self._bucket_of[name]
             bucket.ready.add(name)
             bucket.stale |= bucket.launched  # accumulated again: what was sent is not the whole
-            # In the order of the buckets, and not of their gradients: other ranks may use the layers in another order,
-            # and collectives are paired by the order of their issue.
-            while self._next < len(self._buckets):
-                bucket = self._buckets[self._next]
-                if len(bucket.ready) < len(bucket.names):
-                    return
-                self._launch(bucket)
-                self._next += 1
+            self._launch_ready()
 
         return ready
+
+    def start(self, names: Iterable[str]) -> None:
+        """Begin to reduce gradients that are in `.grad` and final; buckets start once all that are in them are.
+
+        The next `reduce()` needs the same gradients there.
+        """
+        if self._overlaps:
+            for name in self._active.keys() & set(names) - self._prepare_names:
+                self._bucket_of[name].ready.add(name)
+            self._launch_ready()
+
+    def cancel(self) -> None:
+        """Forget what was started, if `reduce()` did not follow."""
+        if self._next > 0:
+            for bucket in self._buckets[: self._next]:
+                if bucket.pending is not None:
+                    bucket.wait()
+            if self._means:
+                self._overlapped_session().wait()
+                self._overlapped_session().discard()
+            self._reset()
+
+    def _launch_ready(self) -> None:
+        # In the order of the buckets, and not of their gradients: other ranks may use the layers in another order,
+        # and collectives are paired by the order of their issue.
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if len(bucket.ready) < len(bucket.names):
+                return
+            self._launch(bucket)
+            self._next += 1
 
     def _launch(self, bucket: _GradientBucket) -> None:
         bucket.launched = True

@@ -218,6 +218,7 @@ class PipelineEngine:
         scale: float | Tensor = 1.0,
         synchronize: bool = True,
         skips: Skips | None = None,
+        end_stage: Callable[[int], None] | None = None,
     ) -> StepResult:
         """Add the gradients of the mean loss over `batch` to `.grad`.
 
@@ -228,13 +229,14 @@ class PipelineEngine:
             synchronize: Sum the gradients of tied parameters. While gradients accumulate over several batches, only
                 the last may do so.
             skips: The skip connections of this step, by default those of the plan; see `find_skips`.
+            end_stage: Called with each stage of this rank once the gradients of its parameters are complete.
 
         Raises:
             ValueError: If the batch cannot be split.
             RuntimeError: If the model cannot be run in stages, or a rank is lost.
         """
         with torch.enable_grad():
-            result = self._run(step, batch, training=True, scale=scale, skips=skips)
+            result = self._run(step, batch, training=True, scale=scale, skips=skips, end_stage=end_stage)
         if synchronize:
             self.reduce_tied_gradients()
         return result
@@ -295,6 +297,7 @@ class PipelineEngine:
         training: bool,
         scale: float | Tensor = 1.0,
         skips: Skips | None = None,
+        end_stage: Callable[[int], None] | None = None,
     ) -> StepResult:
         microbatches = split_by(self.split_batch, batch, self.schedule.num_microbatches)
         if len(microbatches) > self.schedule.num_microbatches:
@@ -322,6 +325,7 @@ class PipelineEngine:
             generators=self.generators,
             message_groups=self.message_groups,
             skips=self.plan.skips if skips is None else skips,
+            end_stage=end_stage,
         )
         result = run()
         # Known from the first batch, which the proof has run before; arrays have no version that would tell later.

@@ -442,7 +442,7 @@ def _held_bytes(parameters: Any) -> int:
 
 # ------------------------------------------------------------------------------------------------------------- links
 
-_PROBE_BYTES = 1 << 18
+_PROBE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 24}  # they take longer than the latency varies
 _LINK_REPEATS = 5
 # Of no other message: stages use 1 and 2, tied parameters 1000 and more.
 _TAG = 900
@@ -456,6 +456,7 @@ def measure_link(group: Group, device: torch.device, sync_group: Group | None = 
         device: Where messages are.
         sync_group: The ranks that are to find the same, the world in a mesh of several axes; by default `group`.
     """
+    probe_bytes = _PROBE_BYTES.get(device.type, 1 << 24)
     short_s = long_s = 0.0
     for first in (0, 1):
         # Every second pair at a time: a rank in two pairs at once would measure its own waiting.
@@ -463,12 +464,12 @@ def measure_link(group: Group, device: torch.device, sync_group: Group | None = 
         peer = group.rank + 1 if leads else group.rank - 1
         if 0 <= peer < group.size:
             short_s = max(short_s, _one_way_s(group, peer, leads, 1, device))
-            long_s = max(long_s, _one_way_s(group, peer, leads, _PROBE_BYTES, device))
+            long_s = max(long_s, _one_way_s(group, peer, leads, probe_bytes, device))
     found = comm.all_gather_object((short_s, long_s), sync_group or group)
     latency_s = max(short for short, _ in found)
     transfer_s = max(long for _, long in found) - latency_s
     # On a fast link the difference of the two is lost in noise, and may be negative.
-    return Link(latency_s, _PROBE_BYTES / transfer_s if transfer_s > 0 else float("inf"))
+    return Link(latency_s, probe_bytes / transfer_s if transfer_s > 0 else float("inf"))
 
 
 def _one_way_s(group: Group, peer: int, leads: bool, num_bytes: int, device: torch.device) -> float:

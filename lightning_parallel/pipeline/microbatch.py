@@ -340,7 +340,7 @@ def reduce_logged(values: Tensor, sizes: Sequence[float], reduce_fx: str | Calla
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     if kind in ("mean", "avg"):
         values = values if values.is_floating_point() else values.float()
-        shares = torch.tensor(sizes, dtype=values.dtype) / sum(sizes)
+        shares = (torch.tensor(sizes, dtype=values.dtype) / sum(sizes)).to(values.device, non_blocking=True)
         # A microbatch without weight (no tokens in it) may have given 0 / 0.
         return torch.tensordot(shares, torch.where(shares.view(-1, *[1] * (values.dim() - 1)) > 0, values, 0.0), 1)
     if kind in ("sum", "max", "min"):

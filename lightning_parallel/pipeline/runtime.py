@@ -91,6 +91,7 @@ class ScheduleRun:
         generators: Those that modules keep themselves.
         message_groups: Groups for messages between stages; see `MessageGroups`.
         skips: What each stage is sent besides the arguments of its first layer; empty for none.
+        end_stage: Called with each stage of this rank after its last action.
     """
 
     model: PipelineStages
@@ -106,6 +107,7 @@ class ScheduleRun:
     generators: OwnGenerators = field(default_factory=OwnGenerators)
     message_groups: MessageGroups | None = None
     skips: Skips = ()
+    end_stage: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         self.messages = StageMessages(self.group, self.schedule, self.model.device, self.layouts, self.message_groups)
@@ -131,13 +133,17 @@ class ScheduleRun:
             Kind.I: self._input_gradient,
             Kind.W: self._weight_gradient,
         }
+        row = self.schedule.rows[self.group.rank]
+        last = {action.stage: action for action in row}
         self.messages.post()
         # Once per step, not per action: saving the state of all generators takes longer than seeding them.
         with random_state_kept(), self.generators.kept():
-            for action in self.schedule.rows[self.group.rank]:
+            for action in row:
                 phase = "forward" if action.kind is Kind.F else "backward"
                 with tracing.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
                     handle[action.kind](action)
+                if self.end_stage is not None and action is last[action.stage]:
+                    self.end_stage(action.stage)
         self.messages.finish()
         outputs = [self.outputs[number] for number in sorted(self.outputs)]
         losses = [loss * self.weights[number] for number, loss in sorted(self.losses.items()) if self.weights[number]]

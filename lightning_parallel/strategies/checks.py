@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import random
 import sys
@@ -45,6 +46,7 @@ __all__ = [
     "check_same_batch",
     "first_batch",
     "optimizer_copies",
+    "output_is_read",
     "positional_arguments",
 ]
 
@@ -226,6 +228,36 @@ def check_pipeline_module(module: LightningModule) -> None:
         method = getattr(module, name)
         if callable(method) and "dataloader_iter" in inspect.signature(method).parameters:
             raise ValueError(f"`{kind}.{name}` takes a `dataloader_iter`; a pipeline needs the batch, to split it")
+
+
+def output_is_read(module: LightningModule, step: str) -> bool:
+    """Tell whether a hook reads what a step returns: `on_train_batch_end` of the module or a callback, and so on.
+
+    Those of Lightning and of this package do not. Where code cannot be looked into, it may.
+    """
+    if step == "predict_step":
+        return True
+    hook = f"on_{step.removesuffix('_step').replace('training', 'train')}_batch_end"
+    found = [getattr(holder, hook) for holder in (module, *module.trainer.callbacks)]  # type: ignore[attr-defined]
+    return any(_reads_outputs(method) for method in found)
+
+
+def _reads_outputs(method: Callable[..., Any]) -> bool:
+    function = inspect.unwrap(getattr(method, "__func__", method))
+    if str(getattr(function, "__module__", "")).partition(".")[0] in (
+        "lightning",
+        "pytorch_lightning",
+        __name__.partition(".")[0],
+    ):
+        return False
+    code = getattr(function, "__code__", None)
+    if code is None or "outputs" not in inspect.signature(function).parameters:
+        return True  # under another name, or among `*args`
+    return any(
+        instruction.argval == "outputs" or (isinstance(instruction.argval, tuple) and "outputs" in instruction.argval)
+        for instruction in dis.get_instructions(code)
+        if instruction.opname.startswith("LOAD")
+    )
 
 
 def positional_arguments(method: Callable[..., Any]) -> int:

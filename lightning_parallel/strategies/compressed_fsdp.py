@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel.compat.lightning import state_dict_type_of
-from lightning_parallel.compat.torch import device_of_scaler, fsdp1_synchronizes
+from lightning_parallel.compat.precision import device_of_scaler
+from lightning_parallel.compat.torch import fsdp1_synchronizes
 from lightning_parallel.compression import (
     Reducer,
     ShardedSession,

@@ -21,7 +21,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.lightning import grad_norm_functions
-from lightning_parallel.compat.torch import TOTAL_NORM, clip_grad, norms_of, patch_unscale
+from lightning_parallel.compat.precision import TOTAL_NORM, clip_grad, norms_of, patch_unscale, scale_all
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["ReplicaNorm", "span_replica", "total_norm"]
@@ -127,9 +127,7 @@ def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, pat
         gradients = [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
         total = norm(gradients, norm_type)
         # On the device, without asking for its value: the host does not wait for the norm.
-        coefficient = _clip_coefficient(total, clip_val)
-        for gradient in gradients:
-            gradient.mul_(coefficient.to(gradient))
+        scale_all(gradients, _clip_coefficient(total, clip_val))
         return total
 
     def any_overflow(found: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
@@ -171,13 +169,13 @@ def total_norm(
     """
     parts = [_counted_part(name, value, rules, groups, counted_by_others) for name, value in gradients.items()]
     counted = [part for part in parts if part is not None]
-    device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
+    device = next((gradient.device for gradient in gradients.values()), torch.device(groups.replica.host_device))
     # In double precision: a sum of many squares in fp16 or bf16 would overflow, or stop growing.
-    norms = [norm.double() for norm in norms_of([gradient for gradient in counted if gradient.numel()], norm_type)]
+    norms = norms_of([gradient for gradient in counted if gradient.numel()], norm_type)
     zero = torch.zeros((), device=device, dtype=torch.float64)
     if math.isinf(norm_type):
-        return comm.all_reduce_(torch.stack(norms).max() if norms else zero, groups.replica, "max")
-    powers = torch.stack(norms).pow(norm_type).sum() if norms else zero
+        return comm.all_reduce_(torch.stack(norms).double().max() if norms else zero, groups.replica, "max")
+    powers = torch.stack(norms).double().pow(norm_type).sum() if norms else zero
     return comm.all_reduce_(powers, groups.replica).pow(1.0 / norm_type)
 
 

@@ -301,8 +301,8 @@ class MeshStrategy(MeshProcesses):
         self._is_first_batch = False
         if self._steps is not None:
             # Gradients appear in the middle of the schedule; `backward` will hand them to the reducer, once.
-            with self._open_reducer.no_sync():
-                return self._steps.training_step(args, kwargs, audit)
+            with (reducer := self._open_reducer).no_sync() as is_last:
+                return self._steps.training_step(args, kwargs, audit, reducer if is_last else None)
         step = super().training_step
         return step(*args, **kwargs) if audit is None else audit.wrap(step)(*args, **kwargs)
 

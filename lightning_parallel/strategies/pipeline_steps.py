@@ -11,6 +11,7 @@ the gradients come back, and are reduced over the replicas
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +32,14 @@ from lightning_parallel.compat.lightning import (
     states_of,
     update_count_of,
 )
+from lightning_parallel.compat.precision import kept_casts, shared_casts
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of, merge_outputs, num_samples
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit
-from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
+from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments
 from lightning_parallel.strategies.full_state import OutsideCalls
 from lightning_parallel.strategies.setup import PipelineOptions
 from lightning_parallel.strategies.step_effects import StepEffects, buffers_kept, side_effects_discarded, to_device
@@ -71,6 +73,7 @@ class PipelineSteps:
         self._step_gradients: dict[nn.Parameter, Tensor | None] = {}
         self._gradients_are_watched = False
         self._is_running = False
+        self._output_is_read: dict[str, bool] = {}
 
     @property
     def engine(self) -> PipelineEngine:
@@ -110,12 +113,22 @@ class PipelineSteps:
 
         return with_loss, batch
 
-    def training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], audit: StepAudit | None) -> Any:
+    def training_step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        audit: StepAudit | None,
+        reducer: GradientReducer | None = None,
+        keeps_output: bool | None = None,
+    ) -> Any:
         """Run forward and backward of a batch; its gradients are kept for `deliver_gradients`.
 
         Args:
             args, kwargs: Of the module's `training_step`.
             audit: Watches the step, on the first batch of a run with divided layers.
+            reducer: Begins to reduce gradients over the replicas once no further microbatch adds to them.
+            keeps_output: Whether more of what the step returns than its loss is brought to every rank; by default
+                where a hook reads it.
         """
         self._copies.check()
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -123,17 +136,35 @@ class PipelineSteps:
         held = {parameter: parameter.grad for parameter in parameters} if self._gradients_are_needed() else {}
         for parameter in parameters:
             parameter.grad = None
-        output = self._run(_TRAINING, args, kwargs, audit, self._skips_of(_TRAINING, args, kwargs))
+        # What accumulates with earlier batches is reduced as their sum, in `backward`.
+        started = self._start_reduction(reducer) if reducer is not None and not self._is_accumulating() else None
+        skips = self._skips_of(_TRAINING, args, kwargs)
+        output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, started)
         self._step_gradients = {parameter: parameter.grad for parameter in parameters}
         for parameter in parameters:
             parameter.grad = held.get(parameter)
         return output
 
+    def _start_reduction(self, reducer: GradientReducer) -> Callable[[int], None]:
+        """Return what to call when a stage of this rank has run its last backward."""
+        plan, left = self.engine.plan, set(self.engine.stages)
+        reducer.cancel()
+        homes = {name: {*plan.parameter_stages[name]} & left for name in reducer.names & plan.parameter_stages.keys()}
+
+        def end_stage(stage: int) -> None:
+            left.discard(stage)
+            reducer.start(name for name, stages in homes.items() if not stages & left)
+
+        return end_stage
+
     def _gradients_are_needed(self) -> bool:
         """Tell whether anybody sees the gradients of earlier batches after `training_step`."""
+        return self._is_accumulating() or self._gradients_are_watched
+
+    def _is_accumulating(self) -> bool:
+        """Tell whether the gradients of this batch are added to those of earlier ones."""
         trainer = self.module.trainer
-        is_accumulating = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
-        return is_accumulating or self._gradients_are_watched
+        return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
 
     def _hooks_see_gradients(self) -> bool:
         """Tell whether a hook of the user runs while gradients of the step before are still there in one process."""
@@ -150,9 +181,10 @@ class PipelineSteps:
         # Not those without a gradient: marked, they would be reduced as zeros, which weight decay does not ignore.
         fresh = {parameter: gradient for parameter, gradient in self._step_gradients.items() if gradient is not None}
         self._step_gradients = {}
+        sums = [parameter for parameter in fresh if parameter.grad is not None]
         for parameter, gradient in fresh.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        reducer.mark(fresh)
+        reducer.mark(fresh, changed=sums)
 
     def restore_gradients(self) -> None:
         """Put the gradients of the last step into `.grad`, alone."""
@@ -160,10 +192,14 @@ class PipelineSteps:
             parameter.grad = gradient
         self._step_gradients = {}
 
-    def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def evaluate(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], keeps_output: bool | None = None
+    ) -> Any:
         """Run `validation_step`, `test_step` or `predict_step`."""
         skips = self._skips_of(name, args, kwargs)
-        return self._run_whole(name, args, kwargs) if skips is None else self._run(name, args, kwargs, None, skips)
+        if skips is None:
+            return self._run_whole(name, args, kwargs)
+        return self._run(name, args, kwargs, None, skips, keeps_output)
 
     def goes_in_stages(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether a step can be run in the stages of the plan."""
@@ -229,10 +265,19 @@ class PipelineSteps:
         rest = rest[: self._positional[name] - 1]
 
         def step(microbatch: Any) -> Any:
-            with context():
+            # Else each microbatch would cast all parameters, and keep a copy of them until its backward.
+            with context(), kept_casts() if name == _TRAINING else nullcontext():
                 return method(microbatch, *rest, **kwargs)
 
         return step
+
+    def _keeps(self, name: str, is_asked: bool | None) -> bool:
+        if is_asked is None:
+            # Asked once: the callbacks of a run do not change.
+            if name not in self._output_is_read:
+                self._output_is_read[name] = output_is_read(self.module, name)
+            return self._output_is_read[name]
+        return is_asked
 
     def _run(
         self,
@@ -241,11 +286,15 @@ class PipelineSteps:
         kwargs: dict[str, Any],
         audit: StepAudit | None,
         skips: Skips | None = None,
+        keeps_output: bool | None = None,
+        end_stage: Callable[[int], None] | None = None,
     ) -> Any:
         """Run a step on the microbatches of a batch; its result and its effects are those on the whole batch."""
         batch, *rest = args
         effects = StepEffects(self.module)
-        step = _StageStep(self._step(name, tuple(rest), kwargs), effects, audit)
+        step = _StageStep(
+            self._step(name, tuple(rest), kwargs), effects, audit, self._keeps(name, keeps_output), name == _TRAINING
+        )
         # Metrics that are computed inside the step must not wait for stages that are not there yet.
         self._is_running = True
         # The layers draw nothing from the global generator, so it stays where it is: the order of shuffled data in the
@@ -255,7 +304,10 @@ class PipelineSteps:
             if name == _TRAINING:
                 # Tied gradients are summed in `backward`, after their means over the replicas.
                 scale = self.gradient_scale()
-                result = self.engine.forward_backward(step, batch, scale=scale, synchronize=False, skips=skips)
+                with shared_casts(self.device):
+                    result = self.engine.forward_backward(
+                        step, batch, scale=scale, synchronize=False, skips=skips, end_stage=end_stage
+                    )
             else:
                 result = self.engine.forward(step, batch, skips=skips)
         finally:
@@ -271,10 +323,9 @@ class PipelineSteps:
             output: Any = merge_outputs(result.outputs, samples, result.weights)
             if name == _TRAINING:
                 output = {**output, "loss": result.loss} if isinstance(output, Mapping) else result.loss
-            return (to_device(output, torch.device("cpu")), *effects.merged(samples, result.weights))
+            return (output, *effects.merged(samples, result.weights))
 
-        # On the CPU, since objects are pickled; a tensor of another rank's device would be created there.
-        output, calls, changes = comm.broadcast_from(found, self.engine.group, self.engine.last_rank)
+        output, calls, changes = comm.broadcast_from(found, self.engine.group, self.engine.last_rank, self.device)
         effects.repeat(calls, changes, self.device)
         effects.settle(samples, result.weights, self.engine.group)
         return to_device(output, self.device)
@@ -336,13 +387,22 @@ class _StageStep:
     step: Callable[[Any], Any]
     effects: StepEffects
     audit: StepAudit | None
+    keeps_output: bool
+    is_training: bool
 
     def __call__(self, microbatch: Any) -> Any:
         with self.effects.step():
             if self.audit is None:
-                return self.step(microbatch)
-            with self.audit.watch():
-                return self._audited(microbatch, self.audit)
+                output = self.step(microbatch)
+            else:
+                with self.audit.watch():
+                    output = self._audited(microbatch, self.audit)
+        if self.keeps_output:
+            return output
+        # Logits of all microbatches would be kept at once, for nobody.
+        if not self.is_training:
+            return None
+        return {"loss": output["loss"]} if isinstance(output, Mapping) and "loss" in output else output
 
     def _audited(self, microbatch: Any, audit: StepAudit) -> Any:
         try:

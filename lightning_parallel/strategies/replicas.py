@@ -186,6 +186,7 @@ class _SharedPlateau(ReduceLROnPlateau):
     group: Group
 
     def step(self, metrics: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        device = metrics.device if isinstance(metrics, torch.Tensor) else None
-        total = comm.all_reduce(torch.as_tensor(metrics, dtype=torch.float64, device=device), self.group)
+        # A number, or a metric that was moved to the CPU, may be what a group that knows GPUs only does not take.
+        value = torch.as_tensor(metrics, dtype=torch.float64)
+        total = comm.all_reduce(value if value.device.type != "cpu" else value.to(self.group.host_device), self.group)
         super().step(total / self.group.size, *args, **kwargs)

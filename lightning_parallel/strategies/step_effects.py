@@ -119,7 +119,7 @@ class StepEffects:
             for name, value in vars(holder).items():
                 if missing(value) and value is not before.get(name):
                     changes.append(((*path, name), "set", Elsewhere(value)))
-        changes = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), changes)
+        changes = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), changes)
         known = ParallelState.of(self.module).logged
         return _merge_calls(self.logged, samples, weights, known), changes
 
@@ -295,7 +295,8 @@ def _merge_call(name: str, entries: list[tuple[int, float, Any, dict[str, Any]]]
         caches = [value.cache for value in values if value.cache is not None]
         shares = [size / sum(sizes) for size in sizes]
         return name, _MetricAt(values[0].path, merge_outputs(caches, (), shares) if caches else None), arguments
-    numbers = torch.stack([torch.as_tensor(value).detach().cpu() for value in values])
+    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    numbers = torch.stack([torch.as_tensor(value, device=device).detach() for value in values])
     return name, reduce_logged(numbers, sizes, arguments.get("reduce_fx", "mean")), arguments
 
 

@@ -326,10 +326,10 @@ class StepRuns:
         try:
             with log_recorded(self.module, calls), self._precision(way):
                 if call.name == "training_step":
-                    output = steps.training_step(arguments, call.kwargs, None)
+                    output = steps.training_step(arguments, call.kwargs, None, keeps_output=True)
                     steps.restore_gradients()
                 else:
-                    output = steps.evaluate(call.name, arguments, call.kwargs)
+                    output = steps.evaluate(call.name, arguments, call.kwargs, keeps_output=True)
         finally:
             patches.undo()
         loss = loss_of(output) if call.name == "training_step" else None

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import PartialModule, class_in_place
-from lightning_parallel.compat.torch import parameters_of
+from lightning_parallel.compat.torch import assert_on_device, parameters_of
 from lightning_parallel.tensor.autograd import (
     gather_from_group,
     reduce_from_group,
@@ -384,14 +384,15 @@ class VocabEmbedding(nn.Embedding):
         """Look up tokens (...) -> (..., features).
 
         Raises:
-            IndexError: If a token is outside of the whole vocabulary (on the CPU; on CUDA it gives zeros).
+            IndexError: If a token is outside of the whole vocabulary (on CUDA, an assertion on the device).
         """
-        tokens = input
         # A token outside of the whole vocabulary is held by no rank and would silently give zeros.
-        if tokens.device.type == "cpu" and tokens.numel():
+        if (tokens := input).device.type == "cpu" and tokens.numel():
             low, high = tokens.aminmax()
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(f"tokens must be in [0, {self.num_embeddings}), found {int(low)} to {int(high)}")
+        elif tokens.numel():
+            assert_on_device(((tokens >= 0) & (tokens < self.num_embeddings)).all(), "a token is not in the vocabulary")
         elsewhere = (tokens < self.first) | (tokens >= self.stop)
         # Only the rank that holds the padding row has to keep gradients from it.
         padding = self.padding_idx

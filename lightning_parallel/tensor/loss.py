@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import assert_on_device
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["cross_entropy"]
@@ -59,13 +60,15 @@ def cross_entropy(
 
     Raises:
         ValueError: If the arguments do not fit each other.
-        IndexError: If a target is not a class (on the CPU).
+        IndexError: If a target is not a class (on CUDA, an assertion on the device).
     """
     _check(logits, target, rule, group, dim, reduction, label_smoothing)
     classes = _Classes(rule.ranges[group.rank][0][0], rule.full_size, group, label_smoothing)
     valid = target != ignore_index
-    # On other devices this check would wait for the device.
-    if target.device.type == "cpu" and not ((target >= 0) & (target < classes.count) | ~valid).all():
+    known = ((target >= 0) & (target < classes.count) | ~valid).all()
+    if target.device.type != "cpu":
+        assert_on_device(known, "a target is not a class")  # the host does not wait
+    elif not known:
         raise IndexError(f"targets must be in [0, {classes.count}) or {ignore_index}, found {target.unique().tolist()}")
     losses = _CrossEntropy.apply(logits.movedim(dim, -1), target, valid, weight, classes)
     if torch.is_autocast_enabled(logits.device.type):

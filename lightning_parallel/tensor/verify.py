@@ -20,7 +20,7 @@ from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 
-__all__ = ["DropoutOff", "PlanVerifier", "copy_in_double", "possible_inputs"]
+__all__ = ["DropoutOff", "PlanVerifier", "copy_in_double", "devices_in_use", "possible_inputs"]
 
 TOLERANCE = 1e-6  # of the largest value; blocks that compute in single precision inside stay below it
 SMALL = 1e-4  # a gradient this far below the largest one is compared as if it were this large
@@ -84,7 +84,7 @@ class PlanVerifier:
     def _run_all(self, block: nn.Module, given: Plan, candidates: list[Plan], all_outputs: bool = True) -> Plan | None:
         if any(parameter.is_meta for parameter in block.parameters()):
             block = _with_random_values(block)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices_in_use()):
             torch.manual_seed(0)
             for x in possible_inputs(block):
                 expected = self._run_together(partial(_run_copy, block, x))
@@ -195,6 +195,11 @@ def copy_in_double(block: nn.Module) -> nn.Module:
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0  # in training torch applies it where `DropoutOff` does not see it
     return copied
+
+
+def devices_in_use() -> list[int]:
+    """Return the GPUs whose random state a trial changes; torch would look at all, and warn if they are many."""
+    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
 
 
 def _device() -> torch.device:

@@ -1,0 +1,220 @@
+"""Collectives on Python objects, and the checks that ranks make together: all go on, or all raise.
+
+A group of one rank communicates nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.comm.collectives import all_reduce_, broadcast_
+from lightning_parallel.comm.groups import Group
+from lightning_parallel.comm.work import blocking_call
+
+__all__ = [
+    "agree",
+    "all_gather_object",
+    "barrier",
+    "broadcast_from",
+    "broadcast_object",
+    "equal_everywhere",
+    "raise_together",
+]
+
+T = TypeVar("T")
+
+_PICKLED_BYTES = 1 << 16
+"""Tensors on the CPU up to this size are pickled: a message of their own would take longer."""
+
+
+def all_gather_object(value: T, group: Group) -> list[T]:
+    """Gather the picklable `value` of every rank, by position."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    with blocking_call("all_gather_object", group):
+        dist.all_gather_object(values, value, group=group.process_group)
+    return values
+
+
+def broadcast_object(value: T, group: Group, source: int = 0) -> T:
+    """Return the picklable `value` of the rank at position `source`."""
+    if group.size == 1:
+        return value
+    values: list[Any] = [value]
+    with blocking_call("broadcast_object", group):
+        dist.broadcast_object_list(values, group.ranks[source], group=group.process_group)
+    return values[0]
+
+
+def broadcast_from(make: Callable[[], T], group: Group, source: int = 0, device: torch.device | None = None) -> T:
+    """Call `make` on the rank at position `source` only, and return its result on every rank.
+
+    Tensors in the result that are large, or on a device, travel as tensors: the host does not wait for the device.
+
+    Args:
+        make: Makes a value that can be pickled.
+        group: The group.
+        source: Position of the rank that makes it.
+        device: Where tensors are put on the other ranks that are on a device on this one.
+
+    Raises:
+        Exception: On every rank, if `make` raises, or returns what cannot be pickled.
+    """
+    value: T | None = None
+    packed = _Packed(b"", [])
+    tensors: list[Tensor] = []
+    failure: Exception | None = None
+    if group.rank == source:
+        try:
+            value = make()
+            # Pickled here rather than by the broadcast: an error there would leave the other ranks waiting.
+            if group.size > 1:
+                packed, tensors = _pack(value)
+        except Exception as error:
+            failure = error
+    description = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    packed, description = broadcast_object((packed, description), group, source)
+    if failure is not None:
+        raise failure
+    if description:
+        raise RuntimeError(f"rank {group.ranks[source]} failed with {description}")
+    tensors = _broadcast_tensors(packed.tensors, tensors, group, source, device or torch.device("cpu"))
+    return cast(T, value) if group.rank == source else _Unpickler(packed.data, tensors).load()
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A pickled value, and shape, dtype and whether it is on a device of each tensor that was left out."""
+
+    data: bytes
+    tensors: list[tuple[torch.Size, torch.dtype, bool]]
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out tensors that are large or on a device."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if type(value) is not Tensor or value.layout != torch.strided:
+            return None
+        if value.device.type == "cpu" and value.numel() * value.element_size() <= _PICKLED_BYTES:
+            return None
+        self.tensors.append(value.detach())
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts tensors that were left out where they belong."""
+
+    def __init__(self, data: bytes, tensors: list[Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self._tensors[number]
+
+
+def _pack(value: Any) -> tuple[_Packed, list[Tensor]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    described = [(tensor.shape, tensor.dtype, tensor.device.type != "cpu") for tensor in pickler.tensors]
+    return _Packed(file.getvalue(), described), pickler.tensors
+
+
+def _broadcast_tensors(
+    described: list[tuple[torch.Size, torch.dtype, bool]],
+    tensors: list[Tensor],
+    group: Group,
+    source: int,
+    device: torch.device,
+) -> list[Tensor]:
+    """Send tensors, those of a kind as one; returns them on every rank."""
+    found = list(tensors) if tensors else [torch.empty(0)] * len(described)
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for number, (_, dtype, is_on_device) in enumerate(described):
+        kinds.setdefault((dtype, is_on_device), []).append(number)
+    for (dtype, is_on_device), numbers in kinds.items():
+        sizes = [described[number][0].numel() for number in numbers]
+        if group.rank == source:
+            flat = torch.cat([tensors[number].reshape(-1) for number in numbers])
+        else:
+            flat = torch.empty(sum(sizes), dtype=dtype, device=device if is_on_device else "cpu")
+        broadcast_(flat, group, source)
+        for number, part in zip(numbers, flat.split(sizes)):
+            # A copy: what is kept of one must not keep the others.
+            found[number] = found[number] if group.rank == source else part.view(described[number][0]).clone()
+    return found
+
+
+def barrier(group: Group) -> None:
+    """Wait until every rank of `group` has arrived."""
+    if group.size > 1:
+        with blocking_call("barrier", group):
+            dist.barrier(group=group.process_group)
+
+
+# ----------------------------------------------------------------------------------------------------------- checks
+
+
+def raise_together(error: Exception | None, group: Group) -> None:
+    """Raise on every rank of `group` if any rank brings an `error`, so that no rank is left waiting.
+
+    A rank that brings an error raises that one; the others raise one of the same type that names the failed ranks.
+    """
+    try:
+        found = all_gather_object(None if error is None else (type(error).__name__, str(error)), group)
+    except RuntimeError as failure:
+        if error is None:
+            raise
+        # A rank that has heard of the error already is gone: that it is must not hide the error itself.
+        raise error from failure
+    if error is not None:
+        raise error
+    failed = {rank: failure for rank, failure in zip(group.ranks, found) if failure is not None}
+    if failed:
+        name, message = next(iter(failed.values()))
+        # Only types that are made from a message alone; others may need arguments that are not known here.
+        kind = {"ValueError": ValueError, "TypeError": TypeError}.get(name, RuntimeError)
+        raise kind(f"{message}\n(found on rank {', '.join(map(str, failed))})")
+
+
+def equal_everywhere(number: int, group: Group) -> bool:
+    """Tell whether all ranks of `group` hold the same 63-bit `number`."""
+    # One small all-reduce, where `agree` takes several: the maximum of x and of -x gives the largest and the smallest.
+    both = torch.tensor([number, -number], device=group.host_device)
+    largest, smallest = all_reduce_(both, group, "max", between_hosts=True).tolist()
+    return largest == -smallest
+
+
+def agree(what: str, value: Any, group: Group) -> None:
+    """Check that all ranks of `group` hold an equal `value`, described by `what`.
+
+    Raises:
+        ValueError: On every rank, with the values of all ranks; of dicts, with the entries that differ.
+    """
+    values = all_gather_object(value, group)
+    if any(other != values[0] for other in values):
+        listed = "\n".join(f"  rank {rank}: {other}" for rank, other in zip(group.ranks, _differing(values)))
+        raise ValueError(f"{what} must be the same on all ranks of the {group.axis} group, found\n{listed}")
+
+
+def _differing(values: list[Any]) -> list[Any]:
+    """Reduce dicts to the entries in which they differ; leave other values as they are."""
+    if not all(isinstance(value, dict) for value in values):
+        return values
+    keys = dict.fromkeys(key for value in values for key in value)
+    different = [key for key in keys if any(value.get(key) != values[0].get(key) for value in values)]
+    return [{key: value.get(key) for key in different} for value in values]
