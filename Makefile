@@ -6,7 +6,7 @@ EXTRAS := cli,transformers,deepspeed,test,lint
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-gpu test-projects lint format bench clean
+.PHONY: train test test-gpu test-projects lint format bench gpu clean
 
 train: .venv/installed
 	@echo "Training a small GPT on 4 processes; after a few steps it says how long that takes here."
@@ -18,6 +18,13 @@ test: .venv/browser
 
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -q -m gpu
+
+# The programme for one GPU: ten minutes, no network. It uses the Python that runs there if it has torch and lightning,
+# with its CUDA; .venv, which constraints.txt gives a torch for CPUs, otherwise.
+GPU_PYTHON ?= $(shell $(PYTHON) -c 'import torch, lightning' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
+gpu:
+	@test -x "$(GPU_PYTHON)" || command -v "$(GPU_PYTHON)" >/dev/null || $(MAKE) .venv/installed
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/gpu.py --out results/gpu
 
 # Projects that others wrote: packages, and files of theirs at fixed commits. PROJECTS_DIR=/folder/with/clones replaces GitHub.
 test-projects: .venv-projects/installed
