@@ -29,7 +29,7 @@ from lightning_parallel.compression.feedback import (
     estimate_method,
     working_dtype,
 )
-from lightning_parallel.compression.wire import SEPARATE_BYTES, Seconds, run
+from lightning_parallel.compression.wire import Seconds, goes_alone, run
 
 __all__ = [
     "GroupLike",
@@ -347,7 +347,7 @@ class ReductionStep:
             seen.add(gradient)
             method = self.reducer.method(name, gradient.shape, self.number)
             shard = shards.get(name) if method.scatters else None
-            large = not method.batched and gradient.numel() * gradient.element_size() >= SEPARATE_BYTES
+            large = not method.batched and goes_alone(gradient)
             separate_name = name if large or method.separate else None
             number = method.effective_step(name, self.number, self.memory)
             key = (id(method), number, gradient.shape, gradient.dtype, gradient.device, shard, separate_name)
