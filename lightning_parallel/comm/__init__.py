@@ -19,6 +19,7 @@ from lightning_parallel.comm.collectives import (
     exchange,
     irecv,
     isend,
+    on_any_rank,
     raise_together,
     reduce_scatter,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "fingerprints",
     "irecv",
     "isend",
+    "on_any_rank",
     "overlapping_executor",
     "raise_together",
     "reduce_scatter",

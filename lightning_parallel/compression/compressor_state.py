@@ -132,6 +132,12 @@ class Memory:
             slot: {name: tensor.detach().clone() for name, tensor in named.items()} for slot, named in values.items()
         }
 
+    def leave_device(self) -> None:
+        """Keep the committed values on the CPU, and no second buffers."""
+        self._buffers, self._staged, self._discarded = {}, {}, []
+        for named in self._current.values():
+            named.update((name, tensor.cpu()) for name, tensor in named.items())
+
     @property
     def num_bytes(self) -> int:
         """Bytes held, with the second buffers."""

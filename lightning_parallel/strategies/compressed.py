@@ -203,6 +203,8 @@ class SavesCompression(Strategy):
     @override
     def teardown(self) -> None:
         stop_heartbeat()
+        if self.compression is not None:
+            self.compression.leave_device()
         super().teardown()
 
     @override

@@ -117,3 +117,18 @@ def test_the_choice_is_found_by_what_it_is():
     fewer.load_state_dict(state, ALONE)
     assert reordered.choice is reordered.candidates[0]
     assert fewer.choice is None
+
+
+@pytest.mark.parametrize("make", [lambda: TopK(0.1, momentum=0.5), lambda: PowerSGD(2, alternate=True), Sign])
+def test_memory_that_left_the_device_goes_on_bit_for_bit(make):
+    reducers = make(), make()
+    for step in range(6):
+        draws = [torch.Generator().manual_seed(step) for _ in reducers]
+        named = [{name: torch.randn(40, 50, generator=one) for name in "ab"} for one in draws]
+        for reducer, gradients in zip(reducers, named):
+            assert reducer.reduce_(gradients, ALONE)
+        assert all(torch.equal(named[0][name], named[1][name]) for name in "ab")
+        before = reducers[1].memory.num_bytes
+        reducers[1].leave_device()
+        assert reducers[1].memory.num_bytes <= before
+    assert reducers[1].memory.num_bytes < reducers[0].memory.num_bytes, "no second buffers"
