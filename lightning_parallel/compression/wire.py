@@ -140,11 +140,16 @@ def bytes_sent(kind: type[Request], payload_bytes: float, world_size: int) -> fl
 
 @dataclass
 class Seconds:
-    """Time of the host: before the first collective, in collectives, after each."""
+    """Time of the host: before the first collective, in collectives, after each.
+
+    Attributes:
+        counts: False where the gradients are on a device: the host then only launches what takes the time.
+    """
 
     encode: float = 0.0
     wire: float = 0.0
     decode: float = 0.0
+    counts: bool = True
 
 
 def run(methods: Sequence[Requests], group: Group, seconds: Seconds) -> list[float]:
@@ -166,6 +171,7 @@ def run(methods: Sequence[Requests], group: Group, seconds: Seconds) -> list[flo
     while requests:
         # Counted here, where every payload is seen, rather than by a formula for each method.
         for index, request in requests.items():
+            seconds.counts &= not launches_kernels(request.tensor)
             sent[index] += bytes_sent(type(request), _num_bytes(request.tensor), group.size)
         start = time.perf_counter()
         answers = _answer(requests, group)
