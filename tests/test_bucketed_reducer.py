@@ -10,10 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import patched
 from lightning_parallel.compression import Compressor, PowerSGD, RandomK, TopK
 from lightning_parallel.compression.compressor import Dense
-from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.data_parallel import GradientReducer, bucketed_reducer
 from lightning_parallel.tensor.sharding import reduce_partial_
+from tests.compression.test_launches import Launches, Reads
 from tests.harness import distributed, recorded_communication
 
 
@@ -371,3 +373,54 @@ def test_an_overflow_anywhere_in_a_replica_makes_all_its_compressors_forget_the_
     assert [state["step"] for state in states] == [1, 1, 2]
     torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
     assert all(parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
+@distributed(world_size=2)
+def test_parts_of_a_bucket_begin_at_aligned_places_on_a_gpu(group):
+    expected = _mean_gradients(group, [("first", "second")] * 2)
+    module = Branches().double()
+    with patched(bucketed_reducer, "_padding", lambda tensor: -tensor.numel() % 2):
+        reducer = GradientReducer(dict(module.named_parameters()), group)
+        module(_data(group.rank)[0]).backward()
+        reducer.reduce()
+    _assert_equal(module, expected)
+    assert all(p.grad.storage_offset() * p.grad.element_size() % 16 == 0 for p in module.parameters())
+    assert len({p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.numel()}) == 1, "one bucket"
+
+
+@pytest.mark.parametrize("kind", ["plain", "compressed", "overlapped"])
+@distributed(world_size=2)
+def test_the_host_waits_for_a_device_at_most_once_in_a_step(kind, group):
+    """What ranks tell each other between hosts is not of the device."""
+
+    def on_any_rank(flags, group):
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            return found(flags, group)
+
+    found = comm.on_any_rank
+    options = {} if kind == "plain" else _compressed(PowerSGD(1, min_numel=1), kind == "overlapped")
+    module = Branches().double()
+    reducer = GradientReducer(dict(module.named_parameters()), group, **options, replica_group=group)
+    with patched(comm, "on_any_rank", on_any_rank):
+        for step in range(3):
+            module.zero_grad()
+            seen = Launches()
+            with seen, Reads(seen):
+                module(_data(group.rank)[0]).backward()
+                seen.waited.clear()
+                reducer.reduce()
+            assert step == 0 or sum(seen.waited.values()) <= (kind != "plain"), +seen.waited
+    reducer.close()
+
+
+@distributed(world_size=2)
+def test_a_closed_reducer_leaves_no_second_buffers(group):
+    module, compressor = Branches().double(), TopK(0.1, min_numel=1)
+    reducer = GradientReducer(dict(module.named_parameters()), group, **_compressed(compressor))
+    for _ in range(2):
+        module(_data(group.rank)[0]).backward()
+        reducer.reduce()
+    held = compressor.memory.num_bytes
+    reducer.close()
+    assert compressor.memory.num_bytes == held // 2
+    assert compressor.residual_norm > 0

@@ -1,6 +1,7 @@
 """The session through which all gradients go: buckets, steps, verdicts, errors, and where it runs."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from lightning_parallel.comm import (
     GradientSession,
     Group,
     InlineExecutor,
+    StreamExecutor,
     ThreadExecutor,
     fill_buckets,
     overlapping_executor,
 )
-from lightning_parallel.compression import TopK
+from lightning_parallel.compression import PowerSGD, TopK
+from tests.compression.test_launches import Launches, Reads
 from tests.harness import distributed
 
 ALONE = Group.alone("data_parallel")
@@ -131,3 +134,56 @@ def test_buckets_are_filled_in_order_by_kind_and_the_first_is_small():
     by_kind = fill_buckets(sizes, 2 << 20, kind=lambda name: name in "bd")
     assert by_kind == [["a"], ["b", "d"], ["c", "e"], ["f", "g"]]
     assert fill_buckets({}, 1) == []
+
+
+class Stream:
+    """Notes what a CUDA stream is told, in one list for all streams."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, name, told):
+        self.name, self.told, self.events = name, told, 0
+
+    def record_event(self):
+        self.events += 1
+        return f"{self.name} {self.events}"
+
+    def wait_event(self, event):
+        self.told.append(f"{self.name} waits for {event}")
+
+    def wait_stream(self, other):
+        self.told.append(f"{self.name} waits for all of {other.name}")
+
+
+@pytest.mark.parametrize("executor", [ThreadExecutor, StreamExecutor])
+def test_who_takes_a_result_waits_for_its_call_alone(executor, monkeypatch):
+    told = []
+    main = Stream("main", told)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side", told))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    made = executor(torch.device("cuda", 0))
+    first, second = made.submit(lambda: {"w": torch.ones(2)}), made.submit(lambda: 2)
+    assert second() == 2
+    told.clear()
+    assert first()["w"].sum() == 2
+    assert told == ["main waits for side 1"]
+    told.clear()
+    made.wait()
+    assert told == ["main waits for all of side"]
+    made.close()
+
+
+@distributed(world_size=2)
+def test_a_verdict_is_read_once_after_all_ranks_have_agreed(group):
+    compressor = PowerSGD(1, min_numel=1)
+    session = GradientSession(compressor, group, verdict_group=group)
+    for step, value in enumerate((1.0, torch.inf, 1.0)):
+        gradients, seen = _gradient(value if group.rank == 0 else 1.0), Launches()
+        session.reduce(_gradient())  # the first step of a reducer exchanges Python objects
+        session.discard()
+        with seen, Reads(seen):
+            session.add(gradients)
+            assert session.finish() == (step != 1)
+        assert +seen.waited == {"_local_scalar_dense": 1}
+    assert compressor.step == 2

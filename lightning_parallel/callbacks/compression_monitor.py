@@ -93,8 +93,9 @@ class CompressionAccumulator(Accumulator):
         self._steps += 1
         # Where DDP's own reduction has taken over, nothing is timed and nothing compressed.
         is_dense = outcome.seconds is None
-        seconds = {} if is_dense else {key: getattr(outcome.seconds, key) for key in TIMES}
-        self._timed += not is_dense
+        is_timed = outcome.seconds is not None and outcome.seconds.counts
+        seconds = {key: getattr(outcome.seconds, key) for key in TIMES} if is_timed else {}
+        self._timed += is_timed
         for key, value in seconds.items():
             self._seconds[key] += value
         sent: Numbers = {"dense_bytes": 0, "sent_bytes": 0}
@@ -172,7 +173,7 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
     | `dense_bytes` | bytes that one rank would send for plain means, by a bandwidth-optimal all-reduce |
     | `sent_bytes` | bytes that one rank sends |
     | `ratio` | `dense_bytes / sent_bytes` |
-    | `encode`, `wire`, `decode` | the host's seconds before, in and after collectives, of the slowest rank |
+    | `encode`, `wire`, `decode` | seconds before, in and after collectives, of the slowest rank; on a CPU only |
     | `relative_error` | \|compressed mean - true mean\| / \|true mean\|, mean over the comparisons |
     | `cosine` | of the angle between the two, mean over the comparisons |
     | `residual_norm` | Euclidean norm of the residual of error feedback, at the last comparison |
@@ -180,8 +181,9 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
 
     Where ranks differ (shards of a model) bytes, errors and norms are means over the ranks that have them. Bytes are
     payloads, without the headers of messages. Compressors share their collectives, so seconds are not divided among
-    them. A step in which a gradient was not finite is not counted. Without a residual there is no `residual_norm`;
-    without a comparison no `relative_error` and `cosine`; with one replica nothing is sent and there is no `ratio`.
+    them. There are none on a GPU, where the host only launches what takes the time. A step in which a gradient was not
+    finite is not counted. Without a residual there is no `residual_norm`; without a comparison no `relative_error` and
+    `cosine`; with one replica nothing is sent and there is no `ratio`.
 
     Logged: `compression/<key>` of rank 0, means over the steps of the last batch that had some; the errors and the norm
     after a comparison.

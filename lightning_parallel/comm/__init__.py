@@ -36,6 +36,7 @@ from lightning_parallel.comm.objects import (
     broadcast_from,
     broadcast_object,
     equal_everywhere,
+    on_any_rank,
     raise_together,
 )
 from lightning_parallel.comm.roll_call import ApartError, RollCall
@@ -81,6 +82,7 @@ __all__ = [
     "fingerprints",
     "irecv",
     "isend",
+    "on_any_rank",
     "overlapping_executor",
     "raise_together",
     "reduce_scatter",

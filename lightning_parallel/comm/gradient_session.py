@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lightning_parallel.comm.collectives import all_reduce_
 from lightning_parallel.comm.groups import Group
+from lightning_parallel.compat.torch import pytree
 
 __all__ = [
     "Executor",
@@ -58,8 +59,8 @@ class Executor(Protocol):
         """Run `call` after everything submitted before; it sees what the current stream has done so far.
 
         Returns:
-            A function that waits for the call and returns its result, or raises its error. Executors that run the call
-            at once raise its error here.
+            A function that waits for this call alone and returns its result, or raises its error. Executors that run
+            the call at once raise its error here.
         """
 
     def wait(self) -> None:
@@ -109,16 +110,15 @@ class ThreadExecutor:
 
     def submit(self, call: Callable[[], T]) -> Callable[[], T]:
         """Run `call` on the thread; the stream of the caller waits for it when its result is taken."""
-        future: Future[T] = Future()
+        future: Future[tuple[T, torch.cuda.Event | None]] = Future()
         stream = self._stream
         # The event orders the call after what the caller has enqueued: its kernels may not have run yet.
         ready = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
         self._calls.put(partial(self._run, call, future, ready))
 
         def result() -> T:
-            value = future.result()
-            self._join_stream()
-            return value
+            value, done = future.result()
+            return value if done is None else _taken_over(value, done, self._stream)
 
         return result
 
@@ -128,16 +128,13 @@ class ThreadExecutor:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        self._join_stream()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def close(self) -> None:
         """End the thread when it has run what was submitted; after 5 s it is left alone."""
         self._calls.put(None)
         self._thread.join(timeout=5)
-
-    def _join_stream(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -147,14 +144,21 @@ class ThreadExecutor:
             finally:
                 self._calls.task_done()
 
-    def _run(self, call: Callable[[], T], future: Future[T], ready: torch.cuda.Event | None) -> None:
+    def _run(
+        self,
+        call: Callable[[], T],
+        future: Future[tuple[T, torch.cuda.Event | None]],
+        ready: torch.cuda.Event | None,
+    ) -> None:
         try:
             if self._stream is None or ready is None:
-                future.set_result(call())
+                future.set_result((call(), None))
                 return
             self._stream.wait_event(ready)
             with torch.cuda.stream(self._stream):
-                future.set_result(call())
+                value = call()
+            # Of this call: who takes its result must not wait for the calls after it.
+            future.set_result((value, self._stream.record_event()))
         except BaseException as error:
             # Nobody may ask for the result, as in a hook of DDP: `wait` then raises the error.
             self._error = self._error or error
@@ -178,12 +182,8 @@ class StreamExecutor:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             value = call()
-
-        def result() -> T:
-            self.wait()
-            return value
-
-        return result
+        done = self._stream.record_event()
+        return lambda: _taken_over(value, done, self._stream)
 
     def wait(self) -> None:
         """Let the current stream wait for the kernels of all calls."""
@@ -192,6 +192,18 @@ class StreamExecutor:
     def close(self) -> None:
         """Let the current stream wait for the kernels of all calls."""
         self.wait()
+
+
+def _taken_over(value: T, done: torch.cuda.Event, stream: torch.cuda.Stream | None) -> T:
+    """Return what a call has computed on `stream` until `done`, for use on the current stream."""
+    assert stream is not None
+    current = torch.cuda.current_stream(stream.device)
+    current.wait_event(done)
+    for tensor in pytree.tree_leaves(value):
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
+            # Its memory belongs to the other stream, which may use it again as soon as the tensor is gone.
+            tensor.record_stream(current)
+    return value
 
 
 def overlapping_executor(device: torch.device) -> Executor:
@@ -206,8 +218,11 @@ class MeanStep(Protocol):
     """One optimizer step of a `MeanReducer`; it ends in `commit` or in `rollback`."""
 
     @property
-    def finite(self) -> bool:
-        """True if every gradient so far was finite on every rank of the group, as far as this rank can tell."""
+    def verdict(self) -> Tensor:
+        """Whether every gradient so far was finite on every rank of the group, as far as this rank can tell.
+
+        A number, 1 or 0, on the device of the gradients: the host does not wait for it.
+        """
 
     def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int] | None = None) -> None:
         """Replace some of the gradients by their (approximate) mean, in place."""
@@ -215,8 +230,12 @@ class MeanStep(Protocol):
     def watch(self, received: Tensor) -> None:
         """Check at the end of the step that `received`, which is equal on all ranks, is finite."""
 
-    def commit(self) -> bool:
-        """Keep the state of this step for the next ones, if its gradients were finite; return whether they were."""
+    def commit(self, finite: bool | None = None) -> bool:
+        """Keep the state of this step for the next ones, if its gradients were finite; return whether they were.
+
+        Args:
+            finite: The verdict, where it is known.
+        """
 
     def rollback(self) -> None:
         """Restore the state before this step."""
@@ -233,6 +252,9 @@ class MeanReducer(Protocol):
 
     def begin(self, group: Any) -> MeanStep:
         """Start a step over `group`."""
+
+    def leave_device(self) -> None:
+        """Keep what it remembers on the CPU until the next step."""
 
 
 class GradientSession:
@@ -368,12 +390,13 @@ class GradientSession:
         self._added.clear()
         if step is None:
             return self.applied
-        # Evaluated before the commit: a rank of another part of the model may have found what is not seen here.
-        if self._verdict_group is None or self._agrees(step.finite, self._verdict_group):
-            self.applied = step.commit()
-        else:
-            step.rollback()
-            self.applied = False
+        # Agreed on before the commit: a rank of another part of the model may have found what is not seen here. The
+        # host reads the verdict of all ranks only, for which it has to wait once.
+        finite = None
+        if self._verdict_group is not None:
+            verdict = step.verdict.to(self._device)
+            finite = bool(all_reduce_(verdict, self._verdict_group, "min"))
+        self.applied = step.commit(finite)
         return self.applied
 
     def discard(self) -> None:
@@ -383,9 +406,6 @@ class GradientSession:
         self._added.clear()
         if step is not None:
             step.rollback()
-
-    def _agrees(self, finite: bool, group: Group) -> bool:
-        return bool(all_reduce_(torch.tensor(int(finite), device=self._device), group, "min"))
 
 
 def _one_kind(name: str) -> Hashable:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -26,6 +26,7 @@ __all__ = [
     "broadcast_from",
     "broadcast_object",
     "equal_everywhere",
+    "on_any_rank",
     "raise_together",
 ]
 
@@ -197,6 +198,18 @@ def equal_everywhere(number: int, group: Group) -> bool:
     both = torch.tensor([number, -number], device=group.host_device)
     largest, smallest = all_reduce_(both, group, "max", between_hosts=True).tolist()
     return largest == -smallest
+
+
+def on_any_rank(flags: Sequence[bool], group: Group) -> list[bool]:
+    """Tell for each of `flags`, as many on all ranks, whether it is set on some rank of `group`.
+
+    The host waits for the other hosts, and for a device only in a group that knows devices only.
+    """
+    shared = torch.tensor(flags, dtype=torch.uint8)
+    if group.size > 1 and group.host_device != "cpu":
+        # From memory that does not move, so that the host need not wait for the copy as well.
+        shared = shared.pin_memory().to(group.host_device, non_blocking=True)
+    return [bool(flag) for flag in all_reduce_(shared, group, "max", between_hosts=True).tolist()]
 
 
 def agree(what: str, value: Any, group: Group) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "check_integer",
     "check_number",
     "check_ratio",
+    "hashed_integers",
     "seeded_generator",
     "value_at",
 ]
@@ -145,13 +146,49 @@ def seeded_generator(device: torch.device, *purpose: object) -> Optional[torch.G
     """Return a generator seeded by `purpose` (seed, step, parameter name, ...): equal wherever and whenever it is made.
 
     The global generators are not touched, and a resumed run draws the same numbers without a saved generator state.
-    None on the meta device, where nothing is drawn.
+    None on the meta device, where nothing is drawn. Devices of other kinds draw other numbers: see `hashed_integers`.
     """
-    if device.type == "meta":
-        return None
+    return None if device.type == "meta" else torch.Generator(device).manual_seed(_seed(purpose) >> 1)
+
+
+def _seed(purpose: Sequence[object]) -> int:
     # `hash` of a string differs from process to process, and the ranks must draw the same numbers.
-    digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    return int.from_bytes(hashlib.blake2b(repr(tuple(purpose)).encode(), digest_size=8).digest(), "little")
+
+
+def hashed_integers(purposes: Sequence[Sequence[object]], count: int, device: torch.device) -> Tensor:
+    """Return `count` random integers in [0, 2^31) per purpose, (purposes, count): the same on every device.
+
+    A hash of the position, by multiplications and shifts that every device does exactly; the numbers of a device's own
+    generator depend on its kind, for CUDA also on its size.
+
+    Source: the finalizer `lowbias32` of C. Wellons' hash prospector, keyed before and inside.
+    """
+    bits = torch.empty(len(purposes), count, dtype=torch.int32, device=device)
+    positions = torch.arange(count, dtype=torch.int32, device=device)
+    mixed = torch.empty_like(bits)
+
+    def fold(distance: int) -> None:
+        torch.bitwise_right_shift(bits, distance, out=mixed)
+        bits.bitwise_xor_(mixed.bitwise_and_((1 << 32 - distance) - 1))  # the shift has copied the sign
+
+    seeds = [_seed(purpose) for purpose in purposes]
+    # Seeds are passed as arguments of kernels: to copy them to the device, the host would wait for it.
+    for row, seed in zip(bits, seeds):
+        torch.bitwise_xor(positions, _signed(seed), out=row)
+    fold(16)
+    bits.mul_(_signed(0x7FEB352D))
+    for row, seed in zip(bits, seeds):
+        row.add_(_signed(seed >> 32))
+    fold(15)
+    bits.mul_(_signed(0x846CA68B))
+    fold(16)
+    return bits.bitwise_and_((1 << 31) - 1).long()
+
+
+def _signed(number: int) -> int:
+    """Return the number of 32 bits with a sign that is equal to `number` modulo 2^32."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 _OUTER_ARGUMENTS = {"feedback", "decay", "start_step", "min_numel"}  # without effect on an encoding of values

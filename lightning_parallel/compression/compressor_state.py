@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 
-__all__ = ["Memory", "gather_state", "local_state", "state_on_cpu", "values_for"]
+__all__ = ["Memory", "gather_state", "gather_states", "local_state", "values_for"]
 
 
 class _StackKey(NamedTuple):
@@ -132,6 +132,12 @@ class Memory:
             slot: {name: tensor.detach().clone() for name, tensor in named.items()} for slot, named in values.items()
         }
 
+    def leave_device(self) -> None:
+        """Keep the committed values on the CPU, and no second buffers."""
+        self._buffers, self._staged, self._discarded = {}, {}, []
+        for named in self._current.values():
+            named.update((name, tensor.cpu()) for name, tensor in named.items())
+
     @property
     def num_bytes(self) -> int:
         """Bytes held, with the second buffers."""
@@ -152,6 +158,7 @@ REPLICATED = {"left", "right", "mean_estimate"}  # equal on all ranks by constru
 CHUNKED = {"server_residual"}  # rank r holds part r of the flattened parameter: an addition to the mean of `residual`
 
 Slots = dict[str, dict[str, Tensor]]
+_Layout = tuple[Sequence[int], torch.dtype]
 
 
 def local_state(memory: Memory, step: int, world_size: int) -> dict[str, Any]:
@@ -163,24 +170,86 @@ def local_state(memory: Memory, step: int, world_size: int) -> dict[str, Any]:
 
 
 def gather_state(memory: Memory, step: int, group: Group, exact: bool) -> dict[str, Any]:
-    """Return the state of all ranks, on the first one."""
+    """Return the state of all ranks, on the first one, with its tensors on the CPU."""
     first = group.rank == 0
     state = _header("stacked" if exact else "mean", step, group.size)
-    # Otherwise the collectives below would pair up different parameters, or wait forever.
+    # Otherwise the messages below would pair up different parameters, or wait forever.
     comm.agree("the compression state's parameters", [(slot, name) for slot, name, _ in memory.items()], group)
     folded: Slots = {}
+    # Tensor by tensor, and between hosts where they can: the state of many ranks is larger than a device.
     for slot, name, tensor in memory.items():
         if slot in REPLICATED:
-            value = tensor.detach().clone()
+            value = tensor.detach().to("cpu", copy=True) if first else tensor
         elif exact or slot in CHUNKED:
-            value = comm.all_gather(tensor.detach().reshape(1, *tensor.shape).clone(), group)
+            rows = [row for row in _gather_on_host(tensor, group) if row is not None]
+            value = torch.stack(rows) if first else tensor
         else:
-            value = comm.all_reduce_(tensor.detach().clone(), group).div_(group.size)
+            value = tensor.detach().to(group.host_device, copy=True)
+            value = comm.all_reduce_(value, group, between_hosts=group.host_device == "cpu").div_(group.size).cpu()
         target = folded if slot in CHUNKED and not exact else state
         if first:
             target.setdefault(slot, {})[name] = value
-    _fold_chunks(state, folded)
+    # Without residuals, as in `ef21`, what the parts hold belongs to nobody once there are other ranks.
+    _fold_chunks(state, folded if "residual" in state else {})
     return state if first else {}
+
+
+def gather_states(state: Mapping[str, Any], group: Group) -> list[dict[str, Any]]:
+    """Gather a state, or an empty dict, per rank of `group` on the first, tensors on the CPU; the others get nothing.
+
+    Tensor by tensor: pickled, they would pass through the memory of every rank's device, and of all ranks at once.
+    """
+    tensors = {
+        (slot, name): tensor
+        for slot, named in state.items()
+        if isinstance(named, Mapping)
+        for name, tensor in named.items()
+    }
+    others = {key: value for key, value in state.items() if not isinstance(value, Mapping)}
+    layouts = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    everyone = comm.all_gather_object((others, layouts), group)
+    gathered: list[dict[str, Any]] = [dict(found) for found, _ in everyone] if group.rank == 0 else []
+    for slot, name in sorted(set().union(*(found for _, found in everyone))):
+        # A rank may be without this tensor: that of another stage of a pipeline.
+        key = (slot, name)
+        rows = _gather_on_host(tensors.get(key), group, [found.get(key) for _, found in everyone])
+        for found, row in zip(gathered, rows):
+            if row is not None:
+                found.setdefault(slot, {})[name] = row
+    return gathered
+
+
+def _gather_on_host(
+    tensor: Optional[Tensor], group: Group, layouts: Optional[Sequence[Optional[_Layout]]] = None
+) -> list[Optional[Tensor]]:
+    """Gather one tensor per rank on the CPU of the first, by position; the others get nothing.
+
+    On a device it takes no memory where hosts can exchange messages, and that of one more tensor elsewhere.
+
+    Args:
+        tensor: This rank's, on any device; None if it has none.
+        group: The group.
+        layouts: Shape and dtype of each rank's, None for ranks without one; where they are not all alike.
+    """
+    is_host = group.host_device == "cpu"
+    mine = None if tensor is None else tensor.detach().contiguous()
+    if group.rank > 0:
+        if mine is not None:
+            comm.isend(mine.to(group.host_device), group, 0, between_hosts=is_host).wait()
+        return []
+    if layouts is None:
+        assert mine is not None
+        layouts = [(mine.shape, mine.dtype)] * group.size
+    gathered = [None if mine is None else mine.to("cpu", copy=True)]
+    # One after the other: the first rank holds what it keeps, and what it receives.
+    for source in range(1, group.size):
+        layout = layouts[source]
+        if layout is None:
+            gathered.append(None)
+            continue
+        received = torch.empty(tuple(layout[0]), dtype=layout[1], device=group.host_device)
+        gathered.append(comm.irecv(received, group, source, between_hosts=is_host).wait().cpu())
+    return gathered
 
 
 def values_for(state: Mapping[str, Any], group: Group, wanted: Optional[frozenset[str]] = None) -> Slots:
@@ -222,14 +291,6 @@ def values_for(state: Mapping[str, Any], group: Group, wanted: Optional[frozense
         listed = ", ".join(f"`{slot}`" for slot in sorted(lost))
         _warn(f"The compression state holds {listed}, which this compressor does not use", group)
     return slots
-
-
-def state_on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of one reducer with its tensors on the CPU."""
-    return {
-        key: {name: tensor.cpu() for name, tensor in value.items()} if isinstance(value, Mapping) else value
-        for key, value in state.items()
-    }
 
 
 def _warn(what: str, group: Group) -> None:

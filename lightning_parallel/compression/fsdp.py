@@ -53,7 +53,7 @@ from lightning_parallel.compat.torch import (
     install_fsdp1_comm_hook,
     is_backward_running,
 )
-from lightning_parallel.compression.compressor_state import state_on_cpu
+from lightning_parallel.compression.compressor_state import gather_states
 from lightning_parallel.compression.reducer import Reducer, scale_reader
 
 __all__ = ["ShardedSession", "compress_fsdp", "compress_fully_shard", "plain_name", "shard_ranks"]
@@ -110,8 +110,7 @@ class ShardedSession(GradientSession):
         if self.group.size == self.everyone.size:
             return state
         # The first rank of each group has the state of its piece, the others an empty dict.
-        # On the CPU: a pickled CUDA tensor would be created on the device of the rank that sent it.
-        pieces = comm.all_gather_object(state_on_cpu(state), self.everyone)
+        pieces = gather_states(state, self.everyone)
         if self.everyone.rank > 0:
             return {}
         return {"layout": "pieces", "step": self.compressor.step, "pieces": [piece for piece in pieces if piece]}

@@ -168,6 +168,12 @@ class Auto(Reducer):
         """The slots of memory that any candidate uses."""
         return frozenset().union(*(candidate.slots for candidate in self.candidates))
 
+    def leave_device(self) -> None:
+        """Keep the memory on the CPU until the next step, also that of the candidates."""
+        super().leave_device()
+        for candidate in self.candidates:
+            candidate.leave_device()
+
     def reset(self) -> None:
         """Return to the state before the first step, and measure again."""
         super().reset()
@@ -280,9 +286,9 @@ class _MeasuringStep(ReductionStep):
             step.reduce_(copies)
             step.commit()
 
-    def commit(self) -> bool:
+    def commit(self, finite: Optional[bool] = None) -> bool:
         """End the step; decide after the last one that measures."""
-        finite = super().commit()
+        finite = super().commit(finite)
         if finite:
             self.reducer._seconds.append(self._taken)
             # All ranks get here in the same step, as `finite` is the same on all: `_decide` communicates.

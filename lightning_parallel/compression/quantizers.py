@@ -23,6 +23,7 @@ from lightning_parallel.compression.wire import (
     StepContext,
     as_bytes,
     from_bytes,
+    launches_kernels,
     pack_nibbles,
     pack_signs,
     pad,
@@ -34,7 +35,8 @@ from lightning_parallel.compression.wire import (
 __all__ = ["Cast", "Quantize", "Sign"]
 
 _GROUP = 512  # elements that share a scale, at most
-_PIECE = 1 << 16  # elements that a CPU looks at in one go
+_CACHED_NUMBERS = 1 << 16  # that a CPU works on in one go
+_DEVICE_NUMBERS = 1 << 26  # that a device works on in one go: few kernels, and no large temporary tensors
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -178,13 +180,13 @@ class Quantize(Quantizer):
         return self.stochastic and self.feedback.kind is None
 
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
-        packed = self._new_packed(rows, len(rows), rows.shape[1])
-        self._encode(rows, packed, rows.shape[1], noise)
-        return packed
+        packed = self._new_packed(rows, 1, len(rows), rows.shape[1])
+        self._encode(rows.unsqueeze(0), packed, rows.shape[1], noise)
+        return packed[0]
 
     def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         numbers = torch.empty(*packed.shape[:-1], n, dtype=dtype, device=packed.device)
-        self._decode(packed.reshape(-1, packed.shape[-1]), numbers.view(-1, n), n)
+        self._decode(packed.reshape(1, -1, packed.shape[-1]), numbers.view(1, -1, n), n)
         return numbers
 
     def _packed_bytes(self, n: int) -> int:
@@ -218,18 +220,22 @@ class Quantize(Quantizer):
         chunk = math.ceil(rows.shape[1] / size)
         noise = self._noise(rows, step, purpose)
         mine = yield from self._mean_part(rows, step, chunk, noise, keep)
-        packed_mine = self._new_packed(rows, len(rows), chunk)
-        self._encode(mine, packed_mine, chunk, noise, rest=keep)
+        packed_mine = self._new_packed(rows, 1, len(rows), chunk)
+        self._encode(mine.unsqueeze(0), packed_mine, chunk, noise, rest=keep)
         if keep:
             # The error of the second encoding belongs to all ranks. Its owner keeps it times their number, so that it
             # counts once in the mean of the residuals.
             part = rows[:, rank * chunk : (rank + 1) * chunk]
             part.add_(mine[:, : part.shape[1]], alpha=size)
-        everyone = (yield AllGatherRequest(packed_mine.flatten())).reshape(size, *packed_mine.shape)
+        everyone = (yield AllGatherRequest(packed_mine.flatten())).reshape(size, *packed_mine.shape[1:])
         # A group that holds something not finite has such a scale, so the scales tell of all numbers.
         step.watch(self._scales(everyone, chunk))
-        for index, row in enumerate(everyone):
-            self._decode(row, mean[:, index * chunk : (index + 1) * chunk], chunk)
+        n = rows.shape[1]
+        whole = mean.new_empty(len(mean), size * chunk) if n < size * chunk and launches_kernels(mean) else mean
+        for parts, some in _side_by_side(whole, everyone, chunk):
+            self._decode(some, parts, chunk)
+        if whole is not mean:
+            mean.copy_(whole[:, :n])
 
     def _mean_part(
         self, rows: Tensor, step: StepContext, chunk: int, noise: Optional[torch.Generator], keep: bool
@@ -237,12 +243,15 @@ class Quantize(Quantizer):
         """Run the first phase and return this rank's part (rows, chunk) of the mean. The last parts may be short."""
         size = step.group.size
         packed = self._new_packed(rows, size, len(rows), chunk)
-        for index, row in enumerate(packed):
-            self._encode(rows[:, index * chunk : (index + 1) * chunk], row, chunk, noise, rest=keep)
-        received = yield AllToAllRequest(packed.view(size, -1))
+        padded = pad(rows, size * chunk) if launches_kernels(rows) else rows
+        for parts, some in _side_by_side(padded, packed, chunk):
+            self._encode(parts, some, chunk, noise, rest=keep)
+        if keep and padded is not rows:
+            rows.copy_(padded[:, : rows.shape[1]])
+        received = (yield AllToAllRequest(packed.view(size, -1))).reshape(packed.shape)
         mine = torch.empty_like(rows[:, :chunk])
-        for index, row in enumerate(received.reshape(packed.shape)):
-            self._decode(row, mine, chunk, add=index > 0)
+        for index, some in enumerate(received.split(size if launches_kernels(rows) else 1)):
+            self._decode(some, mine.unsqueeze(0), chunk, add=index > 0)
         return mine.div_(size)
 
     def _noise(self, rows: Tensor, step: StepContext, purpose: object) -> Optional[torch.Generator]:
@@ -252,65 +261,73 @@ class Quantize(Quantizer):
         )
 
     def _encode(
-        self, rows: Tensor, packed: Tensor, n: int, noise: Optional[torch.Generator], rest: bool = False
+        self, parts: Tensor, packed: Tensor, n: int, noise: Optional[torch.Generator], rest: bool = False
     ) -> None:
-        """Encode `rows` (rows, at most n, followed by zeros) into `packed`, in pieces that stay in a CPU's cache.
+        """Encode `parts` (parts, rows, at most n, followed by zeros) into `packed` (parts, rows, packed).
 
         Args:
-            rest: Leave in `rows` what the encoding has lost.
+            rest: Leave in `parts` what the encoding has lost.
         """
-        if rows.is_meta:  # only the size of `packed` is asked for, of up to thousands of ranks
+        if parts.is_meta:  # only the size of `packed` is asked for, of up to thousands of ranks
             return
         groups, extent = self._grouping(n)
-        scales = rows.new_empty(len(rows), groups, dtype=torch.float32)
-        for begin, end in self._pieces(rows, n):
-            piece = rows[:, begin * extent : end * extent]
-            grouped = pad(piece, (end - begin) * extent).unflatten(1, (end - begin, extent))
-            peaks = torch.maximum(grouped.amax(2), grouped.amin(2).neg_())  # several times faster than a norm on CPUs
+        scales = parts.new_empty(*parts.shape[:2], groups, dtype=torch.float32)
+        for begin, end in self._pieces(parts, n):
+            piece = parts[..., begin * extent : end * extent]
+            grouped = _padded(piece, (end - begin) * extent).unflatten(2, (end - begin, extent))
             # A group of zeros has some tiny scale instead of none; NaN passes.
-            some = scales[:, begin:end]
-            some.copy_(peaks.div_(self.levels)).clamp_min_(torch.finfo(torch.float32).tiny)
-            exact = some.to(rows.dtype).unsqueeze(2)
+            some = scales[..., begin:end]
+            some.copy_(_peaks(grouped).div_(self.levels)).clamp_min_(torch.finfo(torch.float32).tiny)
+            exact = some.to(parts.dtype).unsqueeze(3)
             levels = grouped * exact.reciprocal()
             if self.stochastic:
-                levels.add_(torch.rand(levels.shape, generator=noise, dtype=rows.dtype, device=rows.device)).floor_()
+                levels.add_(torch.rand(levels.shape, generator=noise, dtype=parts.dtype, device=parts.device)).floor_()
                 # The reciprocal is rounded: it may lift the largest number of a group over the last level.
                 levels.clamp_max_(self.levels)
             else:
                 levels.round_()
             # Integers first, then the scales: both at the same place for every row.
-            where = packed[:, begin * extent * self.bits // 8 : end * extent * self.bits // 8].view(torch.int8)
+            where = packed[..., begin * extent * self.bits // 8 : end * extent * self.bits // 8].view(torch.int8)
             if self.bits == 8:
-                where.unflatten(1, levels.shape[1:]).copy_(levels)
+                where.unflatten(2, levels.shape[2:]).copy_(levels)
             else:
-                where.copy_(pack_nibbles(levels.to(torch.int8).flatten(1)).view(torch.int8))
+                where.copy_(pack_nibbles(levels.to(torch.int8).flatten(2)).view(torch.int8))
             if rest:
-                piece.sub_(levels.mul_(exact).flatten(1)[:, : piece.shape[1]])
-        packed[:, -4 * groups :] = as_bytes(scales)
+                piece.sub_(levels.mul_(exact).flatten(2)[..., : piece.shape[2]])
+        packed[..., -4 * groups :] = as_bytes(scales)
 
     def _decode(self, packed: Tensor, numbers: Tensor, n: int, add: bool = False) -> None:
-        """Decode the first of n numbers from `packed` into `numbers` (rows, at most n), or add them to it."""
+        """Decode the first of n numbers from `packed` (parts, rows, packed) into `numbers` (parts, rows, at most n).
+
+        Args:
+            numbers: Of one part only, to take the sum over the parts.
+            add: Add to what is there; of one part only.
+        """
         if numbers.is_meta:
             return
         _, extent = self._grouping(n)
-        scales = self._scales(packed, n).to(numbers.dtype).unsqueeze(2)
-        for begin, end in self._pieces(numbers, n):
-            integers = packed[:, begin * extent * self.bits // 8 : end * extent * self.bits // 8]
+        scales = self._scales(packed, n).to(numbers.dtype).unsqueeze(3)
+        for begin, end in self._pieces(numbers.expand(len(packed), -1, -1), n):
+            integers = packed[..., begin * extent * self.bits // 8 : end * extent * self.bits // 8]
             levels = integers.view(torch.int8) if self.bits == 8 else unpack_nibbles(integers)
-            levels = levels.unflatten(1, (end - begin, extent))
-            piece, some = numbers[:, begin * extent : end * extent], scales[:, begin:end]
-            if piece.shape[1] < (end - begin) * extent:
-                found = (levels.to(numbers.dtype) * some).flatten(1)[:, : piece.shape[1]]
+            levels = levels.unflatten(2, (end - begin, extent))
+            piece, some = numbers[..., begin * extent : end * extent], scales[..., begin:end, :]
+            grouped = piece.unflatten(2, levels.shape[2:]) if piece.shape[2] == (end - begin) * extent else None
+            if grouped is None or len(packed) > len(numbers):
+                found = levels.to(numbers.dtype).mul_(some)
+                found = (found.sum(0, keepdim=True) if len(packed) > len(numbers) else found).flatten(2)
+                found = found[..., : piece.shape[2]]
                 piece.copy_(piece + found if add else found)
             elif add:
-                piece.view(levels.shape).addcmul_(levels.to(numbers.dtype), some)
+                grouped.addcmul_(levels.to(numbers.dtype), some)
             else:
-                piece.view(levels.shape).copy_(levels).mul_(some)
+                grouped.copy_(levels).mul_(some)
 
-    def _pieces(self, rows: Tensor, n: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of groups to encode or decode at once."""
+    def _pieces(self, parts: Tensor, n: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of the groups of each part to encode or decode at once."""
         groups, extent = self._grouping(n)
-        count = max(1, _PIECE // (len(rows) * extent)) if rows.device.type == "cpu" else groups
+        numbers = _DEVICE_NUMBERS if launches_kernels(parts) else _CACHED_NUMBERS
+        count = max(1, numbers // (len(parts) * parts.shape[1] * extent))
         for begin in range(0, groups, count):
             yield begin, min(begin + count, groups)
 
@@ -332,6 +349,31 @@ class Quantize(Quantizer):
 
     def _main(self) -> dict[str, str]:
         return {"bits": str(self.bits)}
+
+
+def _side_by_side(rows: Tensor, packed: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts (parts, rows, chunk) of rows (rows, n), with their `packed` (parts, rows, packed).
+
+    All at once on a device, where launching kernels takes longer than running them; one by one on CPUs, where the last
+    ones may be short, and what one works on stays in the cache.
+    """
+    if launches_kernels(rows):
+        yield split_by_rank(rows, len(packed), chunk), packed
+        return
+    for index, some in enumerate(packed.split(1)):
+        yield rows[:, index * chunk : (index + 1) * chunk].unsqueeze(0), some
+
+
+def _padded(parts: Tensor, extent: int) -> Tensor:
+    missing = extent - parts.shape[2]
+    return torch.nn.functional.pad(parts, (0, missing)) if missing else parts
+
+
+def _peaks(grouped: Tensor) -> Tensor:
+    """Return the largest magnitudes along the last dimension, in a new tensor; NaN passes."""
+    if launches_kernels(grouped):
+        return torch.linalg.vector_norm(grouped, torch.inf, -1)  # one kernel instead of four
+    return torch.maximum(grouped.amax(-1), grouped.amin(-1).neg_())  # several times faster than a norm on CPUs
 
 
 class Sign(Compressor):
@@ -412,6 +454,8 @@ class Sign(Compressor):
 
 def _mean_of_messages(messages: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mean of what the ranks have sent, (ranks, names, packed), decoded and added up in their order."""
+    if launches_kernels(messages):
+        return _decode(messages, dtype).sum(0).div_(len(messages))
     total = _decode(messages[0], dtype)
     for message in messages[1:] if not messages.is_meta else ():  # the shape does not depend on the others
         total.add_(_decode(message, dtype))

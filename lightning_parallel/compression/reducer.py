@@ -29,7 +29,7 @@ from lightning_parallel.compression.feedback import (
     estimate_method,
     working_dtype,
 )
-from lightning_parallel.compression.wire import SEPARATE_BYTES, Seconds, run
+from lightning_parallel.compression.wire import Seconds, goes_alone, run
 
 __all__ = [
     "GroupLike",
@@ -104,6 +104,10 @@ class Reducer(abc.ABC):
     def slots(self) -> Optional[frozenset[str]]:
         """The slots of memory that it uses; None if unknown."""
         return None
+
+    def leave_device(self) -> None:
+        """Keep the memory on the CPU until the next step, which takes it back to the gradients' device."""
+        self.memory.leave_device()
 
     def reset(self) -> None:
         """Return to the state before the first step."""
@@ -309,14 +313,27 @@ class ReductionStep:
         return total
 
     @property
-    def finite(self) -> bool:
-        """True if every gradient so far was finite on every rank."""
-        return all(bool(torch.stack(some).isfinite().all()) for some in _by_kind(self._watched))
+    def verdict(self) -> Tensor:
+        """Whether every gradient so far was finite on every rank: 1 or 0, on their device.
 
-    def commit(self) -> bool:
-        """End the step; False, and no trace of it, if a gradient was not finite on any rank."""
+        The host does not wait for it.
+        """
+        found = [torch.stack(some).isfinite().all() for some in _by_kind(self._watched)]
+        if not found:
+            return torch.ones((), dtype=torch.int64)
+        together = found[0] if len(found) == 1 else torch.stack([one.to(found[0].device) for one in found]).all()
+        return together.to(torch.int64)
+
+    def commit(self, finite: Optional[bool] = None) -> bool:
+        """End the step; False, and no trace of it, if a gradient was not finite on any rank.
+
+        Args:
+            finite: The verdict, where it is known.
+        """
         self._open = False
-        if not self.finite:
+        if finite is None:
+            finite = bool(self.verdict)
+        if not finite:
             self.memory.rollback()
             return False
         # Only now: until here every value of the last step is intact.
@@ -347,7 +364,7 @@ class ReductionStep:
             seen.add(gradient)
             method = self.reducer.method(name, gradient.shape, self.number)
             shard = shards.get(name) if method.scatters else None
-            large = not method.batched and gradient.numel() * gradient.element_size() >= SEPARATE_BYTES
+            large = not method.batched and goes_alone(gradient)
             separate_name = name if large or method.separate else None
             number = method.effective_step(name, self.number, self.memory)
             key = (id(method), number, gradient.shape, gradient.dtype, gradient.device, shard, separate_name)

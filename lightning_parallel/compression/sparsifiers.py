@@ -15,6 +15,7 @@ from lightning_parallel.compression.compressor import (
     all_values,
     check_integer,
     check_ratio,
+    hashed_integers,
     seeded_generator,
     value_at,
 )
@@ -27,6 +28,7 @@ from lightning_parallel.compression.wire import (
     StepContext,
     as_bytes,
     from_bytes,
+    launches_kernels,
     pad,
 )
 
@@ -106,8 +108,10 @@ class TopK(Sparsifier):
         k = self._count(n, step.number)
         positions = largest(rows, k)
         values = rows.gather(1, positions)
-        # Different numbers on each rank: with equal ones the rounding errors of the ranks would add up in the mean.
-        noise = seeded_generator(rows.device, self.seed, step.number, block.names, step.group.rank)
+        noise = None
+        if self.values.stochastic:
+            # Different numbers on each rank: with equal ones the rounding errors of the ranks would add up in the mean.
+            noise = seeded_generator(rows.device, self.seed, step.number, block.names, step.group.rank)
         packed = self.values.pack(values, noise)
         if block.keep_rest:
             rows.scatter_(1, positions, values - self.values.unpack(packed, k, rows.dtype))
@@ -120,17 +124,21 @@ class TopK(Sparsifier):
         values = self.values.unpack(everyone[..., : packed.shape[1]], k, rows.dtype)
         step.watch(values)
         values.div_(step.group.size)
-        for index, output in enumerate(block.outputs):
-            flat = output.view(-1).zero_()
-            for some, where in zip(values[:, index], everyone[:, index, packed.shape[1] :]):
-                flat.index_add_(0, _unpack_positions(where, k), some)  # rank by rank: the sum has one order
+        positions = _unpack_positions(everyone[..., packed.shape[1] :], k)
+        whole = block.outputs[0].view(1, n) if len(block.outputs) == 1 else rows.new_empty(rows.shape)
+        flat = whole.zero_().view(-1)
+        if len(whole) > 1:
+            positions.add_((torch.arange(len(whole), device=rows.device) * n).unsqueeze(1))
+        for some, where in zip(values, positions):
+            flat.index_add_(0, where.flatten(), some.flatten())  # rank by rank: the sum has one order
+        block.write(whole)
 
 
 class RandomK(Sparsifier):
     """Send k = ratio n random elements, the same on all ranks, so positions need not travel and an all-reduce suffices.
 
-    The tensor is divided into k nearly equal runs and one element is drawn from each, from a generator that depends on
-    seed, step and parameter name only.
+    The tensor is divided into k nearly equal runs and one element is drawn from each, by a hash of the run, seed, step
+    and parameter name: the same one on every device.
 
         with feedback       C(M) = M at the drawn positions                    linear
         without             C(M) = M times the length of the run, there        linear and unbiased
@@ -176,13 +184,11 @@ class RandomK(Sparsifier):
         rows = work.flatten(1)
         n = rows.shape[1]
         k = self._count(n, step.number)
-        # Drawn on the CPU, whose generator gives the same numbers whatever the device of a rank.
-        device = rows.device if rows.is_meta else torch.device("cpu")
-        starts = torch.arange(k + 1, device=device) * n // k
+        starts = torch.arange(k + 1, device=rows.device).mul_(n).div_(k, rounding_mode="trunc")
         lengths = starts.diff()
-        noise = [seeded_generator(device, self.seed, step.number, name) for name in block.names]
-        uniform = torch.stack([torch.rand(k, generator=one, dtype=torch.float64, device=device) for one in noise])
-        positions = (starts[:-1] + (uniform * lengths).long()).to(rows.device)
+        drawn = hashed_integers([(self.seed, step.number, name) for name in block.names], k, rows.device)
+        # The product stays below 2^63: a run of 2^32 elements would be one of a tensor that no device holds.
+        positions = drawn.mul_(lengths).bitwise_right_shift_(31).add_(starts[:-1])
         values = rows.gather(1, positions)
         if self.feedback.kind is None:
             values.mul_(lengths.to(rows))
@@ -265,20 +271,25 @@ def _pack_positions(positions: Tensor, n: int) -> Tensor:
 
     A position is an offset of two bytes in its span of 65 536; each span's number of positions takes four.
     """
-    spans = math.ceil(n / _SPAN)
-    counts = torch.zeros(len(positions), spans, dtype=torch.int32, device=positions.device)
-    counts.scatter_add_(1, positions // _SPAN, torch.ones_like(positions, dtype=torch.int32))
+    # Found by the ends of the spans, as the positions ascend: to count by adding up, a device needs operations that
+    # have no fixed order, which `Trainer(deterministic=True)` refuses.
+    ends = torch.arange(1, math.ceil(n / _SPAN) + 1, device=positions.device) * _SPAN
+    before = torch.searchsorted(positions, ends.repeat(len(positions), 1), out_int32=True)
+    counts = before.diff(dim=1, prepend=before.new_zeros(len(before), 1))
     # Two steps: the upper half of the offsets is negative as int16, and is masked out when they are read.
     offsets = (positions % _SPAN).to(torch.int32).to(torch.int16)
     return torch.cat([as_bytes(counts), as_bytes(offsets)], dim=1)
 
 
 def _unpack_positions(packed: Tensor, k: int) -> Tensor:
-    """Return positions (k,) from bytes (2 k + 4 spans,)."""
-    counts = from_bytes(packed[: len(packed) - 2 * k], torch.int32)
-    offsets = from_bytes(packed[-2 * k :], torch.int16)
-    spans = torch.arange(len(counts), device=packed.device) * _SPAN
-    return torch.repeat_interleave(spans, counts, output_size=k) + (offsets.to(torch.int64) & (_SPAN - 1))
+    """Return positions (..., k) from bytes (..., 2 k + 4 spans)."""
+    positions = from_bytes(packed[..., -2 * k :], torch.int16).to(torch.int64).bitwise_and_(_SPAN - 1)
+    if packed.shape[-1] == 2 * k + 4:  # a single span
+        return positions
+    counts = from_bytes(packed[..., : -2 * k], torch.int32)
+    spans = (torch.arange(counts.shape[-1], device=packed.device) * _SPAN).expand(counts.shape)
+    repeated = torch.repeat_interleave(spans.flatten(), counts.flatten(), output_size=positions.numel())
+    return positions.add_(repeated.view(positions.shape))
 
 
 _STRIDE = 61  # of the sample from which a first threshold is taken
@@ -293,7 +304,7 @@ def largest(rows: Tensor, k: int) -> Tensor:
     On the CPU this is several passes over pieces that stay in the cache: a threshold from a sample, the candidates
     above it, and a partition of those alone.
     """
-    if rows.device.type != "cpu":
+    if launches_kernels(rows) or rows.is_meta:
         return rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
     integers = torch.int64 if rows.dtype == torch.float64 else torch.int32
     return torch.stack([torch.from_numpy(_largest(row, k)) for row in rows.contiguous().view(integers).numpy()])

@@ -267,10 +267,8 @@ class HookState:
 
         For the others DDP brings zeros, or an old mean, on which error feedback would spend its residuals.
         """
-        device = next(iter(gradients.values())).device
-        flags = torch.tensor([name in self._used for name in gradients], dtype=torch.uint8, device=device)
+        shared = comm.on_any_rank([name in self._used for name in gradients], group)
         self._used -= gradients.keys()
-        shared = comm.all_reduce_(flags, group, "max").tolist()
         return {name: gradient for (name, gradient), flag in zip(gradients.items(), shared) if flag}
 
     def _watch_gradients(self, module: nn.Module) -> None:

@@ -30,7 +30,6 @@ from lightning_parallel.compression.compressor_state import Memory
 from lightning_parallel.tracing import span
 
 __all__ = [
-    "SEPARATE_BYTES",
     "AllGatherRequest",
     "AllReduceRequest",
     "AllToAllRequest",
@@ -46,6 +45,8 @@ __all__ = [
     "bytes_sent",
     "estimate_bytes",
     "from_bytes",
+    "goes_alone",
+    "launches_kernels",
     "pack_nibbles",
     "pack_signs",
     "pad",
@@ -57,6 +58,8 @@ __all__ = [
 
 # Joining tensors costs two copies, a separate collective one round trip. From this size on the copies cost more.
 SEPARATE_BYTES = 1 << 20
+# Copies on a device are that much faster than on a CPU, but each kernel costs a launch.
+SEPARATE_DEVICE_BYTES = 1 << 24
 
 
 # A protocol, as the class of real steps is defined above this module, and estimates run without one.
@@ -137,11 +140,16 @@ def bytes_sent(kind: type[Request], payload_bytes: float, world_size: int) -> fl
 
 @dataclass
 class Seconds:
-    """Time of the host: before the first collective, in collectives, after each."""
+    """Time of the host: before the first collective, in collectives, after each.
+
+    Attributes:
+        counts: False where the gradients are on a device: the host then only launches what takes the time.
+    """
 
     encode: float = 0.0
     wire: float = 0.0
     decode: float = 0.0
+    counts: bool = True
 
 
 def run(methods: Sequence[Requests], group: Group, seconds: Seconds) -> list[float]:
@@ -163,6 +171,7 @@ def run(methods: Sequence[Requests], group: Group, seconds: Seconds) -> list[flo
     while requests:
         # Counted here, where every payload is seen, rather than by a formula for each method.
         for index, request in requests.items():
+            seconds.counts &= not launches_kernels(request.tensor)
             sent[index] += bytes_sent(type(request), _num_bytes(request.tensor), group.size)
         start = time.perf_counter()
         answers = _answer(requests, group)
@@ -203,6 +212,19 @@ def _advance(methods: Sequence[Requests], index: int, answer: Tensor | None, req
         return
 
 
+def launches_kernels(tensor: Tensor) -> bool:
+    """Tell whether every operation on `tensor` costs the launch of a kernel: few should then work on as much as can be.
+
+    On a CPU many that work on pieces are faster, as these stay in its cache.
+    """
+    return tensor.device.type not in ("cpu", "meta")
+
+
+def goes_alone(tensor: Tensor) -> bool:
+    """Tell whether `tensor` is so large that it is not worth joining with others."""
+    return _num_bytes(tensor) >= (SEPARATE_DEVICE_BYTES if launches_kernels(tensor) else SEPARATE_BYTES)
+
+
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -214,7 +236,7 @@ def _answer(requests: dict[int, Request], group: Group) -> dict[int, Tensor]:
     # A large sum goes alone, without the copies that joining takes.
     for index, request in requests.items():
         summed = isinstance(request, (AllReduceRequest, ReduceScatterRequest))
-        separate = summed and _num_bytes(request.tensor) >= SEPARATE_BYTES
+        separate = summed and goes_alone(request.tensor)
         joint.setdefault((type(request), request.tensor.dtype, index if separate else -1), []).append(index)
     answers: dict[int, Tensor] = {}
     for (kind, _, _), indices in joint.items():
@@ -370,7 +392,7 @@ def pack_signs(numbers: Tensor) -> Tensor:
     """Return bytes (..., n / 8), one bit per number of (..., n), n a multiple of 8: 1 where it is not negative."""
     positive = numbers >= 0
     # For a million numbers numpy takes 1.4 ms here, and torch 4.3 ms.
-    if numbers.device.type == "cpu":
+    if not (numbers.is_meta or launches_kernels(numbers)):
         return torch.from_numpy(np.packbits(positive.numpy(), axis=-1, bitorder="little"))
     bits = positive.view(*numbers.shape[:-1], -1, 8).to(torch.uint8)
     # No two of the shifted bits meet, so their sum is their union. Without the dtype it would be of int64.
@@ -379,7 +401,7 @@ def pack_signs(numbers: Tensor) -> Tensor:
 
 def unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return +1 and -1, (..., 8 n), from bytes (..., n)."""
-    if packed.device.type == "cpu":
+    if not (packed.is_meta or launches_kernels(packed)):
         bits = torch.from_numpy(np.unpackbits(packed.contiguous().numpy(), axis=-1, bitorder="little"))
     else:
         bits = ((packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).flatten(-2)

@@ -296,9 +296,13 @@ class GradientReducer:
 
     @torch.no_grad()
     def _flatten(self, bucket: _GradientBucket) -> Tensor:
-        gradients = [self._gradient(name) for name in bucket.names]
+        parts = []
+        for gradient in map(self._gradient, bucket.names):
+            parts.append(gradient.reshape(-1))
+            if missing := _padding(gradient):
+                parts.append(gradient.new_zeros(missing))
         with torch.inference_mode(False):
-            return torch.cat([gradient.reshape(-1) for gradient in gradients])
+            return torch.cat(parts)
 
     def _gradient(self, name: str) -> Tensor:
         """Return the gradient of a parameter; zeros if it has none."""
@@ -377,12 +381,11 @@ class GradientReducer:
         if not flags:
             return set()
         flags.append(self._next > 0)
-        flags_tensor = torch.tensor(flags, dtype=torch.uint8, device=self._device)
-        shared = comm.all_reduce_(flags_tensor, self.group, "max").tolist()
+        shared = comm.on_any_rank(flags, self.group)
         for bucket, stale in zip(self._buckets, shared[len(self._active) :]):
-            bucket.stale = bool(stale)
+            bucket.stale = stale
         # A rank that has launched nothing must still take part in the collectives of those that have.
-        self._launched_anywhere = bool(shared[-1])
+        self._launched_anywhere = shared[-1]
         return {name for name, flag in zip(self._active, shared) if flag}
 
     def _compress(self, compression: MeanReducer, used: set[str]) -> bool:
@@ -424,14 +427,20 @@ class GradientReducer:
 
     def _write_back(self, bucket: _GradientBucket, flat: Tensor, used: set[str]) -> None:
         parameters = [self._active[name] for name in bucket.names]
-        means = flat.split([parameter.numel() for parameter in parameters])
-        for name, parameter, mean in zip(bucket.names, parameters, means):
+        parts = flat.split([extent for p in parameters for extent in (p.numel(), _padding(p))])
+        for name, parameter, mean in zip(bucket.names, parameters, parts[::2]):
             if name not in used:
                 continue
             if parameter.grad is None or parameter.grad.is_contiguous():
                 parameter.grad = mean.view_as(parameter)  # a part of the bucket, which saves a copy
             else:
                 parameter.grad.copy_(mean.view_as(parameter))
+
+    def close(self) -> None:
+        """Remove the hooks, end the thread, and take what a compressor remembers off the device."""
+        self.remove()
+        if self._compression is not None:
+            self._compression.leave_device()
 
     def remove(self) -> None:
         """Remove the hooks from the parameters, and end the thread."""
@@ -441,3 +450,13 @@ class GradientReducer:
         if self._overlapped is not None:
             self._overlapped.close()
             self._overlapped = None
+
+
+_ALIGNED_BYTES = 16  # that kernels read at once
+
+
+def _padding(tensor: Tensor) -> int:
+    """Return the elements between a gradient and the next one in a bucket."""
+    # Only where it is of use: an element's place in a message decides in which order some backends add the ranks up.
+    unit = _ALIGNED_BYTES // tensor.element_size() if tensor.is_cuda else 1
+    return -tensor.numel() % unit

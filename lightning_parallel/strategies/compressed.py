@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups, start_heartbeat, stop_heartbeat
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import PathLike, timeout_of
-from lightning_parallel.compat.torch import pytree, remove_ddp_hooks
+from lightning_parallel.compat.torch import remove_ddp_hooks
 from lightning_parallel.compression import (
     Auto,
     BlockTopK,
@@ -45,6 +44,7 @@ from lightning_parallel.compression import (
     compression_hook,
     warn_of_unmatched,
 )
+from lightning_parallel.compression.compressor_state import gather_states
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA
 from lightning_parallel.tensor.plan import Sharding
@@ -120,9 +120,7 @@ class MeshCompression:
             return
         state = self.reducer.gather_state(self.groups.data_parallel)
         if self.groups.replica.size > 1:
-            # On the CPU: each rank would otherwise load the others' tensors to its own device.
-            state = pytree.tree_map_only(Tensor, lambda tensor: tensor.cpu(), state)
-            positions = comm.all_gather_object(state, self.groups.replica)
+            positions = gather_states(state, self.groups.replica)
             state = {"layout": "mesh", "model": self._sizes, "step": self.reducer.step, "positions": positions}
         checkpoint[KEY] = state
 
@@ -203,6 +201,8 @@ class SavesCompression(Strategy):
     @override
     def teardown(self) -> None:
         stop_heartbeat()
+        if self.compression is not None:
+            self.compression.leave_device()
         super().teardown()
 
     @override

@@ -277,7 +277,7 @@ class MeshStrategy(MeshProcesses):
     @override
     def teardown(self) -> None:
         if self._reducer is not None:
-            self._reducer.remove()
+            self._reducer.close()
             self._reducer = None
         self._patches.undo()
         module = self.lightning_module

@@ -25,7 +25,8 @@ from lightning_parallel import (
 )
 from lightning_parallel.callbacks.compression_monitor import CompressionAccumulator, CompressionMonitor
 from lightning_parallel.comm import Group
-from lightning_parallel.compression import Dense
+from lightning_parallel.compat import patched
+from lightning_parallel.compression import Dense, wire
 from tests.harness import distributed, recorded_communication, run
 from tests.strategies.models import Net, loader, trainer_for
 
@@ -149,6 +150,16 @@ def test_plain_means_that_others_take_are_not_timed_and_save_nothing(group):
     assert report["dense_bytes"] == 2 * 64
     assert report["sent_bytes"] == (4 * 64 + 2 * 64) / 2
     assert report["encode"] == reducer.seconds.encode
+
+
+@distributed(world_size=2)
+def test_launches_on_a_device_are_not_shown_as_its_time(group):
+    with patched(wire, "launches_kernels", lambda tensor: True):
+        report = watched(PowerSGD(1, min_numel=1), group, (8, 8), steps=2)
+    assert report["steps"] == 2
+    assert report["ratio"] > 1
+    assert not {"encode", "wire", "decode"} & report.keys()
+    assert CompressionMonitor().table(report).row_count
 
 
 @distributed(world_size=2)

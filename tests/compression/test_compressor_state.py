@@ -8,6 +8,8 @@ import torch
 
 from lightning_parallel import Policy, PowerSGD, Quantize, Sign, TopK, comm
 from lightning_parallel.compression import Auto, Cast, Reducer
+from lightning_parallel.compression.compressor_state import gather_states
+from tests.harness import distributed, recorded_communication
 
 SMALL = {"min_numel": 1}
 ALONE = comm.Group.alone("alone")
@@ -117,3 +119,78 @@ def test_the_choice_is_found_by_what_it_is():
     fewer.load_state_dict(state, ALONE)
     assert reordered.choice is reordered.candidates[0]
     assert fewer.choice is None
+
+
+@pytest.mark.parametrize("make", [lambda: TopK(0.1, momentum=0.5), lambda: PowerSGD(2, alternate=True), Sign])
+def test_memory_that_left_the_device_goes_on_bit_for_bit(make):
+    reducers = make(), make()
+    for step in range(6):
+        draws = [torch.Generator().manual_seed(step) for _ in reducers]
+        named = [{name: torch.randn(40, 50, generator=one) for name in "ab"} for one in draws]
+        for reducer, gradients in zip(reducers, named):
+            assert reducer.reduce_(gradients, ALONE)
+        assert all(torch.equal(named[0][name], named[1][name]) for name in "ab")
+        before = reducers[1].memory.num_bytes
+        reducers[1].leave_device()
+        assert reducers[1].memory.num_bytes <= before
+    assert reducers[1].memory.num_bytes < reducers[0].memory.num_bytes, "no second buffers"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@distributed(world_size=2)
+def test_a_state_is_gathered_between_hosts_tensor_by_tensor(exact, group):
+    compressor = Sign(**SMALL)
+    for step in range(2):
+        compressor.reduce_(gradients(10 * step + group.rank), group)
+    mine = compressor.state_dict()
+    expected = {name: comm.all_gather(tensor[None].clone(), group) for name, tensor in mine["residual"].items()}
+    parts = {name: comm.all_gather(tensor[None].clone(), group) for name, tensor in mine["server_residual"].items()}
+    with recorded_communication() as calls:
+        state = compressor.gather_state(group, exact)
+    assert {call.name for call in calls} <= ({"send", "recv"} if exact else {"send", "recv", "all_reduce"})
+    assert max(call.bytes for call in calls) == 24 * 16 * 4, "one tensor, not those of all ranks"
+    if group.rank > 0:
+        assert state == {}
+        return
+    for name in ("a", "b"):
+        if exact:
+            assert torch.equal(state["residual"][name], expected[name])
+            assert torch.equal(state["server_residual"][name], parts[name])
+        else:
+            whole = parts[name].flatten()[: 24 * 16].view(24, 16)
+            torch.testing.assert_close(state["residual"][name], expected[name].mean(0) + whole)
+
+
+@distributed(world_size=3)
+def test_states_of_different_parts_of_a_model_are_gathered_on_the_first_rank(group):
+    def made(rank):
+        generator = torch.Generator().manual_seed(rank)
+        held = {
+            f"stage{rank}": torch.randn(rank + 2, 3, generator=generator),
+            "tied": torch.ones(rank + 1).double(),
+        }
+        return {"version": 1, "step": rank, "choice": "x", "residual": held} if rank != 1 else {}
+
+    with recorded_communication() as calls:
+        states = gather_states(made(group.rank), group)
+    assert {call.name for call in calls} <= {"send", "recv"}
+    if group.rank > 0:
+        assert states == []
+        return
+    for rank, state in enumerate(states):
+        expected = made(rank)
+        assert {key: value for key, value in state.items() if key != "residual"} == {
+            key: value for key, value in expected.items() if key != "residual"
+        }
+        for name, tensor in expected.get("residual", {}).items():
+            assert torch.equal(state["residual"][name], tensor)
+            assert state["residual"][name].dtype == tensor.dtype
+
+
+@distributed(world_size=2)
+def test_a_mean_state_without_residuals_forgets_what_parts_hold(group):
+    compressor = Sign(feedback="ef21", **SMALL)
+    compressor.reduce_(gradients(group.rank), group)
+    state = compressor.gather_state(group, exact=False)
+    assert group.rank > 0 or {"estimate", "mean_estimate"} <= state.keys()
+    assert "server_residual" not in state
