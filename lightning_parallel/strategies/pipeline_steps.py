@@ -123,7 +123,11 @@ class PipelineSteps:
         held = {parameter: parameter.grad for parameter in parameters} if self._gradients_are_needed() else {}
         for parameter in parameters:
             parameter.grad = None
-        output = self._run(_TRAINING, args, kwargs, audit, self._skips_of(_TRAINING, args, kwargs))
+        skips = self._skips_of(_TRAINING, args, kwargs)
+        frozen = _FrozenParameters(self.module) if self._copies.looks else None
+        output = self._run(_TRAINING, args, kwargs, audit, skips)
+        if frozen is not None:
+            comm.raise_together(frozen.failure(), self.engine.group)
         self._step_gradients = {parameter: parameter.grad for parameter in parameters}
         for parameter in parameters:
             parameter.grad = held.get(parameter)
@@ -299,25 +303,28 @@ class _WatchedCopies:
         self._steps = 0
         self._before: dict[str, list[Tensor]] = {}
 
+    @property
+    def looks(self) -> bool:
+        """Whether this step is one to look at: often at first, as averages may begin late."""
+        # Steps in pairs: 1 and 2, 2 and 3, 4 and 5, 8 and 9, ...
+        return not (self._steps & (self._steps - 1) and (self._steps - 1) & (self._steps - 2))
+
     @torch.no_grad()
     def check(self) -> None:
-        """Look at the copies before a step: often at first, as averages may begin late.
+        """Look at the copies before a step.
 
         Raises:
             RuntimeError: On every rank of the pipeline, if one has changed.
         """
-        if not self._engine.unpaired:
-            return
         self._steps += 1
-        # Steps in pairs: 1 and 2, 2 and 3, 4 and 5, 8 and 9, ...
-        if self._steps & (self._steps - 1) and (self._steps - 1) & (self._steps - 2):
+        if not self._engine.unpaired or not self.looks:
             return
         failure = None
         for path, original in self._engine.unpaired.items():
             both = [self._engine.module.get_submodule(name) for name in (path, original)]
             # Not by versions, which `.data` leaves alone. What is trained changes in the optimizer.
             frozen = [value for each in both for value in each.parameters() if not value.requires_grad]
-            found = [torch.stack([value.double().sum(), value.double().square().sum()]) for value in frozen]
+            found = [_sums(value) for value in frozen]
             before, self._before[path] = self._before.get(path, found), found
             if any(not torch.equal(one, other) for one, other in zip(before, found)):
                 failure = failure or RuntimeError(
@@ -327,6 +334,39 @@ class _WatchedCopies:
                     f" `{path}` outside of `training_step` only"
                 )
         comm.raise_together(failure, self._engine.group)
+
+
+def _sums(value: Tensor) -> Tensor:
+    return torch.stack([value.double().sum(), value.double().square().sum()])
+
+
+class _FrozenParameters:
+    """Finds steps that write into parameters that are not trained, such as those of a teacher.
+
+    What its first batch writes the dry run has seen; an average may begin later.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = {name: value for name, value in module.named_parameters() if not value.requires_grad}
+        self._before = self._sums()
+
+    @torch.no_grad()
+    def _sums(self) -> dict[str, Tensor]:
+        return {name: _sums(value) for name, value in self._values.items()}
+
+    def failure(self) -> RuntimeError | None:
+        """Return why such a step is refused, after it; None if it wrote nothing."""
+        for name, sums in self._sums().items():
+            if not torch.equal(sums, self._before[name]):
+                return RuntimeError(
+                    f"`training_step` writes into the parameter `{name}`: a pipeline runs it once for each microbatch,"
+                    " and each of its stages has other parameters. Do it in a hook, such as `on_train_batch_start`; or"
+                    " use TensorParallelStrategy, whose ranks run a step once"
+                )
+        return None
 
 
 @dataclass
