@@ -205,6 +205,8 @@ class PlaceholderTensor(Tensor):
         available = all(placeholder.available for placeholder in placeholders)
         sources = sources_of(placeholders) | _of_inside if _in_dry_run else frozenset()
         for value in written:
+            if value.available and not available:
+                value.provenance = _provenance(placeholders)
             value.available, value.sources = available, sources
         if written:
             # What writes into a list of tensors returns nothing.
@@ -264,6 +266,8 @@ def _with_data(value: Any) -> Any:
 def _provenance(placeholders: list[PlaceholderTensor]) -> str:
     """Choose the placeholder to name in a message: unavailable before available, activation before parameter."""
     missing_first = [placeholder for placeholder in placeholders if not placeholder.available] or placeholders
+    if _of_inside and _in_dry_run:
+        return str(next(iter(_of_inside)))
     for placeholder in missing_first:
         if not placeholder.parameter:
             return placeholder.provenance
