@@ -333,7 +333,7 @@ class _StageDryRun(StageForward):
     def _infer(self, call: Call) -> Any:
         number = self._next_number(call)
         # What it computes inside, and a hook collects, is not known here: only what it returns can be sent.
-        with inside_module(Skip(call.site.name, number, -1)):
+        with inside_module(Skip.inside(call.site.name, number)):
             output = super()._infer(call)
         leaves, tree = pytree.tree_flatten(output)
         given = {id(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs))}
@@ -342,7 +342,9 @@ class _StageDryRun(StageForward):
                 skip = Skip(call.site.name, number, position)
                 if skip in self.sent:
                     self._skipped[skip] = _layout_of(leaf)
-                    leaf = PlaceholderTensor(leaf.meta, leaf.device, leaf.provenance, available=True)
+                    if id(leaf) in given:
+                        leaf = PlaceholderTensor(leaf.meta, leaf.device, leaf.provenance)
+                    leaf.available = True
                 elif id(leaf) not in given:
                     leaf.sources = frozenset([skip])
                 leaves[position] = _differentiable(leaf) if torch.is_grad_enabled() else leaf

@@ -71,6 +71,7 @@ class PlaceholderTensor(Tensor):
         value: The data, once they have been received; None before.
         signature: (shape, dtype), without the cost of asking a tensor subclass.
         sources: In a dry run, the outputs of modules that it is computed from and that this rank would not have.
+        view_of: Name of the parameter whose data it shares, if any.
     """
 
     meta: Tensor
@@ -80,6 +81,7 @@ class PlaceholderTensor(Tensor):
     available: bool
     signature: tuple[torch.Size, torch.dtype]
     sources: frozenset[Any] = frozenset()
+    view_of: str | None = None
 
     @staticmethod
     def __new__(
@@ -89,7 +91,7 @@ class PlaceholderTensor(Tensor):
         forbid_data_access(placeholder)
         placeholder.meta = meta
         placeholder.provenance = provenance
-        placeholder.parameter = parameter
+        placeholder.parameter = placeholder.view_of = parameter
         placeholder.value = None
         placeholder.available = available
         placeholder.signature = (meta.shape, meta.dtype)
@@ -164,6 +166,8 @@ class PlaceholderTensor(Tensor):
             )
         if func is Tensor.__bool__ and args[0].value is None and asking == "torch.distributions.distribution":
             return True  # it validates its arguments, and raises on the stage that has them if they are wrong
+        if func == _SET_DATA:
+            _require_no_parameter(args[0])
         kwargs = reveal(kwargs) if kwargs else {}
         with DisableTorchFunctionSubclass():
             return func(*reveal(args), **kwargs)
@@ -178,6 +182,8 @@ class PlaceholderTensor(Tensor):
         _collect(kwargs, placeholders)
         _check(func, placeholders)
         written = _written(func, args, kwargs)
+        for value in written:
+            _require_no_parameter(value)
         if _draws_numbers and torch.Tag.nondeterministic_seeded in func.tags:
             func(*_with_data(args), **_with_data(kwargs))
         # Shapes are computed on the meta device; the result claims the device that the real operation would use.
@@ -185,7 +191,7 @@ class PlaceholderTensor(Tensor):
         if "device" in kwargs:
             kwargs["device"] = torch.device("meta")
         if torch.Tag.inplace_view in func.tags:
-            _require_shape(func, written, args, kwargs)
+            _require_shape(func, written[0], args, kwargs)
         try:
             result = _shapes(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -198,10 +204,17 @@ class PlaceholderTensor(Tensor):
             ) from error
         available = all(placeholder.available for placeholder in placeholders)
         sources = sources_of(placeholders) | _of_inside if _in_dry_run else frozenset()
-        if written is not None:
-            written.available, written.sources = available, sources
-            return _rewritten(written, result)
-        return _wrap(result, device, _provenance(placeholders), available, sources)
+        for value in written:
+            if value.available and not available:
+                value.provenance = _provenance(placeholders)
+            value.available, value.sources = available, sources
+        if written:
+            # What writes into a list of tensors returns nothing.
+            return None if result is None else _rewritten(written[0], result)
+        wrapped = _wrap(result, device, _provenance(placeholders), available, sources)
+        if placeholders[0].view_of and isinstance(wrapped, PlaceholderTensor) and _is_view(func):
+            wrapped.view_of = placeholders[0].view_of
+        return wrapped
 
 
 # Placeholders have no graph, so torch would answer as for a constant.
@@ -253,6 +266,8 @@ def _with_data(value: Any) -> Any:
 def _provenance(placeholders: list[PlaceholderTensor]) -> str:
     """Choose the placeholder to name in a message: unavailable before available, activation before parameter."""
     missing_first = [placeholder for placeholder in placeholders if not placeholder.available] or placeholders
+    if _of_inside and _in_dry_run:
+        return str(next(iter(_of_inside)))
     for placeholder in missing_first:
         if not placeholder.parameter:
             return placeholder.provenance
@@ -354,27 +369,19 @@ def _check(func: Any, placeholders: list[PlaceholderTensor]) -> None:
             _watcher(placeholder.parameter)
 
 
-@cache
-def _written_argument(func: Any) -> tuple[int, str] | None:
-    """Return the position and name of the argument that `func` writes in place; None if there is none."""
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            return position, argument.name
-    return None
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the value that `func` writes in place, None if it writes none.
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what `func` writes in place.
 
     Raises:
         PlaceholderError: If it is a real tensor, whose contents would be lost.
     """
     place = _written_argument(func)
     if place is None:
-        return None
+        return []
     position, name = place
-    written = args[position] if position < len(args) else kwargs.get(name)
-    if isinstance(written, Tensor) and not isinstance(written, PlaceholderTensor):
+    given = args[position] if position < len(args) else kwargs.get(name)
+    written = list(given) if isinstance(given, (list, tuple)) else [given]
+    if any(isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor) for value in written):
         placeholders: list[PlaceholderTensor] = []
         _collect([args, kwargs], placeholders)
         raise PlaceholderError(
@@ -383,6 +390,38 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             placeholders,
         )
     return written
+
+
+# By `p.data = ...`, which is no operation.
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _require_no_parameter(written: Any) -> None:
+    """Refuse a step that writes into a parameter outside of modules, in a dry run."""
+    # The proof does not see a teacher that equals its student, nor a bound that is not reached before the first step.
+    if _in_dry_run and getattr(written, "view_of", None):
+        error = PlaceholderError(
+            f"the step writes into the parameter `{written.view_of}` in {innermost_users_line()}: a pipeline runs it"
+            " once for each microbatch, and each of its stages has other parameters. Do it in a hook, such as"
+            " `on_train_batch_start`; or use TensorParallelStrategy, whose ranks run a step once"
+        )
+        error.is_missing = True
+        raise error
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Tell whether what `func` returns shares the data of its first argument."""
+    return any(result.alias_info is not None for result in schema_of(func).returns)
+
+
+@cache
+def _written_argument(func: Any) -> tuple[int, str] | None:
+    """Return the position and name of the argument that `func` writes in place; None if there is none."""
+    for position, argument in enumerate(schema_of(func).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return position, argument.name
+    return None
 
 
 def _require_shape(func: Any, written: PlaceholderTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

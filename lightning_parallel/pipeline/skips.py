@@ -30,12 +30,17 @@ class Skip(NamedTuple):
     Attributes:
         name: The module that returns it, or the parameter that it is.
         call: The number of the module's call in a step; -1 for a parameter.
-        leaf: Its position among the tensors that the call returns.
+        leaf: Its position among the tensors that the call returns; -1 for what is made inside, which cannot be sent.
     """
 
     name: str
     call: int = -1
     leaf: int = 0
+
+    @classmethod
+    def inside(cls, name: str, call: int) -> Skip:
+        """Return what stands for all that a call makes and does not return."""
+        return cls(name, call, -1)
 
     @property
     def is_parameter(self) -> bool:
@@ -43,6 +48,8 @@ class Skip(NamedTuple):
         return self.call < 0
 
     def __str__(self) -> str:
+        if self.leaf < 0:
+            return f"a tensor that `{self.name}` makes and does not return"
         return f"`{self.name}`" if self.is_parameter else f"the output of `{self.name}`"
 
 
@@ -113,7 +120,10 @@ class StageSkips:
     def _pass(self, skip: Skip, value: Any) -> Any:
         if skip in self.incoming and missing(value):
             come = self.supply(skip, value)
-            value = value if come is None else come
+            if come is not None:
+                # Whoever has collected it, as hooks do, sees the data, too.
+                value.receive(come)
+                value = come
         if skip in self.outgoing and isinstance(value, Tensor) and not missing(value):
             # A copy: the step may change its own in place, as the next stage will by itself.
             self.kept[skip] = value.clone()

@@ -171,16 +171,20 @@ class StubOutputs:
                     result, given = _run_on_random_data(call, copied, self.device, available)
                 except Exception:
                     raise PlaceholderError(
-                        f"cannot infer the shape of {call.site.provenance} without computing it on true data ({error})"
+                        f"cannot infer the shape of {call.site.provenance} without computing it on true data"
+                        f" ({_described(error)})"
                     ) from error
         # An output that is an argument, such as a mask, stays that very object.
         handed_on = {id(leaf) for leaf in pytree.tree_leaves(arguments)}
 
         def finished(leaf: Any) -> Any:
             if type(leaf) is PlaceholderTensor and id(leaf) not in handed_on:
-                return PlaceholderTensor(
-                    leaf.meta, self.device, call.site.provenance, available=available or leaf.available
-                )
+                is_available = available or leaf.available
+                if leaf.parameter is not None or leaf.device != self.device:
+                    return PlaceholderTensor(leaf.meta, self.device, call.site.provenance, available=is_available)
+                # The same object: a hook may have collected it, and gets its data if they are sent.
+                leaf.provenance, leaf.available = call.site.provenance, is_available
+                return leaf
             return originals.get(id(leaf), (leaf,))[0]
 
         if self.repeats:
@@ -209,6 +213,17 @@ class StubOutputs:
                 recipe.append(("constant", leaf))
         is_single = bool(leaves) and leaves[0] is result and recipe[0][0] == "placeholder"
         return result, _OutputRecipe(None if is_single else tree, tuple(recipe))
+
+
+def _described(error: Exception) -> str:
+    """Describe why a module could not be run on placeholders."""
+    if isinstance(error, (KeyError, AttributeError, IndexError)):
+        # It is run alone, and on its own copies of objects.
+        return (
+            f"{type(error).__name__}: {error}; what earlier layers leave for it in an object that they share, such as"
+            " keys and values, is not there: they have to return it"
+        )
+    return str(error)
 
 
 def _run_on_random_data(

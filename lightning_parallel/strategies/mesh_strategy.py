@@ -182,7 +182,7 @@ class MeshStrategy(MeshProcesses):
             options = {} if self._compression is None else self._compression.reducer_options()
             self._reducer = gradient_reducer(module, self.groups, self._sharding, self._rules, options)
             self._is_first_batch = True
-            self._audit = None if self._sharding is None else StepAudit(module, self._sharding)
+            self._audit = None if self._sharding is None else StepAudit(module, self._sharding, self.verify != "off")
         self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         self.setup_precision_plugin()
         elsewhere = frozenset() if self.engine is None else self.engine.counted_by_others

@@ -43,6 +43,7 @@ from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_r
 from lightning_parallel.strategies.full_state import OutsideCalls
 from lightning_parallel.strategies.setup import PipelineOptions
 from lightning_parallel.strategies.step_effects import StepEffects, buffers_kept, side_effects_discarded, to_device
+from lightning_parallel.strategies.watched_parameters import FrozenParameters, WatchedCopies
 from lightning_parallel.tensor.audit import StepAudit
 
 __all__ = ["PipelineSteps", "share_metrics"]
@@ -89,7 +90,7 @@ class PipelineSteps:
     def bind(self, engine: PipelineEngine, patches: Patches) -> None:
         """Run steps through `engine` from now on; metrics give their value on every rank until `patches` are undone."""
         self._engine = engine
-        self._copies = _WatchedCopies(engine)
+        self._copies = WatchedCopies(engine)
         self._gradients_are_watched = self._hooks_see_gradients()
         ParallelState.of(self.module).followed = _outside_of(
             self.module, (*engine.plan.layers, *engine.model.outer_names)
@@ -139,7 +140,10 @@ class PipelineSteps:
         # What accumulates with earlier batches is reduced as their sum, in `backward`.
         started = self._start_reduction(reducer) if reducer is not None and not self._is_accumulating() else None
         skips = self._skips_of(_TRAINING, args, kwargs)
+        frozen = FrozenParameters(self.module) if self._copies.looks else None
         output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, started)
+        if frozen is not None:
+            comm.raise_together(frozen.failure(), self.engine.group)
         self._step_gradients = {parameter: parameter.grad for parameter in parameters}
         for parameter in parameters:
             parameter.grad = held.get(parameter)
@@ -336,48 +340,6 @@ class PipelineSteps:
         share = 1.0 / self.module.trainer.accumulate_grad_batches
         scaler = getattr(self.precision, "scaler", None)
         return share if scaler is None else scaler.scale(torch.full((), share, device=self.device))
-
-
-class _WatchedCopies:
-    """Refuses a run that changes a copy of the model, such as a teacher, of which a stage has other parameters.
-
-    Args:
-        engine: The pipeline.
-    """
-
-    def __init__(self, engine: PipelineEngine) -> None:
-        self._engine = engine
-        self._steps = 0
-        self._before: dict[str, list[Tensor]] = {}
-
-    @torch.no_grad()
-    def check(self) -> None:
-        """Look at the copies before a step: often at first, as averages may begin late.
-
-        Raises:
-            RuntimeError: On every rank of the pipeline, if one has changed.
-        """
-        if not self._engine.unpaired:
-            return
-        self._steps += 1
-        # Steps in pairs: 1 and 2, 2 and 3, 4 and 5, 8 and 9, ...
-        if self._steps & (self._steps - 1) and (self._steps - 1) & (self._steps - 2):
-            return
-        failure = None
-        for path, original in self._engine.unpaired.items():
-            both = [self._engine.module.get_submodule(name) for name in (path, original)]
-            # Not by versions, which `.data` leaves alone. What is trained changes in the optimizer.
-            frozen = [value for each in both for value in each.parameters() if not value.requires_grad]
-            found = [torch.stack([value.double().sum(), value.double().square().sum()]) for value in frozen]
-            before, self._before[path] = self._before.get(path, found), found
-            if any(not torch.equal(one, other) for one, other in zip(before, found)):
-                failure = failure or RuntimeError(
-                    f"`{path}` is a copy of `{original}` and has changed between two steps. The training step calls it,"
-                    f" so that it is not divided over the stages as `{original}` is: a loop over the parameters of both"
-                    " pairs others than in one process. Use TensorParallelStrategy, which divides both alike; or call"
-                    f" `{path}` outside of `training_step` only"
-                )
-        comm.raise_together(failure, self._engine.group)
 
 
 @dataclass

@@ -55,14 +55,16 @@ class StepAudit:
     Args:
         module: The divided module; after a pipeline cut, with the parameters of this stage.
         sharding: The result of `apply_plan`.
+        cuts_are_proven: Whether pipeline stages may send pieces to each other, since the step that does so was compared
+            with that of one process: what the next stage makes of them this one cannot see.
     """
 
-    def __init__(self, module: nn.Module, sharding: Sharding) -> None:
+    def __init__(self, module: nn.Module, sharding: Sharding, cuts_are_proven: bool = False) -> None:
         self._watched = not has_compiled_parts(module)
         self._users = _users_of_divided_parameters(module, sharding)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._divided = sharding.shards.keys() | sharding.partial
-        self._has_divided_sequences = bool(sharding.plan.sequence_regions)
+        self._may_send_pieces = cuts_are_proven or bool(sharding.plan.sequence_regions)
 
     def wrap(self, step: Callable[P, R]) -> Callable[P, R]:
         """Return `step` with the audit around it: its loss is checked too, a tensor or the `"loss"` of a mapping.
@@ -96,7 +98,7 @@ class StepAudit:
             yield
 
     def check_sent(self, tensor: Tensor) -> None:
-        """Check what a pipeline stage sends: as `check_output`, but it may be this rank's part of the sequence.
+        """Check what a pipeline stage sends: as `check_output`, but it may be this rank's piece.
 
         Raises:
             RuntimeError: See `check_output`.
@@ -105,8 +107,9 @@ class StepAudit:
         try:
             self.check_output(tensor, name)
         except RuntimeError:
-            # The cut may lie inside of a stack of blocks that is divided along the sequence.
-            if not self._has_divided_sequences:
+            # The cut may lie inside of a stack of blocks that is divided along the sequence, or between two layers of
+            # which one is divided by its outputs, and the next one by its inputs.
+            if not self._may_send_pieces:
                 raise
             self._check_graph(tensor, name, inside=True)
 
@@ -137,7 +140,7 @@ class StepAudit:
             kind = node.name()
             if kind == LEAF:
                 self._check_leaf(node.variable, inside, name)
-            elif kind == RECEIVED and (not inside or self._has_divided_sequences):
+            elif kind == RECEIVED and (not inside or self._may_send_pieces):
                 continue  # checked by the stage that sent it; behind it is only what keeps it in the graph
             elif not (inside and kind.startswith("CompiledFunction")):
                 # A compiled piece is one node for all of its results, whole and divided ones.

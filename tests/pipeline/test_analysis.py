@@ -71,8 +71,8 @@ REFUSED = [
 
 OTHERS_REFUSED = {
     "losses_in_attributes": "the step returns something made of the output of `layers.0`",
-    "losses_in_hooks": "the step returns something made of the output of `first`",
-    "losses_in_replaced_methods": "the step returns something made of the output of `first`",
+    "losses_in_hooks": "the step returns something made of a tensor that `layers.0` makes and does not return",
+    "losses_in_replaced_methods": "something made of a tensor that `layers.0` makes and does not return",
     "router_losses": "on another pipeline stage, into a tensor of this|without computing it on true data",
     "one_layer_four_times": "`layers.1` is the same module as `layers.0`",
     "data_dependent": "needs the data of the output of `first`",

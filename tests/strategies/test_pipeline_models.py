@@ -111,6 +111,7 @@ def expect_equal(module, trainer, expected, replicas):
     ("name", "layout"),
     [
         ("mlp", "pipeline 2 x data 2"),
+        ("mlp", "tensor 2 x pipeline 2"),
         ("convolutional", "pipeline 4"),
         ("encoder", "tensor 2 x pipeline 2"),
         *(("tied", layout) for layout in ("pipeline 4", "pipeline 2 x data 2", "tensor 2 x pipeline 2")),

@@ -1,11 +1,13 @@
 """What cannot be run in stages: one clear error on every rank, and no hang; lost ranks are named."""
 
+import copy
 import os
 import re
 import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -50,6 +52,42 @@ class LossOfNothing(Deep):
         self(batch[0])
 
 
+class Averaging(Deep):
+    """A teacher that the step calls and updates itself; at first it equals its student, so that nothing changes."""
+
+    def __init__(self, way="data"):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.blocks).requires_grad_(False)
+        self.way = way
+
+    def average(self):
+        for mine, theirs in zip(self.teacher.parameters(), self.blocks.parameters()):
+            if self.way == "foreach":
+                torch._foreach_lerp_([mine.data], [theirs.data], 0.1)
+            elif self.way == "data":
+                mine.data = mine.data * 0.9 + theirs.data * 0.1
+            else:
+                mine.data.lerp_(theirs.data, 0.1)
+
+    def training_step(self, batch, index):
+        if self.way != "late" or self.global_step > 2:
+            self.average()
+        loss = super().training_step(batch, index)["loss"]
+        wanted = self.embed(batch[0]).detach()
+        for block in self.teacher:
+            wanted = block(wanted)
+        return {"loss": loss + wanted.square().mean(), "logits": wanted}
+
+
+class Bounded(Deep):
+    """Keeps parameters within bounds: later stages would do so to stand-ins."""
+
+    def training_step(self, batch, index):
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.2, 0.2)
+        return super().training_step(batch, index)
+
+
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
@@ -58,6 +96,7 @@ class LossOfNothing(Deep):
         (Collecting, ValueError, "on an earlier pipeline stage"),
         (Untrunked, ValueError, "layers"),
         (LossOfNothing, ValueError, "expected the step to return its loss"),
+        (Bounded, ValueError, "writes into the parameter `head.weight` in `training_step`.*on_train_batch_start"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -65,6 +104,13 @@ class LossOfNothing(Deep):
 def test_modules(kind, error, message):
     with pytest.raises(error, match=f"(?s){message}"):
         fit(kind(), PipelineParallelStrategy(pipeline_parallel_size=2), 2)
+
+
+@pytest.mark.parametrize("way", ["data", "foreach", "lerp", "late"])
+@distributed(world_size=2)
+def test_a_step_that_averages_parameters(way):
+    with pytest.raises((ValueError, RuntimeError), match=r"writes into the parameter `teacher\..*on_train_batch_start"):
+        fit(Averaging(way), PipelineParallelStrategy(pipeline_parallel_size=2, layers="blocks"), 2)
 
 
 @distributed(world_size=2)

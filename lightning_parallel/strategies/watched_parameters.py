@@ -1,0 +1,89 @@
+"""Parameters that a training step must leave as they are: what a stage does not hold, it could not change alike."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.pipeline.engine import PipelineEngine
+
+__all__ = ["FrozenParameters", "WatchedCopies"]
+
+
+class WatchedCopies:
+    """Refuses a run that changes a copy of the model, such as a teacher, of which a stage has other parameters.
+
+    Args:
+        engine: The pipeline.
+    """
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine = engine
+        self._steps = 0
+        self._before: dict[str, list[Tensor]] = {}
+
+    @property
+    def looks(self) -> bool:
+        """Whether this step is one to look at: often at first, as averages may begin late."""
+        # Steps in pairs: 1 and 2, 2 and 3, 4 and 5, 8 and 9, ...
+        return not (self._steps & (self._steps - 1) and (self._steps - 1) & (self._steps - 2))
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Look at the copies before a step.
+
+        Raises:
+            RuntimeError: On every rank of the pipeline, if one has changed.
+        """
+        self._steps += 1
+        if not self._engine.unpaired or not self.looks:
+            return
+        failure = None
+        for path, original in self._engine.unpaired.items():
+            both = [self._engine.module.get_submodule(name) for name in (path, original)]
+            # Not by versions, which `.data` leaves alone. What is trained changes in the optimizer.
+            frozen = [value for each in both for value in each.parameters() if not value.requires_grad]
+            found = [_sums(value) for value in frozen]
+            before, self._before[path] = self._before.get(path, found), found
+            if any(not torch.equal(one, other) for one, other in zip(before, found)):
+                failure = failure or RuntimeError(
+                    f"`{path}` is a copy of `{original}` and has changed between two steps. The training step calls it,"
+                    f" so that it is not divided over the stages as `{original}` is: a loop over the parameters of both"
+                    " pairs others than in one process. Use TensorParallelStrategy, which divides both alike; or call"
+                    f" `{path}` outside of `training_step` only"
+                )
+        comm.raise_together(failure, self._engine.group)
+
+
+def _sums(value: Tensor) -> Tensor:
+    return torch.stack([value.double().sum(), value.double().square().sum()])
+
+
+class FrozenParameters:
+    """Finds steps that write into parameters that are not trained, such as those of a teacher.
+
+    What its first batch writes the dry run has seen; an average may begin later.
+
+    Args:
+        module: The user's module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = {name: value for name, value in module.named_parameters() if not value.requires_grad}
+        self._before = self._sums()
+
+    @torch.no_grad()
+    def _sums(self) -> dict[str, Tensor]:
+        return {name: _sums(value) for name, value in self._values.items()}
+
+    def failure(self) -> RuntimeError | None:
+        """Return why such a step is refused, after it; None if it wrote nothing."""
+        for name, sums in self._sums().items():
+            if not torch.equal(sums, self._before[name]):
+                return RuntimeError(
+                    f"`training_step` writes into the parameter `{name}`: a pipeline runs it once for each microbatch,"
+                    " and each of its stages has other parameters. Do it in a hook, such as `on_train_batch_start`; or"
+                    " use TensorParallelStrategy, whose ranks run a step once"
+                )
+        return None
