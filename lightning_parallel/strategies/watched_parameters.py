@@ -1,9 +1,11 @@
-"""Parameters that a training step must leave as they are: what a stage does not hold, it could not change alike."""
+"""Parameters that a training step must leave as they are: what a stage does not hold, it could not change alike.
+
+They are compared by hashes of their bits, for which the host waits once, in a few steps of a run only.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_parallel import comm
 from lightning_parallel.pipeline.engine import PipelineEngine
@@ -21,7 +23,7 @@ class WatchedCopies:
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
         self._steps = 0
-        self._before: dict[str, list[Tensor]] = {}
+        self._before: dict[str, list[int]] = {}
 
     @property
     def looks(self) -> bool:
@@ -29,7 +31,6 @@ class WatchedCopies:
         # Steps in pairs: 1 and 2, 2 and 3, 4 and 5, 8 and 9, ...
         return not (self._steps & (self._steps - 1) and (self._steps - 1) & (self._steps - 2))
 
-    @torch.no_grad()
     def check(self) -> None:
         """Look at the copies before a step.
 
@@ -44,9 +45,9 @@ class WatchedCopies:
             both = [self._engine.module.get_submodule(name) for name in (path, original)]
             # Not by versions, which `.data` leaves alone. What is trained changes in the optimizer.
             frozen = [value for each in both for value in each.parameters() if not value.requires_grad]
-            found = [_sums(value) for value in frozen]
+            found = comm.fingerprints(frozen)
             before, self._before[path] = self._before.get(path, found), found
-            if any(not torch.equal(one, other) for one, other in zip(before, found)):
+            if before != found:
                 failure = failure or RuntimeError(
                     f"`{path}` is a copy of `{original}` and has changed between two steps. The training step calls it,"
                     f" so that it is not divided over the stages as `{original}` is: a loop over the parameters of both"
@@ -54,10 +55,6 @@ class WatchedCopies:
                     f" `{path}` outside of `training_step` only"
                 )
         comm.raise_together(failure, self._engine.group)
-
-
-def _sums(value: Tensor) -> Tensor:
-    return torch.stack([value.double().sum(), value.double().square().sum()])
 
 
 class FrozenParameters:
@@ -71,16 +68,12 @@ class FrozenParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self._values = {name: value for name, value in module.named_parameters() if not value.requires_grad}
-        self._before = self._sums()
-
-    @torch.no_grad()
-    def _sums(self) -> dict[str, Tensor]:
-        return {name: _sums(value) for name, value in self._values.items()}
+        self._before = comm.fingerprints(self._values.values())
 
     def failure(self) -> RuntimeError | None:
         """Return why such a step is refused, after it; None if it wrote nothing."""
-        for name, sums in self._sums().items():
-            if not torch.equal(sums, self._before[name]):
+        for name, before, after in zip(self._values, self._before, comm.fingerprints(self._values.values())):
+            if before != after:
                 return RuntimeError(
                     f"`training_step` writes into the parameter `{name}`: a pipeline runs it once for each microbatch,"
                     " and each of its stages has other parameters. Do it in a hook, such as `on_train_batch_start`; or"

@@ -1,10 +1,17 @@
 """Process groups of a mesh."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.mesh import Mesh
+from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.strategies.setup import message_groups
 from tests.harness import distributed, recorded_communication
 
 
@@ -44,3 +51,39 @@ def test_a_group_of_one_needs_no_processes():
     assert comm.all_gather(tensor, group) is tensor
     assert comm.all_reduce_(tensor, group, async_op=True).wait() is tensor
     comm.agree("x", 1, group)
+
+
+class Splits:
+    """Counts the calls that make groups, as NCCL's, without making communicators."""
+
+    def __init__(self):
+        self.made = []
+
+    def __call__(self, world, split_ranks, **options):
+        self.made.append((len(split_ranks), options.get("pg_options")))
+        mine = next((ranks for ranks in split_ranks if 0 in ranks), None)
+        return None if mine is None else dist.new_group(mine, use_local_synchronization=True)
+
+
+@pytest.mark.parametrize(("layout", "channels"), [({"tensor": 8, "pipeline": 16}, 4), ({"pipeline": 64}, 4)])
+def test_groups_of_1024_ranks_are_made_by_a_few_calls(layout, channels, monkeypatch):
+    """Each call of NCCL's involves all ranks: what counts is their number, not that of the groups."""
+    tensor, pipeline = layout.get("tensor", 1), layout.get("pipeline", 1)
+    dist.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
+    splits = Splits()
+    monkeypatch.setattr(dist, "split_group", splits)
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=dict), raising=False)
+    monkeypatch.setattr("lightning_parallel.comm.groups.splits_groups", lambda world: True)
+    try:
+        groups = MeshGroups(Mesh(1024 // tensor // pipeline, pipeline, tensor))
+        axes = len(splits.made)
+        found = message_groups(groups, build_schedule("1f1b", pipeline, pipeline))
+    finally:
+        dist.destroy_process_group()
+    assert axes == sum(size > 1 for size in (1024 // tensor // pipeline, pipeline, tensor)) + (tensor > 1 < pipeline)
+    assert len(splits.made) - axes <= channels
+    # The layers wait for the tensor axis alone.
+    assert [options for _, options in splits.made if options] == [{"is_high_priority_stream": True}] * (tensor > 1)
+    assert all(group.size == 2 for group in found.values())
+    assert groups.pipeline_parallel.size == pipeline
