@@ -163,6 +163,12 @@ def test_a_compiled_call_is_known():
     assert not compat_torch.has_compiled_parts(layer)
     layer.compile()
     assert compat_torch.has_compiled_parts(layer)
+    assert not compat_torch.uses_cuda_graphs(layer)
+    recorded = nn.Linear(2, 2)
+    recorded.compile(mode="reduce-overhead")
+    assert compat_torch.uses_cuda_graphs(recorded)
+    assert compat_torch.uses_cuda_graphs(torch.compile(nn.Linear(2, 2), mode="max-autotune"))
+    assert not compat_torch.uses_cuda_graphs(torch.compile(nn.Linear(2, 2), mode="max-autotune-no-cudagraphs"))
 
 
 def test_a_backward_pass_has_an_id_while_it_runs():

@@ -83,6 +83,7 @@ __all__ = [
     "fsdp1_synchronizes",
     "fully_sharded_groups",
     "has_compiled_parts",
+    "uses_cuda_graphs",
     "has_unsharded_storage",
     "install_fsdp1_comm_hook",
     "intercepted_all_reduce",
@@ -154,6 +155,16 @@ def has_compiled_parts(module: nn.Module) -> bool:
         type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
         for part in module.modules()
     )
+
+
+def uses_cuda_graphs(module: nn.Module) -> bool:
+    """Tell whether `module` was compiled to record CUDA graphs, as by `torch.compile(mode="reduce-overhead")`."""
+    context = getattr(module, "dynamo_ctx", None)
+    config = getattr(context, "compiler_config", None)
+    if config is None:  # by `module.compile()`
+        ask = getattr(getattr(module, "_compiled_call_impl", None), "get_compiler_config", None)
+        config = None if ask is None else ask()
+    return isinstance(config, dict) and bool(config.get("triton.cudagraphs"))
 
 
 # -- torch.nn.parallel, FSDP: gradient hooks ---------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group, fingerprint
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import is_compiled, prepared_batch, take_first_entry
-from lightning_parallel.compat.torch import pytree, workers_of
+from lightning_parallel.compat.torch import pytree, uses_cuda_graphs, workers_of
 from lightning_parallel.pipeline.random_streams import OwnGenerators
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.pipeline.search import BALANCES
@@ -223,6 +223,13 @@ def check_pipeline_module(module: LightningModule) -> None:
         raise ValueError(
             f"`{kind}` was compiled as a whole, but a stage runs only a part of it; compile its layers instead, in"
             " `configure_model` or `__init__`"
+        )
+    graphed = next((name for name, part in module.named_modules() if uses_cuda_graphs(part)), None)
+    if graphed is not None:
+        raise ValueError(
+            f"`{graphed}` was compiled to CUDA graphs (`reduce-overhead`, `max-autotune`), which write each result to"
+            " the same memory, while a pipeline holds those of several microbatches; compile it with `mode=None`, or with"
+            " `max-autotune-no-cudagraphs`"
         )
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, name)

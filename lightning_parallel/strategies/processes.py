@@ -113,7 +113,16 @@ def connect(
         backend = "gloo" if of_device == "gloo" else f"cpu:gloo,{device.type}:{of_device}"
     # NCCL is given the device at once, so that it knows it before the first collective. gloo, given one, would try to
     # split its groups as NCCL does, and fail.
-    init_process_group(environment, backend, timeout, device if "nccl" in backend else None)
+    try:
+        init_process_group(environment, backend, timeout, device if "nccl" in backend else None)
+    except RuntimeError as error:
+        if "gloo" not in backend or "connect" not in str(error).lower():
+            raise
+        # gloo takes the address of the host's name, which on some systems is that of the host alone.
+        raise RuntimeError(
+            f"{error}\ngloo could not connect the processes. If hosts have several networks, or their names are those"
+            " of 127.0.0.1 or 127.0.1.1, name the network between them in GLOO_SOCKET_IFNAME (see `ip addr`)"
+        ) from error
 
 
 def process_groups(mesh: Mesh, device_type: str, timeout: timedelta | None) -> tuple[MeshGroups, DeviceMesh]:
