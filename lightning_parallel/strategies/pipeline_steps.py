@@ -10,7 +10,8 @@ the gradients come back, and are reduced over the replicas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of, merge_outputs, num_samples
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit
 from lightning_parallel.strategies.checks import STEPS, first_batch, positional_arguments
@@ -125,7 +126,8 @@ class PipelineSteps:
             parameter.grad = None
         skips = self._skips_of(_TRAINING, args, kwargs)
         frozen = _FrozenParameters(self.module) if self._copies.looks else None
-        output = self._run(_TRAINING, args, kwargs, audit, skips)
+        with _variation_told(_TRAINING):
+            output = self._run(_TRAINING, args, kwargs, audit, skips)
         if frozen is not None:
             comm.raise_together(frozen.failure(), self.engine.group)
         self._step_gradients = {parameter: parameter.grad for parameter in parameters}
@@ -167,7 +169,10 @@ class PipelineSteps:
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `validation_step`, `test_step` or `predict_step`."""
         skips = self._skips_of(name, args, kwargs)
-        return self._run_whole(name, args, kwargs) if skips is None else self._run(name, args, kwargs, None, skips)
+        if skips is None:
+            return self._run_whole(name, args, kwargs)
+        with _variation_told(name):
+            return self._run(name, args, kwargs, None, skips)
 
     def goes_in_stages(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether a step can be run in the stages of the plan."""
@@ -289,6 +294,20 @@ class PipelineSteps:
         share = 1.0 / self.module.trainer.accumulate_grad_batches
         scaler = getattr(self.precision, "scaler", None)
         return share if scaler is None else scaler.scale(torch.full((), share, device=self.device))
+
+
+@contextmanager
+def _variation_told(name: str) -> Iterator[None]:
+    """Say of data that are missing inside the block that the step which was planned for did without them."""
+    try:
+        yield
+    except PlaceholderError as error:
+        if error.is_missing:
+            error.args = (
+                f"{error}. The first `{name}` of this run did not compute with it, and so it is not sent; let each do"
+                " so, times zero where it is not wanted",
+            )
+        raise
 
 
 class _WatchedCopies:
