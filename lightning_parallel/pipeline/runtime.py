@@ -280,7 +280,8 @@ class ScheduleRun:
             if missing(leaf):
                 raise PlaceholderError(
                     f"the step returns {leaf.provenance}, which is on an earlier pipeline stage; return or compute the "
-                    "loss from what the layers return"
+                    "loss from what the layers return",
+                    [leaf],
                 )
         if self.training:
             state.loss = loss_of(result)
@@ -297,7 +298,8 @@ class ScheduleRun:
                 raise PlaceholderError(
                     f"`{self.model.plan.layers[end.index]}` on stage {stage + 1} needs {tensor.provenance}, which "
                     f"stage {stage} does not hold either (a connection that skips over the cut). Pass it through the "
-                    "layers as an argument, move the cut (`balance`), or use fewer stages"
+                    "layers as an argument, move the cut (`balance`), or use fewer stages",
+                    [tensor],
                 )
         layout = MessageLayout(end.index, positions, tuple(map(TensorSpec.of, tensors)), end.line, skips)
         # Backward starts at edges of the graph, so that the data of an output can be freed before its gradient comes.

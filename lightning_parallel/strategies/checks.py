@@ -228,8 +228,8 @@ def check_pipeline_module(module: LightningModule) -> None:
     if graphed is not None:
         raise ValueError(
             f"`{graphed}` was compiled to CUDA graphs (`reduce-overhead`, `max-autotune`), which write each result to"
-            " the same memory, while a pipeline holds those of several microbatches; compile it with `mode=None`, or with"
-            " `max-autotune-no-cudagraphs`"
+            " the same memory, while a pipeline holds those of several microbatches; compile it with `mode=None` or"
+            " `mode='max-autotune-no-cudagraphs'`"
         )
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, name)

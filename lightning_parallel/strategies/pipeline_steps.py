@@ -10,8 +10,8 @@ the gradients come back, and are reduced over the replicas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ from lightning_parallel.compat.precision import kept_casts, shared_casts
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of, merge_outputs, num_samples
-from lightning_parallel.pipeline.placeholder import PlaceholderTensor
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit
 from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments
@@ -141,7 +141,8 @@ class PipelineSteps:
         started = self._start_reduction(reducer) if reducer is not None and not self._is_accumulating() else None
         skips = self._skips_of(_TRAINING, args, kwargs)
         frozen = FrozenParameters(self.module) if self._copies.looks else None
-        output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, started)
+        with _variation_told(_TRAINING):
+            output = self._run(_TRAINING, args, kwargs, audit, skips, keeps_output, started)
         if frozen is not None:
             comm.raise_together(frozen.failure(), self.engine.group)
         self._step_gradients = {parameter: parameter.grad for parameter in parameters}
@@ -203,7 +204,8 @@ class PipelineSteps:
         skips = self._skips_of(name, args, kwargs)
         if skips is None:
             return self._run_whole(name, args, kwargs)
-        return self._run(name, args, kwargs, None, skips, keeps_output)
+        with _variation_told(name):
+            return self._run(name, args, kwargs, None, skips, keeps_output)
 
     def goes_in_stages(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Tell whether a step can be run in the stages of the plan."""
@@ -340,6 +342,20 @@ class PipelineSteps:
         share = 1.0 / self.module.trainer.accumulate_grad_batches
         scaler = getattr(self.precision, "scaler", None)
         return share if scaler is None else scaler.scale(torch.full((), share, device=self.device))
+
+
+@contextmanager
+def _variation_told(name: str) -> Iterator[None]:
+    """Say of data that are missing inside the block that the step which was planned for did without them."""
+    try:
+        yield
+    except PlaceholderError as error:
+        if error.is_missing:
+            error.args = (
+                f"{error}. The first `{name}` of this run did not compute with it, and so it is not sent; let each do"
+                " so, times zero where it is not wanted",
+            )
+        raise
 
 
 @dataclass

@@ -62,6 +62,14 @@ class Sampler(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Varying(Sampler):
+    """Its second batch needs what the first did not."""
+
+    def test_step(self, batch, index):
+        start = self.embed(batch)
+        self.log("loss", (self.head(self.blocks(start)).mean() + (start.mean() if index else 0.0)).double())
+
+
 class Later(Sampler):
     """Needs what skips over the cut, in training only."""
 
@@ -120,6 +128,17 @@ def test_a_pipeline_evaluates_like_one_process(group, way):
 def test_a_hybrid_evaluates_like_one_process(group):
     for way in ("sampled", "a part"):
         expect_one_process(way, HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2), 4)
+
+
+@distributed(world_size=2)
+def test_a_later_batch_that_needs_more_is_told_so(group):
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    loader = DataLoader(Rows(torch.zeros(8, 5, dtype=torch.long)), batch_size=4)
+    trainer = trainer_for(PipelineParallelStrategy(), 2, True)
+    # The first stage only sends, and gets the other's error where it waits for its results.
+    text = "times zero where it is not wanted" if group.rank else ""
+    with pytest.raises(Exception, match=text):
+        trainer.test(Varying("nothing").double(), loader, verbose=False)
 
 
 @distributed(world_size=2)
