@@ -221,7 +221,7 @@ class MeanStep(Protocol):
     def verdict(self) -> Tensor:
         """Whether every gradient so far was finite on every rank of the group, as far as this rank can tell.
 
-        A number, 1 or 0, on the device of the gradients: the host does not wait for it.
+        On the device of the gradients: the host does not wait for it.
         """
 
     def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int] | None = None) -> None:
@@ -394,7 +394,7 @@ class GradientSession:
         # host reads the verdict of all ranks only, for which it has to wait once.
         finite = None
         if self._verdict_group is not None:
-            verdict = step.verdict.to(self._device)
+            verdict = step.verdict.to(self._device, torch.uint8)
             finite = bool(all_reduce_(verdict, self._verdict_group, "min"))
         self.applied = step.commit(finite)
         return self.applied

@@ -271,12 +271,13 @@ class Quantize(Quantizer):
         if parts.is_meta:  # only the size of `packed` is asked for, of up to thousands of ranks
             return
         groups, extent = self._grouping(n)
-        scales = parts.new_empty(*parts.shape[:2], groups, dtype=torch.float32)
-        for begin, end in self._pieces(parts, n):
-            piece = parts[..., begin * extent : end * extent]
-            grouped = _padded(piece, (end - begin) * extent).unflatten(2, (end - begin, extent))
+        count, rows, _ = parts.shape
+        scales = parts.new_empty(count, rows, groups, dtype=torch.float32)
+        for begin, end in self._pieces(parts, count, n):
+            piece = _elements(parts, begin * extent, end * extent)
+            grouped = _padded(piece, (end - begin) * extent).view(count, rows, end - begin, extent)
             # A group of zeros has some tiny scale instead of none; NaN passes.
-            some = scales[..., begin:end]
+            some = scales.narrow(2, begin, end - begin)
             some.copy_(_peaks(grouped).div_(self.levels)).clamp_min_(torch.finfo(torch.float32).tiny)
             exact = some.to(parts.dtype).unsqueeze(3)
             levels = grouped * exact.reciprocal()
@@ -287,13 +288,13 @@ class Quantize(Quantizer):
             else:
                 levels.round_()
             # Integers first, then the scales: both at the same place for every row.
-            where = packed[..., begin * extent * self.bits // 8 : end * extent * self.bits // 8].view(torch.int8)
+            where = _elements(packed, begin * extent * self.bits // 8, end * extent * self.bits // 8).view(torch.int8)
             if self.bits == 8:
-                where.unflatten(2, levels.shape[2:]).copy_(levels)
+                where.view(levels.shape).copy_(levels)
             else:
                 where.copy_(pack_nibbles(levels.to(torch.int8).flatten(2)).view(torch.int8))
             if rest:
-                piece.sub_(levels.mul_(exact).flatten(2)[..., : piece.shape[2]])
+                piece.sub_(_elements(levels.mul_(exact).flatten(2), 0, piece.shape[2]))
         packed[..., -4 * groups :] = as_bytes(scales)
 
     def _decode(self, packed: Tensor, numbers: Tensor, n: int, add: bool = False) -> None:
@@ -307,27 +308,28 @@ class Quantize(Quantizer):
             return
         _, extent = self._grouping(n)
         scales = self._scales(packed, n).to(numbers.dtype).unsqueeze(3)
-        for begin, end in self._pieces(numbers.expand(len(packed), -1, -1), n):
-            integers = packed[..., begin * extent * self.bits // 8 : end * extent * self.bits // 8]
+        count, rows, _ = packed.shape
+        is_sum = count > len(numbers)
+        for begin, end in self._pieces(numbers, count, n):
+            integers = _elements(packed, begin * extent * self.bits // 8, end * extent * self.bits // 8)
             levels = integers.view(torch.int8) if self.bits == 8 else unpack_nibbles(integers)
-            levels = levels.unflatten(2, (end - begin, extent))
-            piece, some = numbers[..., begin * extent : end * extent], scales[..., begin:end, :]
-            grouped = piece.unflatten(2, levels.shape[2:]) if piece.shape[2] == (end - begin) * extent else None
-            if grouped is None or len(packed) > len(numbers):
+            levels = levels.view(count, rows, end - begin, extent)
+            piece, some = _elements(numbers, begin * extent, end * extent), scales.narrow(2, begin, end - begin)
+            if is_sum or piece.shape[2] < (end - begin) * extent:
                 found = levels.to(numbers.dtype).mul_(some)
-                found = (found.sum(0, keepdim=True) if len(packed) > len(numbers) else found).flatten(2)
+                found = (found.sum(0, keepdim=True) if is_sum else found).flatten(2)
                 found = found[..., : piece.shape[2]]
                 piece.copy_(piece + found if add else found)
             elif add:
-                grouped.addcmul_(levels.to(numbers.dtype), some)
+                piece.view(levels.shape).addcmul_(levels.to(numbers.dtype), some)
             else:
-                grouped.copy_(levels).mul_(some)
+                piece.view(levels.shape).copy_(levels).mul_(some)
 
-    def _pieces(self, parts: Tensor, n: int) -> Iterator[tuple[int, int]]:
+    def _pieces(self, parts: Tensor, parts_at_once: int, n: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges of the groups of each part to encode or decode at once."""
         groups, extent = self._grouping(n)
         numbers = _DEVICE_NUMBERS if launches_kernels(parts) else _CACHED_NUMBERS
-        count = max(1, numbers // (len(parts) * parts.shape[1] * extent))
+        count = max(1, numbers // (parts_at_once * parts.shape[1] * extent))
         for begin in range(0, groups, count):
             yield begin, min(begin + count, groups)
 
@@ -362,6 +364,14 @@ def _side_by_side(rows: Tensor, packed: Tensor, chunk: int) -> Iterator[tuple[Te
         return
     for index, some in enumerate(packed.split(1)):
         yield rows[:, index * chunk : (index + 1) * chunk].unsqueeze(0), some
+
+
+def _elements(parts: Tensor, begin: int, end: int) -> Tensor:
+    """Return a range of the last of three dimensions, as far as there is one."""
+    size = parts.shape[2]
+    if end <= size:
+        return parts.narrow(2, begin, end - begin)  # faster than an index
+    return parts[..., begin:end]
 
 
 def _padded(parts: Tensor, extent: int) -> Tensor:

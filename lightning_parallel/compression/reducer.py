@@ -314,15 +314,11 @@ class ReductionStep:
 
     @property
     def verdict(self) -> Tensor:
-        """Whether every gradient so far was finite on every rank: 1 or 0, on their device.
-
-        The host does not wait for it.
-        """
+        """Whether every gradient so far was finite on every rank, on their device: the host does not wait for it."""
         found = [torch.stack(some).isfinite().all() for some in _by_kind(self._watched)]
-        if not found:
-            return torch.ones((), dtype=torch.int64)
-        together = found[0] if len(found) == 1 else torch.stack([one.to(found[0].device) for one in found]).all()
-        return together.to(torch.int64)
+        if len(found) == 1:
+            return found[0]
+        return torch.stack([one.to(found[0].device) for one in found]).all() if found else torch.tensor(True)
 
     def commit(self, finite: Optional[bool] = None) -> bool:
         """End the step; False, and no trace of it, if a gradient was not finite on any rank.

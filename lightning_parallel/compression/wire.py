@@ -171,9 +171,9 @@ def run(methods: Sequence[Requests], group: Group, seconds: Seconds) -> list[flo
     while requests:
         # Counted here, where every payload is seen, rather than by a formula for each method.
         for index, request in requests.items():
-            seconds.counts &= not launches_kernels(request.tensor)
             sent[index] += bytes_sent(type(request), _num_bytes(request.tensor), group.size)
         start = time.perf_counter()
+        seconds.counts &= not launches_kernels(next(iter(requests.values())).tensor)
         answers = _answer(requests, group)
         answered = time.perf_counter()
         requests = {}
@@ -222,7 +222,8 @@ def launches_kernels(tensor: Tensor) -> bool:
 
 def goes_alone(tensor: Tensor) -> bool:
     """Tell whether `tensor` is so large that it is not worth joining with others."""
-    return _num_bytes(tensor) >= (SEPARATE_DEVICE_BYTES if launches_kernels(tensor) else SEPARATE_BYTES)
+    num_bytes = _num_bytes(tensor)
+    return num_bytes >= SEPARATE_BYTES and (num_bytes >= SEPARATE_DEVICE_BYTES or not launches_kernels(tensor))
 
 
 def _num_bytes(tensor: Tensor) -> int:
