@@ -113,8 +113,11 @@ def all_gather(
 
     def result() -> Tensor:
         if min(sizes) == max(sizes):
-            return whole.flatten(0, 1).movedim(0, dim)
-        return torch.cat([padded[:size] for padded, size in zip(whole, sizes)]).movedim(0, dim)
+            gathered = whole.flatten(0, 1).movedim(0, dim)
+        else:
+            gathered = torch.cat([padded[:size] for padded, size in zip(whole, sizes)]).movedim(0, dim)
+        # Once here: query, key and value layers would copy it each, in forward and in backward.
+        return gathered.contiguous()
 
     has_handle = async_op or _has_handles(tensor)
     pending = Pending("all_gather", group, _size_bytes(whole), tensor.dtype, result).launch(
