@@ -20,10 +20,12 @@ from torch import nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.initialization import tensor_parallel_plan_of
+from lightning_parallel.compat.torch import forward_hooks_of
 from lightning_parallel.tensor.attention import divide_by_heads
 from lightning_parallel.tensor.dataflow import NOT_RUN, RegionFinder
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,
+    has_hooks_inside,
     heads_of,
     is_linear,
     is_native,
@@ -42,6 +44,7 @@ from lightning_parallel.tensor.verify import PlanVerifier
 __all__ = ["make_plan"]
 
 GATHERED = "how its neighbours use it is not known"
+LISTENED = "a hook is called around a forward beside it"
 REJECTED = "the module around computes something else with some of the heads"
 LARGE_TABLE = 1 / 16  # an embedding with this share of the parameters is worth an all-reduce of its output
 # Head sizes to try for fused projections of modules that do not tell their number of heads.
@@ -209,6 +212,8 @@ def _hugging_face_plan(model: nn.Module, group: Group) -> Plan:
     found = Plan()
     unknown: set[str] = set()
     for path, child in model.named_modules():
+        if any(forward_hooks_of(child)):
+            unknown.add(path.rpartition(".")[0])
         name = _planned(table, path)
         if name is None:
             continue
@@ -286,6 +291,8 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
     """Plan the modules inside `module`, innermost first, as far as the verifier accepts it."""
     for kind in ("transformer_layer", "attention"):
         if _applies(STYLES[kind], module):
+            if kind == "transformer_layer" and has_hooks_inside(module):
+                continue
             if isinstance(why := _refusal(STYLES[kind], module, search.group.size), str):
                 plan.notes[path] = f"whole: {why}"
                 if kind == "transformer_layer":
@@ -311,6 +318,9 @@ def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str
     ]
     # A module around repeated blocks is not one region; its blocks have been planned above.
     if len(free) < 2 or any(_repeats_blocks(child) for child in [module, *module.modules()]):
+        return
+    if has_hooks_inside(module):
+        search.note(prefix, dict.fromkeys(free, LISTENED))
         return
     accepted = _regions_by_order(module, free, inside, search)
     if not accepted.styles.keys() >= {*free}:

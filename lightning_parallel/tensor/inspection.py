@@ -27,7 +27,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import PartialModule
-from lightning_parallel.compat.torch import PARAMETERS, parameters_of
+from lightning_parallel.compat.torch import PARAMETERS, forward_hooks_of, parameters_of
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "is_transposed",
     "local_attributes",
     "only_wraps",
+    "has_hooks_inside",
     "read_elsewhere",
     "sizes_of",
     "structure_of",
@@ -316,6 +317,11 @@ def _only_for_cache(method: ast.AST, name: str) -> bool:
 
 
 _CACHE = re.compile("cache|past")
+
+
+def has_hooks_inside(module: nn.Module) -> bool:
+    """Return whether hooks are called around a forward inside of `module`: divided, they would be given pieces."""
+    return any(path and any(forward_hooks_of(child)) for path, child in module.named_modules())
 
 
 def read_elsewhere(root: nn.Module, path: str) -> bool:

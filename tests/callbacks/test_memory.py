@@ -185,7 +185,8 @@ def test_layouts(layout, group):
     assert len(report["ranks"]) == 2
     if layout == "compressed":
         large = size(*(p for p in module.parameters() if p.numel() >= 16 and p.dim() > 1))
-        assert mine["compression"] == strategy.compression.memory.num_bytes >= large
+        # After the run there are no second buffers.
+        assert mine["compression"] == 2 * strategy.compression.memory.num_bytes >= 2 * large
     if layout == "interleaved":
         plan = strategy.engine.plan
         stages = [row for row in report["stages"] if row["rank"] == group.rank]

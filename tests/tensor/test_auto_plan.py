@@ -541,3 +541,54 @@ def test_fused_layers_that_cannot_be_tried_must_tell_their_parts(group):
         make_plan(build(), {"*.qkv": "column", "*.out": "row"}, group)
     part = ShardPart(16, 4)
     _compare(group, build, plan={"*.qkv": Column(parts=(part,) * 3), "*.out": Row(parts=(part,))})
+
+
+class Listened(nn.Module):
+    """A feed-forward block whose activation is a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+def seen_by_hook(model, path, call):
+    """Return what a forward hook at `path` is given in `call`."""
+    seen = []
+    hook = model.get_submodule(path).register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    yield hook
+    call(model)
+    yield seen[-1]
+
+
+@pytest.mark.parametrize("path", ["1.act", "1.up", "1.down", "1"])
+@distributed(world_size=2)
+def test_hooks_are_given_whole_tensors(group, path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Listened().double() for _ in range(3))), torch.randn(2, 3, 8, dtype=torch.float64)
+    _expect_same_in_hooks(group, model, path, lambda model: model(x))
+
+
+@pytest.mark.parametrize("path", ["model.layers.1.mlp.act_fn", "model.layers.0.self_attn.v_proj"])
+@distributed(world_size=2)
+def test_hooks_in_models_with_a_plan_are_given_whole_tensors(group, path):
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED)).double()
+    tokens = torch.randint(VOCABULARY, (2, 5))
+    _expect_same_in_hooks(group, model, path, lambda model: model(tokens).logits)
+
+
+def _expect_same_in_hooks(group, model, path, call):
+    listening = seen_by_hook(model, path, call)
+    next(listening)
+    expected = next(listening)
+    plan = make_plan(model, "auto", group)
+    apply_plan(model, plan, group)
+    listening = seen_by_hook(model, path, call)
+    next(listening)
+    for found, whole in zip(next(listening), expected):
+        torch.testing.assert_close(found, whole)
+    # What is not beside the hook is divided as ever.
+    assert sum(isinstance(style, Row) for style in plan.styles.values()) >= 2
