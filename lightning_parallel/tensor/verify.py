@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -22,9 +24,11 @@ from lightning_parallel.tensor.sharding import reduce_partial_
 
 __all__ = ["DropoutOff", "PlanVerifier", "copy_in_double", "devices_in_use", "possible_inputs"]
 
-TOLERANCE = 1e-6  # of the largest value; blocks that compute in single precision inside stay below it
+# Of the largest value, by the precision of the trial; what computes in single precision inside stays below the first.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2}
 SMALL = 1e-4  # a gradient this far below the largest one is compared as if it were this large
 LONGEST = 1024
+_ABOUT_PRECISION = re.compile(r"dtype|float64|double|fp16|bf16|float16|bfloat16|half", re.IGNORECASE)
 MOST_INPUTS = 6
 INPUT_SHAPE = (2, 6)  # samples and positions of the input with which a block is run
 
@@ -45,6 +49,7 @@ class PlanVerifier:
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        self._lacks_precision = False  # whether what failed last did so because of its precision
         self._known: dict[object, Plan | None] = {}
         self._refused: set[object] = set()
         self._verdicts: dict[object, bool | None] = {}
@@ -86,27 +91,41 @@ class PlanVerifier:
             block = _with_random_values(block)
         with torch.random.fork_rng(devices_in_use()):
             torch.manual_seed(0)
-            for x in possible_inputs(block):
-                expected = self._run_together(partial(_run_copy, block, x))
-                if expected is not None:
+            # Kernels of attention may know half precision only: the difference of a wrong division is larger still.
+            for dtype in TOLERANCES:
+                with _computing_in(dtype):
+                    for x in possible_inputs(block):
+                        expected = self._run_together(partial(_run_copy, block, x))
+                        if expected is not None:
+                            return self._first_right(block, given, candidates, all_outputs, x, expected)
+                if not self._lacks_precision:
                     break
-            else:
-                return None
-            # A branch on `self.training` shows only there. None where the block draws random numbers of its own.
-            trained = self._run_together(lambda: _run_without_chance(copy_in_double(block).train(), x))
-            draws = trained is not None and self._run_together(lambda: _run_with_chance(block, x)) is not None
-            for plan in candidates:
-                both = Plan(
-                    {**given.styles, **plan.styles},
-                    {**given.attributes, **plan.attributes},
-                    sequence_regions=plan.sequence_regions,
-                )
-                agrees = self._agrees(block, both, x, expected, all_outputs, training=False)
-                if agrees and trained is not None:
-                    agrees = self._agrees(block, both, x, trained, all_outputs, training=True)
-                    agrees = agrees and (not draws or self._draws_alike(block, both, x))
-                if agrees:
-                    return plan
+        return None
+
+    def _first_right(
+        self,
+        block: nn.Module,
+        given: Plan,
+        candidates: list[Plan],
+        all_outputs: bool,
+        x: Tensor,
+        expected: _Result,
+    ) -> Plan | None:
+        # A branch on `self.training` shows only there. None where the block draws random numbers of its own.
+        trained = self._run_together(lambda: _run_without_chance(copy_in_double(block).train(), x))
+        draws = trained is not None and self._run_together(lambda: _run_with_chance(block, x)) is not None
+        for plan in candidates:
+            both = Plan(
+                {**given.styles, **plan.styles},
+                {**given.attributes, **plan.attributes},
+                sequence_regions=plan.sequence_regions,
+            )
+            agrees = self._agrees(block, both, x, expected, all_outputs, training=False)
+            if agrees and trained is not None:
+                agrees = self._agrees(block, both, x, trained, all_outputs, training=True)
+                agrees = agrees and (not draws or self._draws_alike(block, both, x))
+            if agrees:
+                return plan
         return None
 
     def _agrees(
@@ -158,18 +177,21 @@ class PlanVerifier:
         sizes = [float(tensor.norm()) for tensor in whole]
         everywhere = comm.all_gather_object((numbers, sizes), self.group)
         return all(
-            abs(mine - first) <= TOLERANCE * max(size, 1e-12)
+            abs(mine - first) <= TOLERANCES[_computing] * max(size, 1e-12)
             for mine_of_all, _ in everywhere
             for mine, first, size in zip(mine_of_all, *everywhere[0])
         )
 
     def _run_together(self, run: Callable[[], _Result]) -> _Result | None:
         """Return the result of `run`, or None on every rank if it failed on any."""
+        error = ""
         try:
             result = run()
-        except Exception:  # the user's code on an input it may not be made for
-            result = None
-        return result if all(comm.all_gather_object(result is not None, self.group)) else None
+        except Exception as failure:  # the user's code on an input it may not be made for
+            result, error = None, str(failure)
+        found = comm.all_gather_object((result is not None, bool(_ABOUT_PRECISION.search(error))), self.group)
+        self._lacks_precision = any(is_about for _, is_about in found)
+        return result if all(is_there for is_there, _ in found) else None
 
 
 def possible_inputs(block: nn.Module) -> Iterator[Tensor]:
@@ -182,15 +204,32 @@ def possible_inputs(block: nn.Module) -> Iterator[Tensor]:
     fixed = [size for table in tables for size in table.shape if table.dim() > 1 and 1 < size <= LONGEST]
     lengths = list(dict.fromkeys([INPUT_SHAPE[1], *fixed]))
     for length, size in islice(((length, size) for length in lengths for size in features), MOST_INPUTS):
-        yield torch.randn(INPUT_SHAPE[0], length, size, dtype=torch.float64).to(_device())
+        yield torch.randn(INPUT_SHAPE[0], length, size, dtype=torch.float64).to(_device(), _computing)
+
+
+# Changed where a block cannot be run in double precision.
+_computing = torch.float64
+
+
+@contextmanager
+def _computing_in(dtype: torch.dtype) -> Iterator[None]:
+    global _computing
+    before, _computing = _computing, dtype
+    try:
+        yield
+    finally:
+        _computing = before
 
 
 def copy_in_double(block: nn.Module) -> nn.Module:
-    """Return a copy of `block` in double precision, in evaluation and without dropout, on a device to compute on."""
+    """Return a copy of `block` in double precision, in evaluation and without dropout, on a device to compute on.
+
+    A block that double precision fails for is copied in that of the trial, see `TOLERANCES`.
+    """
     if any(parameter.is_meta for parameter in block.parameters()):
         block = _with_random_values(block)
     # Double precision tells rounding from a wrong division; `eval` switches off dropout, which would differ.
-    copied = copy.deepcopy(block).to(_device(), torch.float64).eval().requires_grad_(True)
+    copied = copy.deepcopy(block).to(_device(), _computing).eval().requires_grad_(True)
     for module in copied.modules():
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0  # in training torch applies it where `DropoutOff` does not see it
@@ -308,7 +347,7 @@ def _close(found: Tensor, expected: Tensor, floor: float = 0.0) -> bool:
     if found.shape != expected.shape or not found.numel():
         return found.shape == expected.shape
     scale = max(float(expected.abs().max()), floor, 1e-12)
-    return bool((found - expected).abs().max() <= TOLERANCE * scale)
+    return bool((found.double() - expected.double()).abs().max() <= TOLERANCES[_computing] * scale)
 
 
 def _with_random_values(block: nn.Module) -> nn.Module:

@@ -592,3 +592,33 @@ def _expect_same_in_hooks(group, model, path, call):
         torch.testing.assert_close(found, whole)
     # What is not beside the hook is divided as ever.
     assert sum(isinstance(style, Row) for style in plan.styles.values()) >= 2
+
+
+class HalfOnly(nn.Module):
+    """Attention by a kernel that knows no double precision."""
+
+    def __init__(self, width=16, heads=4):
+        super().__init__()
+        self.head = width // heads
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if q.dtype not in (torch.float16, torch.bfloat16):
+            raise RuntimeError("this kernel supports fp16 and bf16 only")
+        return x + self.out_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@distributed(world_size=2)
+def test_attention_that_knows_half_precision_only_is_divided_by_heads(group):
+    torch.manual_seed(0)
+    model = nn.Sequential(HalfOnly(), HalfOnly()).bfloat16()
+    x = torch.randn(2, 5, 16).bfloat16()
+    expected = model(x)
+    plan = make_plan(model, "auto", group)
+    assert [type(plan.styles[f"0.{name}_proj"]) for name in ("q", "out")] == [Column, Row]
+    assert not plan.styles["0.q_proj"].gather_output
+    apply_plan(model, plan, group)
+    torch.testing.assert_close(model(x), expected, rtol=3e-2, atol=3e-2)
