@@ -12,8 +12,8 @@ from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.tensor import regions
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import apply_plan
-from tests.compression.test_launches import Launches, Reads
 from tests.harness import distributed
+from tests.launches import Launches, Reads
 from tests.pipeline.other_models import Block
 
 
