@@ -288,6 +288,7 @@ def distributed(
         def test(**kwargs: Any) -> None:
             run(function, world_size, deadline_s, **kwargs)
 
+        test.on_ranks = function  # type: ignore[attr-defined]
         signature = inspect.signature(function)
         visible = [parameter for name, parameter in signature.parameters.items() if name != "group"]
         test.__signature__ = signature.replace(parameters=visible)  # type: ignore[attr-defined]
@@ -379,7 +380,7 @@ def _outcome(module: str, name: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
     environment, folder, dtype = dict(os.environ), Path.cwd(), torch.get_default_dtype()
     try:
         function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-        function = inspect.unwrap(function)  # type: ignore[arg-type]
+        function = getattr(function, "on_ranks", function)
         if "group" in inspect.signature(function).parameters:
             kwargs["group"] = Group.of()
         return "result", function(**kwargs)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["OrderedWork", "in_strict_order", "is_strict", "strict_order"]
+__all__ = ["OrderedWork", "finish_ordered", "in_strict_order", "is_strict", "strict_order"]
 
 _is_strict = os.environ.get("LIGHTNING_PARALLEL_STRICT_P2P", "") not in ("", "0")
 
@@ -95,6 +95,14 @@ class _GroupQueue:
 
 # By the process group itself: names are used again after `destroy_process_group`.
 _queues: dict[Any, _GroupQueue] = {}
+
+
+def finish_ordered(process_group: Any) -> None:
+    """Wait for what was issued to the group: gloo pairs collectives of hosts with others by the order of their start."""
+    if process_group in _queues:
+        done = OrderedWork(lambda: None)
+        _queues[process_group].put(done)
+        done.wait()
 
 
 def in_strict_order(process_group: Any, call: Callable[[], Any]) -> OrderedWork:

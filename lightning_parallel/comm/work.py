@@ -17,7 +17,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 from lightning_parallel import tracing
 from lightning_parallel.comm.groups import Group
 from lightning_parallel.comm.heartbeat import Blocked, describe_failure, has_heartbeat
-from lightning_parallel.comm.strict_order import in_strict_order, is_strict
+from lightning_parallel.comm.strict_order import finish_ordered, in_strict_order, is_strict
 from lightning_parallel.tracing import InFlight
 
 __all__ = [
@@ -116,9 +116,9 @@ class Pending:
         flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer, self._tag)
         try:
             with flight:
-                self._work = (
-                    in_strict_order(self._group.process_group, call) if is_strict() and not between_hosts else call()
-                )
+                # Messages between hosts are told apart by their tags, collectives by their order.
+                is_ordered = is_strict() and not (between_hosts and self._peer is not None)
+                self._work = in_strict_order(self._group.process_group, call) if is_ordered else call()
         except RuntimeError as error:
             raise_explained(error, self._op, self._group)
         if self._work is None:
@@ -224,6 +224,7 @@ def blocking_call(op: str, group: Group) -> Iterator[None]:
     flight = _begin(op, group, None, None)
     try:
         with flight, _blocked(op, group):
+            finish_ordered(group.process_group)
             yield
     except RuntimeError as error:
         raise_explained(error, op, group)
