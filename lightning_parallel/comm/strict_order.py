@@ -98,7 +98,7 @@ _queues: dict[Any, _GroupQueue] = {}
 
 
 def finish_ordered(process_group: Any) -> None:
-    """Wait for what was issued to the group: gloo pairs collectives of hosts with others by the order of their start."""
+    """Wait for what was issued to the group: gloo pairs collectives of hosts, too, by the order of their start."""
     if process_group in _queues:
         done = OrderedWork(lambda: None)
         _queues[process_group].put(done)
