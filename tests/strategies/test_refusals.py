@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from tests.harness import distributed
-from tests.strategies.models import Net, fit_parallel, loader, trainer_for
+from tests.strategies.models import Net, fit_parallel, fit_single, loader, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
 
 
@@ -28,18 +28,30 @@ def test_nothing_to_shard():
         fit_parallel(module, 2, 2)
 
 
-class Penalized(Net):
-    """Keeps this rank's hidden features, and adds a term of them to the loss after a warmup."""
+class Keeps(nn.GELU):
+    """Keeps its last output."""
 
-    def __init__(self, after, manual):
+    def forward(self, x):
+        output = super().forward(x)
+        self.hidden = [output]
+        return output
+
+
+class Penalized(Net):
+    """Adds a term of this rank's hidden features to the loss after a warmup."""
+
+    def __init__(self, after=0, manual=False, by_hook=False):
         super().__init__()
         self.after, self.automatic_optimization = after, not manual
-        self.net[1].register_forward_hook(lambda module, args, output: setattr(self, "hidden", [output]))
+        if by_hook:
+            self.net[1].register_forward_hook(lambda module, args, output: setattr(module, "hidden", [output]))
+        else:
+            self.net[1] = Keeps()
 
     def training_step(self, batch, index):
         loss = super().training_step(batch, index)
         if self.global_step >= self.after:
-            loss = loss + self.hidden[0].abs().mean()
+            loss = loss + self.net[1].hidden[0].abs().mean()
         if self.automatic_optimization:
             return loss
         self.optimizers().zero_grad()
@@ -54,6 +66,15 @@ class Penalized(Net):
 def test_a_loss_of_hidden_features_whenever_it_begins(after, manual):
     with pytest.raises(RuntimeError, match=r"the loss depends on an activation .* only a piece"):
         fit_parallel(Penalized(after, manual).double(), 2, 2)
+
+
+@distributed(world_size=2)
+def test_a_loss_of_hidden_features_that_a_hook_keeps_is_right():
+    """A hook is known before the division: what it is given stays whole."""
+    expected, module = Penalized(by_hook=True).double(), Penalized(by_hook=True).double()
+    fit_single(expected)
+    fit_parallel(module, 2, 2)
+    torch.testing.assert_close(module.losses, expected.losses, rtol=1e-10, atol=1e-12)
 
 
 @distributed(world_size=2)
