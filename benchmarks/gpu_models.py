@@ -215,9 +215,8 @@ def _difference(rank: int, device: str, layout: Layout) -> float:
     if layout.pipeline > 1:
         plan = analyze(model, layout.pipeline, layout.schedule, example=(model.loss, batch), sync_group=groups.world)
         channels = message_groups(groups, plan.schedule)
-        engine = PipelineEngine(
-            model, plan, groups.pipeline_parallel, device=torch.device(device), message_groups=channels
-        )
+        where = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
+        engine = PipelineEngine(model, plan, groups.pipeline_parallel, device=where, message_groups=channels)
         engine.forward_backward(model.loss, batch)
     else:
         plan = make_plan(model, "auto", groups.tensor_parallel)

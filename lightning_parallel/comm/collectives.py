@@ -55,7 +55,9 @@ def all_reduce_(
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     has_handle = async_op or _has_handles(tensor)
-    pending = Pending("all_reduce", group, _size_bytes(tensor), tensor.dtype, tensor).launch(
+    pending = Pending(
+        "all_reduce", group, _size_bytes(tensor), tensor.dtype, tensor, on_device=_on_device(tensor, group)
+    ).launch(
         lambda: (
             PairwiseAllReduce(tensor, group, op)
             if PairwiseAllReduce.suits(tensor, group)
@@ -83,9 +85,9 @@ def broadcast_(tensor: Tensor, group: Group, source: int = 0, async_op: bool = F
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     has_handle = async_op or _has_handles(tensor)
-    pending = Pending("broadcast", group, _size_bytes(tensor), tensor.dtype, tensor).launch(
-        lambda: dist.broadcast(tensor, group.ranks[source], group=group.process_group, async_op=has_handle)
-    )
+    pending = Pending(
+        "broadcast", group, _size_bytes(tensor), tensor.dtype, tensor, on_device=_on_device(tensor, group)
+    ).launch(lambda: dist.broadcast(tensor, group.ranks[source], group=group.process_group, async_op=has_handle))
     return pending if async_op else pending.wait()
 
 
@@ -120,7 +122,9 @@ def all_gather(
         return gathered.contiguous()
 
     has_handle = async_op or _has_handles(tensor)
-    pending = Pending("all_gather", group, _size_bytes(whole), tensor.dtype, result).launch(
+    pending = Pending(
+        "all_gather", group, _size_bytes(whole), tensor.dtype, result, on_device=_on_device(tensor, group)
+    ).launch(
         lambda: (
             dist.all_gather(list(whole.unbind()), part, group=group.process_group, async_op=True)
             if tensor.device.type == "cpu"
@@ -158,9 +162,9 @@ def reduce_scatter(
         return mine[: sizes[group.rank]].movedim(0, dim)
 
     has_handle = async_op or _has_handles(tensor)
-    pending = Pending("reduce_scatter", group, _size_bytes(rows), tensor.dtype, result).launch(
-        lambda: _start_reduce_scatter(mine, rows, group, has_handle)
-    )
+    pending = Pending(
+        "reduce_scatter", group, _size_bytes(rows), tensor.dtype, result, on_device=_on_device(tensor, group)
+    ).launch(lambda: _start_reduce_scatter(mine, rows, group, has_handle))
     return pending if async_op else pending.wait()
 
 
@@ -217,7 +221,9 @@ def all_to_all(
     send = None if send_sizes is None else list(send_sizes)
     receive = None if receive_sizes is None else list(receive_sizes)
     has_handle = async_op or _has_handles(tensor)
-    pending = Pending("all_to_all", group, _size_bytes(tensor), tensor.dtype, received).launch(
+    pending = Pending(
+        "all_to_all", group, _size_bytes(tensor), tensor.dtype, received, on_device=_on_device(tensor, group)
+    ).launch(
         lambda: dist.all_to_all_single(received, tensor, receive, send, group=group.process_group, async_op=has_handle)
     )
     return pending if async_op else pending.wait()
@@ -235,9 +241,9 @@ def isend(tensor: Tensor, group: Group, to: int, tag: int = 0, between_hosts: bo
     """
     peer = group.ranks[to]
     sent = _on_wire(tensor, group)
-    return Pending("send", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag).launch(
-        lambda: dist.isend(sent, peer, group=group.process_group, tag=tag), between_hosts
-    )
+    return Pending(
+        "send", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag, _on_device(tensor, group)
+    ).launch(lambda: dist.isend(sent, peer, group=group.process_group, tag=tag), between_hosts)
 
 
 def irecv(tensor: Tensor, group: Group, source: int, tag: int = 0, between_hosts: bool = False) -> Pending:
@@ -245,9 +251,9 @@ def irecv(tensor: Tensor, group: Group, source: int, tag: int = 0, between_hosts
     peer = group.ranks[source]
     received = _on_wire(tensor, group)
     result = tensor if received is tensor else lambda: tensor.copy_(received)
-    return Pending("recv", group, _size_bytes(tensor), tensor.dtype, result, peer, tag).launch(
-        lambda: dist.irecv(received, peer, group=group.process_group, tag=tag), between_hosts
-    )
+    return Pending(
+        "recv", group, _size_bytes(tensor), tensor.dtype, result, peer, tag, _on_device(tensor, group)
+    ).launch(lambda: dist.irecv(received, peer, group=group.process_group, tag=tag), between_hosts)
 
 
 def exchange(
@@ -279,7 +285,7 @@ def exchange(
     if len({peer for _, _, peer in ways}) == 1 and not (sent and received):
         op, peer = "send" if sent else "recv", group.ranks[ways[0][2]]  # several tensors, but one message
     num_bytes = _size_bytes(*(tensor for _, tensor, _ in ways))
-    return Pending(op, group, num_bytes, ways[0][1].dtype, result, peer, tag).launch(
+    return Pending(op, group, num_bytes, ways[0][1].dtype, result, peer, tag, _on_device(ways[0][1], group)).launch(
         lambda: _Works(dist.batch_isend_irecv(operations))
     )
 
@@ -302,6 +308,19 @@ class _Works:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+
+def _pending(
+    op: str, group: Group, tensor: Tensor, result: Any, peer: int | None = None, tag: int | None = None
+) -> Pending:
+    """Make the call that moves `tensor`."""
+    on_device = _on_device(tensor, group)
+    return Pending(op, group, _size_bytes(tensor), tensor.dtype, result, peer, tag, on_device)
+
+
+def _on_device(tensor: Tensor, group: Group) -> bool:
+    """Tell whether a device carries the tensor: gloo stages it through the host, or takes it from there."""
+    return tensor.device.type != "cpu" and "nccl" in group.backend
 
 
 def _has_handles(tensor: Tensor) -> bool:

@@ -369,6 +369,10 @@ class GradientSession:
         self._added.update(named_gradients)
         # Copied here and not in `add`: on CUDA the copy then runs on the executor's stream, after the caller's kernels.
         if copy:
+            for gradient in named_gradients.values():
+                if gradient.is_cuda:
+                    # The caller may let go of it before this stream has read it.
+                    gradient.record_stream(torch.cuda.current_stream(gradient.device))
             named_gradients = {name: gradient.detach().clone() for name, gradient in named_gradients.items()}
         # NCCL communicates tensors of its device only: the verdict is taken where the gradients are.
         for gradient in named_gradients.values():

@@ -11,7 +11,13 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_parallel.comm.strict_order import is_strict
-from lightning_parallel.compat.default_group import all_processes, replace_default_group, splits_groups
+from lightning_parallel.compat.default_group import (
+    all_processes,
+    backend_of,
+    replace_default_group,
+    set_timeout,
+    splits_groups,
+)
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Axis, Mesh
 
 __all__ = ["Group", "MeshGroups"]
@@ -51,7 +57,7 @@ class Group:
     def backend(self) -> str:
         """Name of the backend; empty for a group of one."""
         # Cached, because torch's lookup takes longer than starting a small collective.
-        return "" if self.process_group is None else dist.get_backend(self.process_group)
+        return "" if self.process_group is None else backend_of(self.process_group)
 
     @property
     def is_ordered(self) -> bool:
@@ -158,12 +164,15 @@ class MeshGroups:
     def _new_groups(self, peers: list[list[int]], is_urgent: bool = False) -> dist.ProcessGroup | None:
         """Create groups that share no rank, with one call on all ranks; returns that of this rank, if it has one."""
         world = all_processes()
-        has_nccl = "nccl" in (self._backend or dist.get_backend(world))
+        has_nccl = "nccl" in (self._backend or backend_of(world))
         options: dict[str, Any] = {"timeout": self._timeout}
         if has_nccl and is_urgent:
             options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if has_nccl and self._backend is None and splits_groups(world):
-            return dist.split_group(world, peers, **options)
+            group = dist.split_group(world, peers, **options)
+            if group is not None and self._timeout is not None:
+                set_timeout(group, self._timeout)
+            return group
         # torch requires every rank to create every group, also those of which it is not a member.
         return dist.new_subgroups_by_enumeration(peers, backend=self._backend, **options)[0]
 

@@ -25,7 +25,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.compat.default_group import abort_all_groups, all_processes, default_store
+from lightning_parallel.compat.default_group import abort_all_groups, all_processes, backend_of, default_store
 
 __all__ = [
     "Blocked",
@@ -97,7 +97,9 @@ class _Heartbeat:
     """The thread of this rank, and its view of the other ranks."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, watches: bool) -> None:
-        self.store = dist.PrefixStore("lightning_parallel/heartbeat", store)
+        # A connection of its own: while a group is made the main thread waits in the store, for the slowest rank.
+        own = store.clone() if hasattr(store, "clone") else store
+        self.store = dist.PrefixStore("lightning_parallel/heartbeat", own)
         self.rank = rank
         # The store outlives a run: what an earlier run of this process reported must not explain this one's.
         self.report("")
@@ -258,7 +260,7 @@ def start_heartbeat(watches: bool | None = None) -> None:
     if _heartbeat is None and dist.is_initialized() and all_processes().size() > 1:
         world = all_processes()
         if watches is None:
-            watches = "nccl" in dist.get_backend(world)
+            watches = "nccl" in backend_of(world)
         _heartbeat = _Heartbeat(default_store(), world.rank(), world.size(), watches)
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel.comm.collectives import all_reduce_, broadcast_
 from lightning_parallel.comm.groups import Group
@@ -108,7 +108,7 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> int | None:
-        if type(value) is not Tensor or value.layout != torch.strided:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:
             return None
         if value.device.type == "cpu" and value.numel() * value.element_size() <= _PICKLED_BYTES:
             return None
@@ -161,10 +161,14 @@ def _broadcast_tensors(
 
 
 def barrier(group: Group) -> None:
-    """Wait until every rank of `group` has arrived."""
+    """Wait until the host of every rank of `group` has arrived; what it has queued on its device may go on."""
     if group.size > 1:
         with blocking_call("barrier", group):
-            dist.barrier(group=group.process_group)
+            if "nccl" in group.backend and group.host_device == "cpu":
+                # torch's barrier would let devices meet, and hosts wait for all that is queued there.
+                dist.all_reduce(torch.zeros(1), group=group.process_group)
+            else:
+                dist.barrier(group=group.process_group)
 
 
 # ----------------------------------------------------------------------------------------------------------- checks

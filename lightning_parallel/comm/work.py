@@ -74,10 +74,23 @@ class Pending:
         result: What `wait` returns, or a function that makes it.
         peer: Global rank at the other end of a message; None for a collective.
         tag: Tag of a message.
+        on_device: Whether a device carries it, whose streams wait instead of the host.
     """
 
     # One is made for every collective of a step; slots keep that cheap.
-    __slots__ = ("_bytes", "_call", "_dtype", "_flight", "_group", "_op", "_peer", "_result", "_tag", "_work")
+    __slots__ = (
+        "_bytes",
+        "_call",
+        "_dtype",
+        "_flight",
+        "_group",
+        "_on_device",
+        "_op",
+        "_peer",
+        "_result",
+        "_tag",
+        "_work",
+    )
 
     def __init__(
         self,
@@ -88,9 +101,11 @@ class Pending:
         result: Any,
         peer: int | None = None,
         tag: int | None = None,
+        on_device: bool = False,
     ) -> None:
         self._op = op
         self._group = group
+        self._on_device = on_device
         self._bytes = num_bytes
         self._dtype = dtype
         self._result = result
@@ -133,6 +148,8 @@ class Pending:
     def _watch_completion(self, flight: InFlight | _Unrecorded) -> None:
         """Let the backend note when the communication is over, which may be long before `wait` is called."""
         if flight.clock is not None:
+            if not self._on_device:
+                return  # a host would wait here, and a second time for a handle that is used up
             # Messages from and to a peer do not complete in the order of their start.
             lane = (self._group.name, self._op, self._peer)
             flight.complete = flight.clock.completion(self._work, lane)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -20,6 +21,8 @@ from lightning_parallel.compat import Patches
 
 __all__ = [
     "abort_all_groups",
+    "backend_of",
+    "set_timeout",
     "all_processes",
     "all_processes_as_default",
     "default_group_kept",
@@ -69,6 +72,18 @@ def replace_default_group(process_group: dist.ProcessGroup) -> None:
     assert before is not None
     _stand_ins.append((process_group, before))
     dist.GroupMember.WORLD = process_group
+
+
+def backend_of(process_group: dist.ProcessGroup) -> str:
+    """Return the backend of a group, by device if it has several: `cpu:gloo,cuda:nccl`."""
+    name = dist.get_backend(process_group)
+    # So torch calls the backends of a default group that was started without naming one.
+    return dist.get_backend_config(process_group) if name == "undefined" else name
+
+
+def set_timeout(process_group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of all backends of a group: one that is split off takes it for NCCL only."""
+    dist.distributed_c10d._set_pg_timeout(timeout, process_group)
 
 
 def splits_groups(world: dist.ProcessGroup) -> bool:

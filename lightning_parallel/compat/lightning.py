@@ -83,8 +83,9 @@ def init_process_group(
 
     Calling `torch.distributed.init_process_group` instead would miss what Lightning sets for each cluster environment.
     """
+    is_new = not torch.distributed.is_initialized()
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device)
-    if backend != "nccl" and "nccl" in backend:
+    if is_new and backend != "nccl" and "nccl" in backend:
         # Lightning does so for NCCL alone: torch warns of groups that are left when the process ends.
         atexit.register(_destroy_dist_connection)
 

@@ -362,8 +362,7 @@ class MeshProcesses(ParallelStrategy):
         # In evaluation replicas may have different numbers of batches; each ends by itself.
         if not trainer.training or self.groups.data_parallel.size == 1:
             return flag
-        verdict = torch.tensor(int(flag), device=self.root_device)
-        return bool(comm.all_reduce_(verdict, self.groups.data_parallel, "max"))
+        return comm.on_any_rank([flag], self.groups.data_parallel)[0]
 
     def _meet_replica(self, place: str, flag: bool) -> bool:
         """Wait for the other ranks of the replica before a batch; tell whether any of them has the flag.
@@ -376,8 +375,7 @@ class MeshProcesses(ParallelStrategy):
         if replica.size == 1:
             return flag
         if self._batches is None:
-            verdict = torch.tensor(int(flag), device=self.root_device)
-            return bool(comm.all_reduce_(verdict, replica, "max"))
+            return comm.on_any_rank([flag], replica)[0]
         try:
             patience = self._timeout or default_pg_timeout
             notes = self._batches.meet(place, patience.total_seconds(), f"{int(flag)} {self._content}")
@@ -416,8 +414,8 @@ class MeshProcesses(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        verdict = torch.tensor(int(decision), device=self.root_device)
-        return bool(comm.all_reduce_(verdict, self.groups.world, "min" if all else "max"))
+        # Between hosts: they would wait for all that their devices have to do.
+        return comm.on_any_rank([decision != all], self.groups.world)[0] != all
 
     @override
     def all_gather(self, tensor: Tensor, group: Optional[Any] = None, sync_grads: bool = False) -> Tensor:

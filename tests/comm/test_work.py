@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from lightning_parallel import comm
 from lightning_parallel.comm import heartbeat
-from lightning_parallel.tracing import Recorder, activate, span
+from lightning_parallel.tracing import DeviceClock, Recorder, activate, span
 from tests.harness import distributed, recorded_communication
 
 
@@ -122,3 +122,39 @@ def test_the_error_of_an_earlier_run_does_not_explain_a_later_one(group):
         assert bool(heartbeat._heartbeat.errors([1 - group.rank])) == (attempt == 0)
         comm.barrier(group)
         comm.stop_heartbeat()
+
+
+class DeviceThatWaits(DeviceClock):
+    """A clock as of a GPU: to mark the end of a call, a stream waits for its handle."""
+
+    def mark(self):
+        return time.perf_counter_ns()
+
+    def is_on_main_stream(self):
+        return True
+
+    def completion(self, work, lane):
+        work.wait()
+        return self.mark()
+
+    def passed(self, mark):
+        return True
+
+    def read(self, mark):
+        return mark
+
+    def synchronize(self):
+        pass
+
+
+@distributed(world_size=2)
+def test_what_hosts_exchange_is_not_waited_for_by_the_clock_of_a_device(group):
+    """gloo's handles are used up by one wait; a second one would wait for another message."""
+    with activate(Recorder(clock=DeviceThatWaits())):
+        received = torch.zeros(3)
+        pending = comm.irecv(received, group, 1 - group.rank, 5)
+        comm.isend(torch.full((3,), 1.0 + group.rank), group, 1 - group.rank, 5).wait()
+        pending.wait()
+        assert received.tolist() == [2.0 - group.rank] * 3
+        assert comm.all_reduce(torch.tensor([1.0 + group.rank]), group).item() == 3
+        assert comm.on_any_rank([group.rank == 1, False], group) == [True, False]
