@@ -55,9 +55,7 @@ def all_reduce_(
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     has_handle = async_op or _has_handles(tensor)
-    pending = Pending(
-        "all_reduce", group, _size_bytes(tensor), tensor.dtype, tensor, on_device=_on_device(tensor, group)
-    ).launch(
+    pending = _pending("all_reduce", group, tensor, tensor).launch(
         lambda: (
             PairwiseAllReduce(tensor, group, op)
             if PairwiseAllReduce.suits(tensor, group)
@@ -85,9 +83,9 @@ def broadcast_(tensor: Tensor, group: Group, source: int = 0, async_op: bool = F
     if group.size == 1:
         return Done(tensor) if async_op else tensor
     has_handle = async_op or _has_handles(tensor)
-    pending = Pending(
-        "broadcast", group, _size_bytes(tensor), tensor.dtype, tensor, on_device=_on_device(tensor, group)
-    ).launch(lambda: dist.broadcast(tensor, group.ranks[source], group=group.process_group, async_op=has_handle))
+    pending = _pending("broadcast", group, tensor, tensor).launch(
+        lambda: dist.broadcast(tensor, group.ranks[source], group=group.process_group, async_op=has_handle)
+    )
     return pending if async_op else pending.wait()
 
 
@@ -122,9 +120,7 @@ def all_gather(
         return gathered.contiguous()
 
     has_handle = async_op or _has_handles(tensor)
-    pending = Pending(
-        "all_gather", group, _size_bytes(whole), tensor.dtype, result, on_device=_on_device(tensor, group)
-    ).launch(
+    pending = _pending("all_gather", group, whole, result).launch(
         lambda: (
             dist.all_gather(list(whole.unbind()), part, group=group.process_group, async_op=True)
             if tensor.device.type == "cpu"
@@ -162,9 +158,9 @@ def reduce_scatter(
         return mine[: sizes[group.rank]].movedim(0, dim)
 
     has_handle = async_op or _has_handles(tensor)
-    pending = Pending(
-        "reduce_scatter", group, _size_bytes(rows), tensor.dtype, result, on_device=_on_device(tensor, group)
-    ).launch(lambda: _start_reduce_scatter(mine, rows, group, has_handle))
+    pending = _pending("reduce_scatter", group, rows, result).launch(
+        lambda: _start_reduce_scatter(mine, rows, group, has_handle)
+    )
     return pending if async_op else pending.wait()
 
 
@@ -221,9 +217,7 @@ def all_to_all(
     send = None if send_sizes is None else list(send_sizes)
     receive = None if receive_sizes is None else list(receive_sizes)
     has_handle = async_op or _has_handles(tensor)
-    pending = Pending(
-        "all_to_all", group, _size_bytes(tensor), tensor.dtype, received, on_device=_on_device(tensor, group)
-    ).launch(
+    pending = _pending("all_to_all", group, tensor, received).launch(
         lambda: dist.all_to_all_single(received, tensor, receive, send, group=group.process_group, async_op=has_handle)
     )
     return pending if async_op else pending.wait()
@@ -241,9 +235,9 @@ def isend(tensor: Tensor, group: Group, to: int, tag: int = 0, between_hosts: bo
     """
     peer = group.ranks[to]
     sent = _on_wire(tensor, group)
-    return Pending(
-        "send", group, _size_bytes(tensor), tensor.dtype, tensor, peer, tag, _on_device(tensor, group)
-    ).launch(lambda: dist.isend(sent, peer, group=group.process_group, tag=tag), between_hosts)
+    return _pending("send", group, tensor, tensor, peer, tag).launch(
+        lambda: dist.isend(sent, peer, group=group.process_group, tag=tag), between_hosts
+    )
 
 
 def irecv(tensor: Tensor, group: Group, source: int, tag: int = 0, between_hosts: bool = False) -> Pending:
@@ -251,9 +245,9 @@ def irecv(tensor: Tensor, group: Group, source: int, tag: int = 0, between_hosts
     peer = group.ranks[source]
     received = _on_wire(tensor, group)
     result = tensor if received is tensor else lambda: tensor.copy_(received)
-    return Pending(
-        "recv", group, _size_bytes(tensor), tensor.dtype, result, peer, tag, _on_device(tensor, group)
-    ).launch(lambda: dist.irecv(received, peer, group=group.process_group, tag=tag), between_hosts)
+    return _pending("recv", group, tensor, result, peer, tag).launch(
+        lambda: dist.irecv(received, peer, group=group.process_group, tag=tag), between_hosts
+    )
 
 
 def exchange(
