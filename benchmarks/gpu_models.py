@@ -25,7 +25,7 @@ from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import apply_plan
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["GPT", "block_of_7b", "fit", "Layout", "fits_alike", "shared_card"]
+__all__ = ["GPT", "Block", "block_of_7b", "fit", "Layout", "fits_alike", "shared_card"]
 
 
 class Block(nn.Module):

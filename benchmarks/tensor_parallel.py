@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from gpu_models import Block
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -31,28 +31,6 @@ from lightning_parallel.tensor.plan import apply_plan
 
 TARGETS = {128: 0.45, 256: 0.55, 512: 0.75, 1024: 0.95}
 BATCH, LENGTH, LAYERS, WARMUP = 4, 128, 4, 3
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.size = width // heads
-        self.norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.out = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) -> the same."""
-        h = self.norm(x)
-        q, k, v = (
-            layer(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
 def _stepper(model: nn.Module, x: Tensor) -> Callable[[], None]:

@@ -31,7 +31,7 @@ from lightning_parallel.compat import initialization as compat_initialization
 from lightning_parallel.compat import lightning as compat_lightning
 from lightning_parallel.compat import precision as compat_precision
 from lightning_parallel.compat import torch as compat_torch
-from lightning_parallel.compat.default_group import default_store
+from lightning_parallel.compat.default_group import backend_of, default_store, set_timeout
 from lightning_parallel.compat.lightning import ddp_hook_state, logged_step, should_update_logs, wrapped_sampler
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
@@ -377,6 +377,18 @@ def test_precision():
             with compat_precision.kept_casts():
                 assert first[0] == layer(x).grad_fn.next_functions[0]
             assert not torch.is_autocast_cache_enabled()
+
+
+@distributed(world_size=2)
+def test_groups_know_their_backends_and_take_a_timeout(group):
+    assert backend_of(group.process_group) == "gloo"
+    both = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    assert backend_of(both) == "cpu:gloo,cuda:gloo"
+    set_timeout(both, timedelta(seconds=1))
+    if group.rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            dist.all_reduce(torch.zeros(1), group=both)
+    dist.barrier()
 
 
 @distributed(world_size=2)

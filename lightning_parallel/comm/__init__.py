@@ -40,7 +40,7 @@ from lightning_parallel.comm.objects import (
     raise_together,
 )
 from lightning_parallel.comm.roll_call import ApartError, RollCall
-from lightning_parallel.comm.strict_order import is_strict, strict_order
+from lightning_parallel.comm.strict_order import strict_order
 from lightning_parallel.comm.work import (
     PROFILING,
     Pending,
@@ -73,7 +73,6 @@ __all__ = [
     "broadcast_from",
     "broadcast_object",
     "skip_communication",
-    "is_strict",
     "strict_order",
     "equal_everywhere",
     "exchange",

@@ -296,9 +296,6 @@ class _Works:
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
     def wait(self) -> None:
         for work in self._works:
             work.wait()

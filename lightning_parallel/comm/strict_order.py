@@ -62,10 +62,6 @@ class OrderedWork:
         self._done.set()
         return self._error
 
-    def is_completed(self) -> bool:
-        """Tell whether it is over."""
-        return self._done.is_set()
-
     def wait(self) -> None:
         """Wait until it is over.
 

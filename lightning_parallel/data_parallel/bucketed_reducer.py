@@ -162,11 +162,6 @@ class GradientReducer:
     # ---------------------------------------------------------------------------------------------- during backward
 
     @property
-    def names(self) -> frozenset[str]:
-        """The parameters that are trained."""
-        return frozenset(self._active)
-
-    @property
     def synchronizing(self) -> bool:
         """False inside `no_sync()`."""
         return self._synchronizing
@@ -181,7 +176,7 @@ class GradientReducer:
         # By identity: comparing tensors would compare their elements.
         marked, stale = set(map(id, parameters)), set(map(id, changed))
         self._accumulated |= {name for name, parameter in self._active.items() if id(parameter) in marked}
-        for bucket in self._buckets:
+        for bucket in self._buckets if stale else ():
             bucket.stale |= bucket.launched and any(id(self._active[name]) in stale for name in bucket.names)
 
     @contextmanager

@@ -91,6 +91,8 @@ class PipelineSteps:
         """Run steps through `engine` from now on; metrics give their value on every rank until `patches` are undone."""
         self._engine = engine
         self._copies = WatchedCopies(engine)
+        mine = {*engine.stages}
+        self._stages_here = {name: mine & {*stages} for name, stages in engine.plan.parameter_stages.items()}
         self._gradients_are_watched = self._hooks_see_gradients()
         ParallelState.of(self.module).followed = _outside_of(
             self.module, (*engine.plan.layers, *engine.model.outer_names)
@@ -152,13 +154,12 @@ class PipelineSteps:
 
     def _start_reduction(self, reducer: GradientReducer) -> Callable[[int], None]:
         """Return what to call when a stage of this rank has run its last backward."""
-        plan, left = self.engine.plan, set(self.engine.stages)
+        left = set(self.engine.stages)
         reducer.cancel()
-        homes = {name: {*plan.parameter_stages[name]} & left for name in reducer.names & plan.parameter_stages.keys()}
 
         def end_stage(stage: int) -> None:
             left.discard(stage)
-            reducer.start(name for name, stages in homes.items() if not stages & left)
+            reducer.start(name for name, stages in self._stages_here.items() if not stages & left)
 
         return end_stage
 

@@ -28,7 +28,7 @@ __all__ = ["DropoutOff", "PlanVerifier", "copy_in_double", "devices_in_use", "po
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2}
 SMALL = 1e-4  # a gradient this far below the largest one is compared as if it were this large
 LONGEST = 1024
-_ABOUT_PRECISION = re.compile(r"dtype|float64|double|fp16|bf16|float16|bfloat16|half", re.IGNORECASE)
+_ABOUT_PRECISION = re.compile(r"dtype|float64|double|fp16|bf16|float16|half", re.IGNORECASE)
 MOST_INPUTS = 6
 INPUT_SHAPE = (2, 6)  # samples and positions of the input with which a block is run
 
