@@ -138,6 +138,7 @@ class MeshGroups:
         self._backend = backend
         self._extra: dict[tuple[Axis, str], Group] = {}
         self._between: dict[tuple[Axis, str], dict[tuple[int, int], Group]] = {}
+        self._hosts: dict[str, Group] = {}
         self._stand_in: dist.ProcessGroup | None = None
         self.data_parallel = self._create((DATA,), DATA)
         self.pipeline_parallel = self._create((PIPELINE,), PIPELINE)
@@ -206,6 +207,15 @@ class MeshGroups:
         if (axis, purpose) not in self._extra:
             self._extra[axis, purpose] = self._create((axis,), axis)
         return self._extra[axis, purpose]
+
+    def between_hosts(self, purpose: str) -> Group:
+        """Return a group of all ranks for messages between hosts, one per `purpose`, see `extra`."""
+        if purpose not in self._hosts:
+            process_group = None
+            if self.world.size > 1:
+                process_group = dist.new_group(list(self.world.ranks), timeout=self._timeout, backend="gloo")
+            self._hosts[purpose] = replace(self.world, axis=purpose, process_group=process_group)
+        return self._hosts[purpose]
 
     def make_data_default(self) -> None:
         """Let torch's default group be the data axis, as in a project for replicas; `default_group_kept` undoes it.

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, Optional, Union, get_args
+from typing import Any, Optional, Union, get_args
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -25,11 +24,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint import Checkpoints, ModelNames
 from lightning_parallel.comm import stop_heartbeat
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
-    PathLike,
     move_optimizers,
     reset_optimizers,
     synchronizes_layers,
@@ -37,7 +34,6 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, replicas
 from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
@@ -45,17 +41,16 @@ from lightning_parallel.strategies.deferred_init import deferred_init, materiali
 from lightning_parallel.strategies.deferred_tensor import is_deferred
 from lightning_parallel.strategies.full_state import hold_averages, open_outside
 from lightning_parallel.strategies.gradient_norms import ReplicaNorm, span_replica
+from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat, MeshCheckpoints
 from lightning_parallel.strategies.message_order import in_step
 from lightning_parallel.strategies.optimization import WholeGroups, check_optimizers
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
-from lightning_parallel.strategies.processes import MeshProcesses, StartMethod
+from lightning_parallel.strategies.processes import StartMethod
 from lightning_parallel.strategies.proof import FirstBatches, Verify
-from lightning_parallel.strategies.proof_record import save_proofs
 from lightning_parallel.strategies.setup import (
     PipelineOptions,
     TensorOptions,
     cut_stages,
-    save_plan,
     shard_tensors,
 )
 from lightning_parallel.strategies.skeleton import close_skeleton, keep_skeleton
@@ -70,7 +65,7 @@ from lightning_parallel.tensor.sharding import Shard
 __all__ = ["MeshStrategy"]
 
 
-class MeshStrategy(MeshProcesses):
+class MeshStrategy(MeshCheckpoints):
     """Divides a LightningModule over a mesh of processes.
 
     Args:
@@ -78,7 +73,9 @@ class MeshStrategy(MeshProcesses):
         tensor: How layers are divided.
         pipeline: How runs of layers are divided; None without a pipeline axis.
         compression: Reducer of the gradients between replicas.
-        checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning.
+        checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning; or
+            `sharded`, a folder to which each rank writes its part, for any layout, see `MeshCheckpoints`.
+        async_save: Let training go on while a sharded checkpoint is written; a step waits for a copy only.
         verify: Whether the module's own steps are compared with those of one process before the first batch: `always`,
             `off`, or `auto`: once for each structure of the model, plan and version, remembered beside checkpoints.
         restore: On which ranks the module is whole again after a run that ended well: `all`, `rank_zero` or `off`;
@@ -96,7 +93,8 @@ class MeshStrategy(MeshProcesses):
         pipeline: Optional[PipelineOptions],
         *,
         compression: Optional[Reducer] = None,
-        checkpoint_format: Literal["full"] = "full",
+        checkpoint_format: CheckpointFormat = "full",
+        async_save: bool = False,
         verify: Verify = "auto",
         restore: Restore = "auto",
         process_group_backend: Optional[str] = None,
@@ -119,8 +117,7 @@ class MeshStrategy(MeshProcesses):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if checkpoint_format != "full":
-            raise ValueError(f"`checkpoint_format` must be 'full', got {checkpoint_format!r}")
+        self.set_checkpoint_format(checkpoint_format, async_save)
         if verify not in ("auto", "always", "off"):
             raise ValueError(f"`verify` must be 'auto', 'always' or 'off', got {verify!r}")
         if restore not in get_args(Restore):
@@ -132,18 +129,14 @@ class MeshStrategy(MeshProcesses):
         self.restore = restore
         self.tensor_options = tensor
         self.pipeline_options = pipeline
-        self.engine: PipelineEngine | None = None
         self._sharding: Sharding | None = None
-        self._rules: dict[str, Shard] = {}
         self._reducer: GradientReducer | None = None
-        self._compression: MeshCompression | None = None
         self._steps: PipelineSteps | None = None
         self._patches = Patches()
-        self._whole: WholeGroups | None = None
         self._first_batches: FirstBatches | None = None
         self._loader_index, self._is_first_batch = 0, True
         self._audit: StepAudit | None = None
-        self._shows_stages = self._is_restored = False
+        self._shows_stages = False
 
     # ------------------------------------------------------------------------------------------------- the model
 
@@ -280,6 +273,7 @@ class MeshStrategy(MeshProcesses):
             self._reducer.close()
             self._reducer = None
         self._patches.undo()
+        self.end_saves()
         module = self.lightning_module
         if module is not None and self._groups is not None:
             self._is_restored = end_run(module, self.checkpoints, self._groups, self.restore)
@@ -422,79 +416,3 @@ class MeshStrategy(MeshProcesses):
         context: AbstractContextManager = nullcontext() if self._reducer is None else self._reducer.no_sync()
         with context:
             yield
-
-    # ------------------------------------------------------------------------------------------------ checkpoints
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """Gathers what a checkpoint holds from the ranks of a replica, and scatters it again."""
-        return Checkpoints(
-            self.module,
-            self._rules,
-            self.groups.tensor_parallel,
-            self.groups.pipeline_parallel,
-            ParallelState.of(self.module).names or ModelNames.of(self.module),
-            self.root_device,
-            is_saved=self.groups.data_parallel.rank == 0,
-            last_rank=0 if self.engine is None else self.engine.last_rank,
-        )
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict, with values on rank 0 only; called on every rank."""
-        return self.module.state_dict() if self._is_restored else self.checkpoints.gather_state()
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        failure: Exception | None = None
-        try:
-            part = self.checkpoints.scatter_state(checkpoint["state_dict"], "file")
-            with ParallelState.of(self.module).own_parts():
-                self.module.load_state_dict(part, strict=strict)
-        except (RuntimeError, ValueError) as error:
-            failure = error
-        # A rank whose part does not fit must not leave the others waiting in the next collective.
-        comm.raise_together(failure, self.groups.world)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of `optimizer` with full tensors, values on rank 0 only; called on every rank."""
-        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.checkpoints.gather_optimizer(inner, self._recorded_groups(inner))
-
-    def _recorded_groups(self, optimizer: Optimizer) -> list[list[str]]:
-        return [] if self._whole is None else self._whole.recorded.get(optimizer, [])
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._whole is not None:
-            self._whole.restore(self.module.trainer)
-        parts = [
-            self.checkpoints.scatter_optimizer(state, optimizer, self._recorded_groups(optimizer))
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"])
-        ]
-        super().load_optimizer_state_dict({"optimizer_states": parts})
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
-        if self._compression is not None:
-            # Before the file is written: all ranks gather, and rank 0 alone writes.
-            self._compression.save(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self.is_global_zero:
-            save_proofs(filepath)
-            if self.engine is not None:
-                save_plan(self.engine.plan, filepath)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
-        # Ranks may name the best checkpoint after their own replica's metric: all take that of rank 0.
-        checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
-        if self._compression is not None:
-            self._compression.restore(checkpoint)
-        return checkpoint

@@ -226,12 +226,25 @@ class Shard:
 
     def owned(self, local: Tensor, rank: int) -> Tensor:
         """Return the part of a shard that no lower rank holds, so that all ranks together count each element once."""
-        # An element belongs to the first of its holders, the one that `merge` takes it from.
-        mine = sorted((at, size) for owner, at, size in _sources(self) if owner == rank)
-        if sum(size for _, size in mine) == self.sizes[rank]:
+        mine = self._owned(rank)
+        if sum(size for _, size, _ in mine) == self.sizes[rank]:
             return local
-        slices = [local.narrow(self.dim, at, size) for at, size in mine]
+        slices = [local.narrow(self.dim, at, size) for at, size, _ in mine]
         return torch.cat(slices, self.dim) if slices else local.narrow(self.dim, 0, 0)
+
+    def owned_ranges(self, rank: int) -> tuple[Range, ...]:
+        """Return the ranges of the full tensor that `owned` returns, in its order."""
+        return tuple((start, start + size) for _, size, start in self._owned(rank))
+
+    def _owned(self, rank: int) -> list[tuple[int, int, int]]:
+        """List what `rank` owns: (offset in its shard, length, start in the full tensor), in the order of its shard."""
+        # An element belongs to the first of its holders, the one that `merge` takes it from.
+        found, start = [], 0
+        for owner, at, size in _sources(self):
+            if owner == rank:
+                found.append((at, size, start))
+            start += size
+        return sorted(found)
 
 
 # Cached: the many layers of a model have few different rules, and equal rules are then the same object.

@@ -1,19 +1,14 @@
-"""One ordinary checkpoint for any layout: full tensors under the model's own names.
+"""The state of the whole model under its own names, for checkpoints of any layout.
 
 A rank holds the tensors of its pipeline stages, and of these the shards of its place on the tensor axis. The layout of
 a state says for every value of the whole model which stage it is on and how it is sharded; `gather` follows it when
-saving, `scatter` when loading, for the model and for optimizers alike. The file is that of one process: stock Lightning
-reads it, and the reverse.
-
-A checkpoint numbers the parameters of an optimizer in the order of its groups. Each stage holds some of them, so while
-`configure_optimizers` runs, dummy parameters fill the gaps; they are then removed from the optimizers, and the order
-stays.
+saving, `scatter` when loading, for the model and for optimizers alike. What is gathered are full tensors on the first
+rank, for one file as that of one process, which stock Lightning reads; or, `as_parts`, what each rank is to write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -23,12 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
+from lightning_parallel.checkpoint.reader import StoredTensor, take_part
+from lightning_parallel.checkpoint.writer import PartialTensor, TensorPart
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState
-from lightning_parallel.compat.torch import parameters_of
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["Checkpoints", "ModelNames", "remove_dummy_parameters", "rules_by_name", "whole_parameters"]
+__all__ = ["Checkpoints", "ModelNames", "rules_by_name"]
 
 K = TypeVar("K", bound=Hashable)
 ParameterGroups = Sequence[Sequence[str]]
@@ -63,100 +59,6 @@ def rules_by_name(module: nn.Module, rules: Mapping[str, Shard]) -> dict[str, Sh
     # A plan names a shared tensor once, and the state dict has it under each name.
     by_identity = {id(tensor): rules[name] for name, tensor in tensors.items() if name in rules}
     return {name: by_identity[id(tensor)] for name, tensor in tensors.items() if id(tensor) in by_identity}
-
-
-@contextmanager
-def whole_parameters(
-    module: nn.Module, names: ModelNames, group: Group, device: torch.device
-) -> Iterator[dict[nn.Parameter, str]]:
-    """Register dummies for the parameters of other stages in `module` inside the block, in the usual order.
-
-    An optimizer that is built there has the parameter groups that it has in one process. Without the dummies each
-    stage would know the order of its own parameters only, and a checkpoint needs that of all. They have the shape,
-    dtype and device of parameters, but one element of memory. Every rank of `group` must call it.
-
-    Args:
-        module: The model, of which this rank holds some stages.
-        names: Names in the whole model.
-        group: The pipeline group.
-        device: The device of the dummies.
-
-    Yields:
-        The dummy parameters, and the first name of each.
-    """
-    held = {
-        name: (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-        for name, parameter in module.named_parameters()
-    }
-    described = {name: facts for stage in comm.all_gather_object(held, group) for name, facts in stage.items()}
-    # Not on `meta`: fused optimizers refuse devices that they have no kernels for.
-    dummies = {
-        # Expanded from one element, so a stage does not need memory for the others.
-        # Of different values, as Lightning's `BaseFinetuning` tells parameters apart by these.
-        name: nn.Parameter(torch.full((), float(number), dtype=dtype, device=device).expand(shape), requires_grad)
-        for number, (name, (shape, dtype, requires_grad)) in enumerate(described.items(), 1)
-        if name not in held
-    }
-    attributes: dict[str, dict[str, str]] = {}
-    for name, first in names.parameters.items():
-        path, _, attribute = name.rpartition(".")
-        attributes.setdefault(path, {})[attribute] = first
-    undo: list[Callable[[], None]] = []
-    try:
-        for path, firsts in attributes.items():
-            wanted = {attribute: dummies.get(first) for attribute, first in firsts.items()}
-            undo.append(_fill_in(module.get_submodule(path), wanted))
-        yield {parameter: name for name, parameter in dummies.items()}
-    finally:
-        # Last first: a module that is registered under two names was filled in twice.
-        for restore in reversed(undo):
-            restore()
-
-
-def _fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Callable[[], None]:
-    """Register the `wanted` dummies in `owner` where it lacks the parameter; return a function that undoes it."""
-    parameters = parameters_of(owner)
-    before = dict(parameters)
-    # What a stage has of a missing parameter is an ordinary attribute, which would hide the registered dummy.
-    hidden = {name: vars(owner).pop(name) for name in wanted if before.get(name) is None and name in vars(owner)}
-    # Filled anew rather than added to: the order of the dict is that of `named_parameters`.
-    parameters.clear()
-    for name, dummy in wanted.items():
-        parameters[name] = dummy if before.get(name) is None else before[name]
-    for name, parameter in before.items():
-        parameters.setdefault(name, parameter)
-
-    def restore() -> None:
-        # `configure_optimizers` may have registered a parameter, which stays.
-        added = {name: value for name, value in parameters.items() if name not in before and name not in wanted}
-        parameters.clear()
-        parameters.update(before)
-        parameters.update(added)
-        vars(owner).update(hidden)
-
-    return restore
-
-
-def remove_dummy_parameters(
-    optimizer: Optimizer, dummies: Mapping[nn.Parameter, str], module: nn.Module
-) -> list[list[str]]:
-    """Remove the parameters of other stages from `optimizer`.
-
-    Returns:
-        The names in its parameter groups before that, as one process would have them.
-    """
-    names = {**{parameter: name for name, parameter in module.named_parameters()}, **dummies}
-    groups = []
-    for group in optimizer.param_groups:
-        parameters = group["params"]
-        groups.append([names.get(parameter, "") for parameter in parameters])
-        is_held = [parameter not in dummies for parameter in parameters]
-        for key in ("params", "param_names"):  # the latter if an optimizer was given named parameters
-            if key in group:
-                group[key] = [entry for entry, keep in zip(group[key], is_held) if keep]
-    for parameter in dummies:
-        optimizer.state.pop(parameter, None)  # some optimizers, such as Adagrad, have state from the start
-    return groups
 
 
 def _own_part(module: nn.Module) -> dict[str, Any]:
@@ -200,6 +102,8 @@ class Checkpoints:
         device: Where tensors must be to be sent between stages.
         is_saved: Whether this replica's values are gathered. On the others, names and shapes are enough.
         last_rank: Position in the pipeline group of the rank that holds the last stage, where steps run to their end.
+        as_parts: Gather nothing: return tensors without data, with what this rank writes of each.
+        replicas: The ranks that hold the same part; they share what there is to write.
     """
 
     module: nn.Module
@@ -210,6 +114,8 @@ class Checkpoints:
     device: torch.device
     is_saved: bool
     last_rank: int = 0
+    as_parts: bool = False
+    replicas: Group | None = None
 
     # -------------------------------------------------------------------------------------------------- the model
 
@@ -234,29 +140,30 @@ class Checkpoints:
         held.update((name, buffer) for name, buffer in self.module.named_buffers() if not buffer.is_meta)
         return self._gather(held, {name: self.rules[name] for name in held if name in self.rules}, order=())
 
-    def scatter_state(self, full: Mapping[str, Any], source: str) -> dict[str, Any]:
+    def scatter_state(self, full: Mapping[str, Any], source: str, strict: bool = True) -> dict[str, Any]:
         """Take this rank's part of a full state dict. Names that the model does not know stay, to be reported.
 
         Args:
             full: The state dict.
             source: Where it is from, for the error message.
+            strict: Refuse tensors of a sharded checkpoint that have another dtype.
 
         Raises:
-            ValueError: If shapes do not fit the model.
+            ValueError: If shapes or dtypes do not fit the model.
         """
         state = _own_part(self.module)
         # Before anything is split or loaded, so that one message lists all that does not fit.
-        self._check_shapes(full, state, source)
+        self._check_tensors(full, state, source, strict)
         on_other_stages = set(self.names.state) - state.keys() if self.pipeline_group.size > 1 else set()
         part = {}
         for name, value in full.items():
             if name in on_other_stages:
                 continue
             is_shard = name in self.rules and isinstance(value, Tensor)
-            part[name] = self.rules[name].split(value, self.tensor_group.rank) if is_shard else value
+            part[name] = take_part(value, self.rules[name], self.tensor_group.rank) if is_shard else value
         return part
 
-    def _check_shapes(self, full: Mapping[str, Any], state: Mapping[str, Any], source: str) -> None:
+    def _check_tensors(self, full: Mapping[str, Any], state: Mapping[str, Any], source: str, strict: bool) -> None:
         problems = []
         for name, tensor in state.items():
             found = full.get(name)
@@ -265,6 +172,11 @@ class Checkpoints:
             expected = tuple(self.rules[name].full_shape(tensor.shape) if name in self.rules else tensor.shape)
             if expected != tuple(found.shape):
                 problems.append(f"  {name}: expected {expected}, found {tuple(found.shape)}")
+            elif strict and isinstance(found, StoredTensor) and found.dtype != tensor.dtype:
+                problems.append(
+                    f"  {name}: expected {tensor.dtype}, found {found.dtype}; `strict_loading = False` of the module"
+                    " converts it"
+                )
         if problems:
             raise ValueError(f"the checkpoint {source} does not fit the model (full shapes):\n" + "\n".join(problems))
 
@@ -334,7 +246,7 @@ class Checkpoints:
             entry = full["state"].get(index_of[name])
             # Optimizers make the state of a parameter with its first gradient; it may have had none.
             if entry is not None:
-                part[index] = {key: self._split_like(parameter, name, value) for key, value in entry.items()}
+                part[index] = {key: _read(self._split_like(parameter, name, value)) for key, value in entry.items()}
         return {**full, "state": part, "param_groups": _numbered(full["param_groups"], whole, mine)}
 
     def _split_like(self, parameter: Tensor, name: str, value: Any) -> Any:
@@ -343,7 +255,7 @@ class Checkpoints:
         if rule is None or not isinstance(value, Tensor) or value.dim() == 0:
             return value
         is_elementwise = tuple(value.shape) == tuple(rule.full_shape(parameter.shape))
-        return rule.split(value, self.tensor_group.rank) if is_elementwise else value
+        return take_part(value, rule, self.tensor_group.rank) if is_elementwise else value
 
     def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -396,7 +308,8 @@ class Checkpoints:
                 continue
             alias = (place.stage, place.alias)
             if alias not in tensors:
-                tensors[alias] = self._gather_tensor(values, key, place, tag)
+                gather = self._part_of_tensor if self.as_parts else self._gather_tensor
+                tensors[alias] = gather(values, key, place, tag)
             full[key] = tensors[alias]
         return full
 
@@ -416,6 +329,21 @@ class Checkpoints:
                     found[key] = place
         in_order = [key for key in order if key in found]
         return {key: found[key] for key in dict.fromkeys([*in_order, *found])}
+
+    def _part_of_tensor(self, values: Mapping[K, Any], key: K, place: _Place, tag: int) -> Tensor:
+        """Return a tensor without data, with what this rank is to write of it."""
+        part, rank = TensorPart(), self.tensor_group.rank
+        replica, replicas = (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.size)
+        # Ranks that hold the same take turns, so that all of them write about as much.
+        is_mine = self.pipeline_group.rank == place.stage and tag % replicas == replica
+        if is_mine and place.shard is not None:
+            local = place.shard.owned(values[key].detach(), rank)
+            # A rank whose elements others hold as well may have nothing to write.
+            if local.numel() > 0 or self.tensor_group.size == 1:
+                part = TensorPart(local, place.shard.dim % local.dim(), place.shard.owned_ranges(rank))
+        elif is_mine and tag // replicas % self.tensor_group.size == rank:
+            part = TensorPart(values[key].detach())
+        return PartialTensor.of(place.shape, place.dtype or torch.float32, part)
 
     def _gather_tensor(self, values: Mapping[K, Any], key: K, place: _Place, tag: int) -> Tensor:
         """Merge the shards on the stage that holds the tensor, and send it from there to the first stage."""
@@ -457,6 +385,11 @@ def _merge(local: Tensor, shard: Shard | None, group: Group) -> Tensor:
     sizes = [shard.local_size(rank) for rank in range(group.size)]
     gathered = comm.all_gather(local, group, shard.dim, sizes)
     return gathered if group.rank > 0 else shard.merge(gathered.cpu().split(sizes, shard.dim))
+
+
+def _read(value: Any) -> Any:
+    # An optimizer keeps the tensors that it is given.
+    return value.read() if isinstance(value, StoredTensor) else value
 
 
 def _not_elementwise(optimizer: Optimizer, name: str, parameter: Tensor, key: str, value: Tensor) -> RuntimeError:

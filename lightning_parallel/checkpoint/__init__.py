@@ -1,0 +1,24 @@
+"""Checkpoints that any layout can load: one file with full tensors, or a folder to which each rank writes its part."""
+
+from lightning_parallel.checkpoint.dummies import remove_dummy_parameters, whole_parameters
+from lightning_parallel.checkpoint.folder import Folder, is_sharded_checkpoint, newest_in
+from lightning_parallel.checkpoint.full import Checkpoints, ModelNames, rules_by_name
+from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor
+from lightning_parallel.checkpoint.writer import PartialTensor, ShardedWriter, TensorPart, as_parts
+
+__all__ = [
+    "Checkpoints",
+    "Folder",
+    "ModelNames",
+    "PartialTensor",
+    "SavedCheckpoint",
+    "ShardedWriter",
+    "StoredTensor",
+    "TensorPart",
+    "as_parts",
+    "is_sharded_checkpoint",
+    "newest_in",
+    "remove_dummy_parameters",
+    "rules_by_name",
+    "whole_parameters",
+]

@@ -1,0 +1,255 @@
+"""A checkpoint's dict as JSON, with its tensors named: nothing in it can run code when it is read.
+
+What JSON has no form for is an object with one key, a tag that begins with `$`:
+
+    {"$tensor": "state_dict/layers.0.weight"}     {"$tuple": [...]}     {"$dict": [[key, value], ...]}     ...
+
+A tensor's name is its path in the dict, and the first of them if it stands at several.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, timedelta
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["decode", "encode"]
+
+_FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set, str)}
+"""Of a `defaultdict`."""
+_OPTIONAL = "hyper_parameters"
+"""Entry that is not needed to resume, and in which people keep objects of any kind."""
+
+_LEFT_OUT = object()
+
+
+def encode(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor], list[str]]:
+    """Return a checkpoint as JSON data, its tensors by name, and the paths of hyperparameters that were left out.
+
+    Raises:
+        TypeError: If a value has no form in JSON, with the path of each.
+    """
+    encoder = _Encoder()
+    document = encoder.encode(checkpoint, "")
+    if encoder.problems:
+        listed = "\n".join(f"  {problem}" for problem in encoder.problems)
+        raise TypeError(
+            "a sharded checkpoint holds tensors, numbers, text, and lists, tuples, sets and dicts of them, so that"
+            f" loading it runs no code; expected such values, found\n{listed}\nSave their numbers and names instead (in"
+            " `state_dict` of the callback, or `on_save_checkpoint`), or use `checkpoint_format='full'`"
+        )
+    return document, encoder.tensors, encoder.left_out
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.problems: list[str] = []
+        self.left_out: list[str] = []
+        self._names: dict[int, str] = {}
+        self._parents: list[int] = []
+
+    def encode(self, value: Any, path: str) -> Any:
+        if value is None or isinstance(value, bool) or type(value) in (int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, Tensor):
+            return {"$tensor": self._name(value, path)}
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            copy = torch.from_numpy(np.array(value, order="C", dtype=value.dtype.newbyteorder("=")))
+            return {"$array": self._name(copy, path)}
+        if isinstance(value, (Mapping, list, tuple, set, frozenset, deque, Namespace)):
+            return self._encode_container(value, path)
+        for kind, tag, pack in _SCALARS:
+            if isinstance(value, kind):
+                return {tag: pack(value)}
+        if path.split("/")[0] == _OPTIONAL:
+            self.left_out.append(path)
+            return _LEFT_OUT
+        self.problems.append(f"{path}: {type(value).__module__}.{type(value).__qualname__}")
+        return None
+
+    def _name(self, tensor: Tensor, path: str) -> str:
+        # By identity: the tensor is kept in `tensors`, so that no other one gets its id.
+        if id(tensor) not in self._names:
+            if tensor.layout != torch.strided or tensor.is_quantized:
+                self.problems.append(f"{path}: a tensor of layout {tensor.layout} and dtype {tensor.dtype}")
+                return path
+            self._names[id(tensor)] = path
+            self.tensors[path] = tensor
+        return self._names[id(tensor)]
+
+    def _encode_container(self, value: Any, path: str) -> Any:
+        if id(value) in self._parents:
+            self.problems.append(f"{path}: {type(value).__qualname__} that contains itself")
+            return None
+        self._parents.append(id(value))
+        try:
+            return self._encode_entries(value, path)
+        finally:
+            self._parents.pop()
+
+    def _encode_entries(self, value: Any, path: str) -> Any:
+        if isinstance(value, Namespace):
+            return {"$namespace": self._encode_entries(vars(value), path)}
+        if isinstance(value, Mapping):
+            return self._encode_mapping(value, path)
+        # In lists the place of what is left out counts.
+        entries = [_none_if_left_out(self.encode(entry, _join(path, index))) for index, entry in enumerate(value)]
+        if type(value) is torch.Size:
+            return {"$size": entries}
+        tags = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", deque: "$deque"}
+        tag = next((tag for kind, tag in tags.items() if isinstance(value, kind)), None)
+        return entries if tag is None else {tag: entries}
+
+    def _encode_mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            entries = {key: self.encode(entry, _join(path, key)) for key, entry in value.items()}
+            encoded: Any = {key: entry for key, entry in entries.items() if entry is not _LEFT_OUT}
+        else:
+            pairs = [
+                [self.encode(key, _join(path, "(key)")), _none_if_left_out(self.encode(entry, _join(path, key)))]
+                for key, entry in value.items()
+            ]
+            encoded = {"$dict": pairs}
+        if isinstance(value, Counter):
+            return {"$counter": encoded}
+        if isinstance(value, defaultdict) and getattr(value.default_factory, "__name__", "") in _FACTORIES:
+            return {"$defaultdict": [getattr(value.default_factory, "__name__", ""), encoded]}
+        return {"$ordered": encoded} if isinstance(value, OrderedDict) else encoded
+
+
+def _none_if_left_out(entry: Any) -> Any:
+    return None if entry is _LEFT_OUT else entry
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}/{key}" if path else str(key)
+
+
+def decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Return the checkpoint that `encode` was given.
+
+    Args:
+        document: JSON data.
+        tensor: Gives the tensor of a name.
+
+    Raises:
+        ValueError: If it has a form that `encode` does not make.
+    """
+    if isinstance(document, list):
+        return [decode(entry, tensor) for entry in document]
+    if not isinstance(document, dict):
+        return document
+    tag = next(iter(document), "")
+    if len(document) != 1 or not tag.startswith("$"):
+        return {key: decode(entry, tensor) for key, entry in document.items()}
+    value = document[tag]
+    if tag in ("$tensor", "$array"):
+        if not isinstance(value, str):
+            raise ValueError(f"expected the name of a tensor, found {value!r}")
+        return tensor(value) if tag == "$tensor" else tensor(value).numpy()
+    if tag == "$enum":
+        return _enum(value)
+    if tag not in _DECODERS:
+        raise ValueError(f"expected one of {', '.join(_DECODERS)}, found {tag!r}: a newer version, or a damaged file")
+    try:
+        return _DECODERS[tag](decode(value, tensor))
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise ValueError(f"expected a value of {tag}, found {str(value)[:100]!r}") from error
+
+
+def _enum(value: Any) -> Any:
+    """Return a member of an enumeration whose class is imported already, its value otherwise."""
+    module, name, plain = value
+    kind: Any = sys.modules.get(module)
+    for part in str(name).split("."):
+        kind = getattr(kind, part, None)
+    plain = decode(plain, _no_tensor)
+    return kind(plain) if isinstance(kind, type) and issubclass(kind, Enum) else plain
+
+
+def _no_tensor(name: str) -> Tensor:
+    raise ValueError(f"expected no tensor here, found {name!r}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(name)
+    return found
+
+
+def _numpy_scalar(value: np.generic) -> list[str]:
+    return [value.dtype.str, base64.b64encode(value.tobytes()).decode()]
+
+
+def _read_numpy_scalar(value: list[str]) -> Any:
+    dtype = np.dtype(value[0])
+    if dtype.kind not in "biufcMm":
+        raise ValueError(value[0])
+    return np.frombuffer(base64.b64decode(value[1]), dtype)[0]
+
+
+def _plain_enum(value: Enum) -> list[Any]:
+    encoder = _Encoder()
+    return [type(value).__module__, type(value).__qualname__, encoder.encode(value.value, "")]
+
+
+_SCALARS: list[tuple[type, str, Callable[[Any], Any]]] = [
+    (Enum, "$enum", _plain_enum),
+    (np.generic, "$numpy", _numpy_scalar),
+    (int, "$int", int),
+    (float, "$float", repr),
+    (str, "$str", str),
+    (complex, "$complex", lambda value: [repr(value.real), repr(value.imag)]),
+    (bytes, "$bytes", lambda value: base64.b64encode(value).decode()),
+    (bytearray, "$bytes", lambda value: base64.b64encode(bytes(value)).decode()),
+    (PurePath, "$path", str),
+    (torch.dtype, "$dtype", lambda value: str(value).removeprefix("torch.")),
+    (torch.device, "$device", str),
+    (datetime, "$datetime", datetime.isoformat),
+    (date, "$date", date.isoformat),
+    (timedelta, "$timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
+    (range, "$range", lambda value: [value.start, value.stop, value.step]),
+    (slice, "$slice", lambda value: [value.start, value.stop, value.step]),
+]
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$deque": deque,
+    "$size": torch.Size,
+    "$dict": dict,
+    "$counter": Counter,
+    "$ordered": OrderedDict,
+    "$defaultdict": lambda value: defaultdict(_FACTORIES[value[0]], value[1]),
+    "$namespace": lambda value: Namespace(**value),
+    "$float": float,
+    "$int": int,
+    "$str": str,
+    "$complex": lambda value: complex(float(value[0]), float(value[1])),
+    "$bytes": base64.b64decode,
+    "$path": Path,
+    "$dtype": _dtype,
+    "$device": torch.device,
+    "$numpy": _read_numpy_scalar,
+    "$datetime": datetime.fromisoformat,
+    "$date": date.fromisoformat,
+    "$timedelta": lambda value: timedelta(*value),
+    "$range": lambda value: range(*value),
+    "$slice": lambda value: slice(*value),
+}

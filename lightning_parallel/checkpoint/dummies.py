@@ -1,0 +1,116 @@
+"""Optimizers of a pipeline stage with the parameter groups of one process.
+
+A checkpoint numbers the parameters of an optimizer in the order of its groups. Each stage holds some of them, so while
+`configure_optimizers` runs, dummy parameters fill the gaps; they are then removed from the optimizers, and the order
+stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint.full import ModelNames
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import parameters_of
+
+__all__ = ["remove_dummy_parameters", "whole_parameters"]
+
+
+@contextmanager
+def whole_parameters(
+    module: nn.Module, names: ModelNames, group: Group, device: torch.device
+) -> Iterator[dict[nn.Parameter, str]]:
+    """Register dummies for the parameters of other stages in `module` inside the block, in the usual order.
+
+    An optimizer that is built there has the parameter groups that it has in one process. Without the dummies each
+    stage would know the order of its own parameters only, and a checkpoint needs that of all. They have the shape,
+    dtype and device of parameters, but one element of memory. Every rank of `group` must call it.
+
+    Args:
+        module: The model, of which this rank holds some stages.
+        names: Names in the whole model.
+        group: The pipeline group.
+        device: The device of the dummies.
+
+    Yields:
+        The dummy parameters, and the first name of each.
+    """
+    held = {
+        name: (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+    }
+    described = {name: facts for stage in comm.all_gather_object(held, group) for name, facts in stage.items()}
+    # Not on `meta`: fused optimizers refuse devices that they have no kernels for.
+    dummies = {
+        # Expanded from one element, so a stage does not need memory for the others.
+        # Of different values, as Lightning's `BaseFinetuning` tells parameters apart by these.
+        name: nn.Parameter(torch.full((), float(number), dtype=dtype, device=device).expand(shape), requires_grad)
+        for number, (name, (shape, dtype, requires_grad)) in enumerate(described.items(), 1)
+        if name not in held
+    }
+    attributes: dict[str, dict[str, str]] = {}
+    for name, first in names.parameters.items():
+        path, _, attribute = name.rpartition(".")
+        attributes.setdefault(path, {})[attribute] = first
+    undo: list[Callable[[], None]] = []
+    try:
+        for path, firsts in attributes.items():
+            wanted = {attribute: dummies.get(first) for attribute, first in firsts.items()}
+            undo.append(_fill_in(module.get_submodule(path), wanted))
+        yield {parameter: name for name, parameter in dummies.items()}
+    finally:
+        # Last first: a module that is registered under two names was filled in twice.
+        for restore in reversed(undo):
+            restore()
+
+
+def _fill_in(owner: nn.Module, wanted: Mapping[str, nn.Parameter | None]) -> Callable[[], None]:
+    """Register the `wanted` dummies in `owner` where it lacks the parameter; return a function that undoes it."""
+    parameters = parameters_of(owner)
+    before = dict(parameters)
+    # What a stage has of a missing parameter is an ordinary attribute, which would hide the registered dummy.
+    hidden = {name: vars(owner).pop(name) for name in wanted if before.get(name) is None and name in vars(owner)}
+    # Filled anew rather than added to: the order of the dict is that of `named_parameters`.
+    parameters.clear()
+    for name, dummy in wanted.items():
+        parameters[name] = dummy if before.get(name) is None else before[name]
+    for name, parameter in before.items():
+        parameters.setdefault(name, parameter)
+
+    def restore() -> None:
+        # `configure_optimizers` may have registered a parameter, which stays.
+        added = {name: value for name, value in parameters.items() if name not in before and name not in wanted}
+        parameters.clear()
+        parameters.update(before)
+        parameters.update(added)
+        vars(owner).update(hidden)
+
+    return restore
+
+
+def remove_dummy_parameters(
+    optimizer: Optimizer, dummies: Mapping[nn.Parameter, str], module: nn.Module
+) -> list[list[str]]:
+    """Remove the parameters of other stages from `optimizer`.
+
+    Returns:
+        The names in its parameter groups before that, as one process would have them.
+    """
+    names = {**{parameter: name for name, parameter in module.named_parameters()}, **dummies}
+    groups = []
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        groups.append([names.get(parameter, "") for parameter in parameters])
+        is_held = [parameter not in dummies for parameter in parameters]
+        for key in ("params", "param_names"):  # the latter if an optimizer was given named parameters
+            if key in group:
+                group[key] = [entry for entry, keep in zip(group[key], is_held) if keep]
+    for parameter in dummies:
+        optimizer.state.pop(parameter, None)  # some optimizers, such as Adagrad, have state from the start
+    return groups

@@ -1,0 +1,371 @@
+"""The folder of a sharded checkpoint: how it is written, so that it is whole or not there, and how it is found.
+
+On a local disk a save has a folder of its own, which gets its name when all is in it:
+
+    checkpoints/.partial-5f3c.../            written: owner.json, 5f3c-00000.safetensors, ..., manifest.json; synced
+    checkpoints/epoch=0-step=10.ckpt/        renamed, exchanged with the one that had the name before
+    checkpoints/latest.json                  replaced
+
+Stores of objects (`s3://`) and file systems in memory cannot rename folders: there the files get their place at once,
+under names that are used once, and the manifest, written last, is what makes them a checkpoint.
+
+What was not finished when its process was killed is removed by the next save beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_parallel.checkpoint.manifest import Manifest
+
+__all__ = ["LATEST", "MANIFEST", "Folder", "NewFolder", "is_sharded_checkpoint", "newest_in", "retried"]
+
+MANIFEST = "manifest.json"
+LATEST = "latest.json"
+_PARTIAL, _REPLACED = ".partial-", ".replaced-"
+_OWNER = "owner.json"
+_ABANDONED_S = 3600.0
+"""Age at which what a process on another machine has begun counts as left behind, if nothing in it has changed."""
+_TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EBUSY}
+_PAUSES_S = (0.5, 1.0, 2.0)
+
+T = TypeVar("T")
+
+
+def retried(function: Callable[[], T]) -> T:
+    """Call `function`, again after a pause if the storage fails in a way that may pass."""
+    for pause in _PAUSES_S:
+        try:
+            return function()
+        except OSError as error:
+            if error.errno not in _TRANSIENT:
+                raise
+            time.sleep(pause)
+    return function()
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of a file system.
+
+    Attributes:
+        fs: The file system.
+        path: The folder, as the file system names it.
+    """
+
+    fs: Any
+    path: str
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Folder:
+        """Return the folder of a path or URL."""
+        fs, found = fsspec.core.url_to_fs(os.fspath(path), **(storage_options or {}))
+        return cls(fs, str(found).rstrip("/") or "/")
+
+    def __str__(self) -> str:
+        return self.path
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.fs, LocalFileSystem)
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Folder:
+        return Folder(self.fs, self.path.rpartition("/")[0])
+
+    def file(self, name: str) -> str:
+        """Return the path of a file in it."""
+        return f"{self.path}/{name}"
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file."""
+        return bytes(retried(lambda: self.fs.cat_file(self.file(name))))
+
+    def has(self, name: str) -> bool:
+        """Tell whether there is such a file."""
+        return bool(self.fs.exists(self.file(name)))
+
+    def size(self, name: str) -> int | None:
+        """Return the size of a file in bytes; None if it is not there."""
+        try:
+            return int(self.fs.info(self.file(name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file that is there with all of `content`, or as before."""
+        if not self.is_local:
+            retried(lambda: self.fs.pipe_file(self.file(name), content))
+            return
+        temporary = f"{self.path}/.{name}.{os.getpid()}"
+
+        def write() -> None:
+            with open(temporary, "wb") as stream:
+                stream.write(content)
+                sync_file(stream)
+            os.replace(temporary, self.file(name))
+
+        try:
+            retried(write)
+        finally:
+            with suppress(OSError):
+                os.unlink(temporary)
+        sync_folder(self.path)
+
+    def remove(self) -> None:
+        """Remove it, the manifest first: a checkpoint that is removed in part is none."""
+        with suppress(FileNotFoundError):
+            self.fs.rm(self.file(MANIFEST))
+        with suppress(FileNotFoundError):
+            self.fs.rm(self.path, recursive=True)
+
+
+def sync_file(stream: Any) -> None:
+    """Wait until what was written to a file is on the disk."""
+    stream.flush()
+    with suppress(OSError, AttributeError, ValueError):  # not a file of the operating system
+        os.fsync(stream.fileno())
+
+
+def sync_folder(path: str) -> None:
+    """Wait until the names in a folder are on the disk."""
+    with suppress(OSError):  # some network file systems have no such thing
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+@dataclass(frozen=True)
+class NewFolder:
+    """Where a checkpoint is written, before it is one.
+
+    Attributes:
+        target: The folder that it will be.
+        work: Where files are written until then.
+        key: Begins the names of its files, which no other save has.
+    """
+
+    target: Folder
+    work: Folder
+    key: str
+
+    @classmethod
+    def begin(cls, target: Folder, key: str) -> NewFolder:
+        """Make the folder, on the first rank; removes what killed processes have left beside it.
+
+        Raises:
+            ValueError: If there is something else at the target.
+        """
+        new = cls.found(target, key)
+        if target.fs.isfile(target.path):
+            if target.is_local:
+                raise ValueError(f"expected a folder, or nothing, at {target}: found a file. Choose another name")
+        elif target.is_local and os.path.isdir(target.path) and not target.has(MANIFEST) and os.listdir(target.path):
+            raise ValueError(f"expected a checkpoint, or nothing, at {target}: found a folder with other files")
+        if target.is_local:
+            os.makedirs(target.parent.path, exist_ok=True)
+            _collect(target.parent.path)
+        new.work.fs.makedirs(new.work.path, exist_ok=True)
+        if target.is_local:
+            new.work.write(_OWNER, json.dumps({"host": socket.gethostname(), **_process()}).encode())
+        return new
+
+    @classmethod
+    def found(cls, target: Folder, key: str) -> NewFolder:
+        """Return what `begin` has made, on the other ranks."""
+        work = target
+        if target.is_local:
+            # Not the target's name in it: Lightning takes every name with `last` in it for the last checkpoint.
+            work = Folder(target.fs, f"{target.parent.path}/{_PARTIAL}{key}")
+        return cls(target, work, key)
+
+    def file(self, rank: int) -> str:
+        """Return the name of the file of a rank."""
+        return f"{self.key}-{rank:05d}.safetensors"
+
+    def abort(self) -> None:
+        """Remove what was written."""
+        if self.work != self.target:
+            shutil.rmtree(self.work.path, ignore_errors=True)
+            return
+        for path in self.target.fs.ls(self.target.path, detail=False):
+            if str(path).rpartition("/")[2].startswith(self.key):
+                self.target.fs.rm(path)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make it the checkpoint; everything that the manifest names must be written and synced.
+
+        Raises:
+            ValueError: If files are not there, or of another size.
+        """
+        for file, size in manifest.files.items():
+            found = self.work.size(file)
+            if found != size:
+                raise ValueError(
+                    f"expected {size} bytes in {self.work.file(file)}, which another rank has written, found"
+                    f" {'no file' if found is None else found}: all ranks must see the same folder"
+                )
+        manifest.name = self.target.name
+        if self.work == self.target:
+            before = _manifest_of(self.target)
+            self.target.write(MANIFEST, manifest.to_json())
+            for file in before.files if before is not None else ():
+                if file not in manifest.files:
+                    self.target.fs.rm(self.target.file(file))
+        else:
+            self.work.write(MANIFEST, manifest.to_json())
+            _rename(self.work.path, self.target.path)
+            sync_folder(self.target.parent.path)
+            with suppress(OSError):
+                os.unlink(self.target.file(_OWNER))
+        entry = {"checkpoint": self.target.name, "step": manifest.step, "created": manifest.created}
+        self.target.parent.write(LATEST, json.dumps(entry).encode())
+
+
+def _manifest_of(folder: Folder) -> Manifest | None:
+    try:
+        return Manifest.from_json(folder.read(MANIFEST), str(folder))
+    except (OSError, ValueError):
+        return None
+
+
+def _rename(source: str, target: str) -> None:
+    """Give the folder `source` the name `target`, which another folder may have."""
+    if not os.path.lexists(target):
+        try:
+            os.rename(source, target)
+            return
+        except OSError:
+            if not os.path.lexists(target):
+                raise
+    if os.path.islink(target):
+        os.unlink(target)
+        os.rename(source, target)
+        return
+    if _exchange(source, target):
+        shutil.rmtree(source, ignore_errors=True)
+        return
+    # Between the two renames nothing has the name: who looks for it finds it by the name in the manifest.
+    replaced = source.replace(_PARTIAL, _REPLACED)
+    os.rename(target, replaced)
+    os.rename(source, target)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Exchange the names of two folders at once; tells whether the system can do so: Linux on a local disk."""
+    if not sys.platform.startswith("linux"):
+        return False
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
+        return False
+    return function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+
+
+def _process() -> dict[str, Any]:
+    """Return what tells this process from a later one with the same number."""
+    return {"pid": os.getpid(), "started": _start_of(os.getpid())}
+
+
+def _start_of(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def _collect(parent: str) -> None:
+    """Remove what saves of dead processes have left in `parent`, and give back a name that a killed rename took."""
+    with os.scandir(parent) as entries:
+        found = [entry.path for entry in entries if entry.name.startswith((_PARTIAL, _REPLACED)) and entry.is_dir()]
+    for path in found:
+        if os.path.basename(path).startswith(_REPLACED):
+            _recover(path)
+        if _is_abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _recover(path: str) -> None:
+    manifest = _manifest_of(Folder.at(path))
+    if manifest is None or not manifest.name:
+        return
+    target = os.path.join(os.path.dirname(path), manifest.name)
+    if not os.path.lexists(target):
+        with suppress(OSError):
+            os.rename(path, target)
+
+
+def _is_abandoned(path: str) -> bool:
+    try:
+        owner = json.loads(Path(path, _OWNER).read_text())
+        if owner["host"] == socket.gethostname() and os.path.isdir("/proc/self"):
+            return owner["started"] != _start_of(owner["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    try:
+        newest = max(os.stat(path).st_mtime, *(entry.stat().st_mtime for entry in os.scandir(path)), 0.0)
+    except OSError:
+        return False
+    return time.time() - newest > _ABANDONED_S
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+def is_sharded_checkpoint(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> bool:
+    """Tell whether there is a sharded checkpoint, or a folder of them with the note which is the latest."""
+    return find(Folder.at(path, storage_options)) is not None
+
+
+def find(folder: Folder) -> Folder | None:
+    """Return the folder of the checkpoint at `folder`: itself, or the latest one in it; None if there is none."""
+    if folder.has(MANIFEST):
+        return folder
+    if folder.is_local and not os.path.lexists(folder.path) and os.path.isdir(folder.parent.path):
+        _collect(folder.parent.path)
+        return folder if folder.has(MANIFEST) else None
+    if folder.has(LATEST):
+        with suppress(ValueError, KeyError, TypeError, AttributeError):
+            name = json.loads(folder.read(LATEST))["checkpoint"]
+            inner = Folder(folder.fs, folder.file(name))
+            if "/" not in name and inner.has(MANIFEST):
+                return inner
+        return next(newest_in(folder), None)
+    return None
+
+
+def newest_in(folder: Folder) -> Iterator[Folder]:
+    """Yield the sharded checkpoints in a folder, the newest first."""
+    if not folder.fs.isdir(folder.path):
+        return
+    inner = [Folder(folder.fs, str(path).rstrip("/")) for path in folder.fs.ls(folder.path, detail=False)]
+    found = [(one, _manifest_of(one)) for one in inner if not one.name.startswith(".") and one.has(MANIFEST)]
+    dated = [(manifest.step, manifest.created, one) for one, manifest in found if manifest is not None]
+    yield from (one for _, _, one in sorted(dated, key=lambda entry: entry[:2], reverse=True))

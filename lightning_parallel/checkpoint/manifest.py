@@ -1,0 +1,219 @@
+"""The manifest of a sharded checkpoint: where each part of each tensor is, and the checkpoint's dict without them.
+
+Parts of a tensor are cut along one dimension, each into one or several ranges of it:
+
+    layers.0.up.weight (8, 4)    rank 0: rows 0..4      rank 1: rows 4..8
+    qkv.weight (12, 4)           rank 0: rows 0..2, 4..6, 8..10      rank 1: the others
+
+What is read from a file is not trusted: every number is checked before a byte is read or a tensor is made by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from lightning_parallel.tensor.sharding import Range
+
+__all__ = ["FORMAT", "Manifest", "SavedPart", "SavedTensor", "check_coverage", "dtype_named"]
+
+FORMAT = "lightning_parallel.sharded"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """A part of a tensor in a file.
+
+    Attributes:
+        file: Name of the file in the folder.
+        begin: Where its bytes begin in the file.
+        num_bytes: How many they are.
+        dim: Dimension along which the tensor is cut; 0 of a part that is the whole tensor.
+        ranges: What it holds of that dimension, in the order of its memory; None: the whole tensor.
+        checksum: See `checksum`.
+    """
+
+    file: str
+    begin: int
+    num_bytes: int
+    dim: int
+    ranges: tuple[Range, ...] | None
+    checksum: int
+
+    def shape(self, full: Sequence[int]) -> torch.Size:
+        """Return the shape of the part of a tensor of shape `full`."""
+        shape = list(full)
+        if self.ranges is not None:
+            shape[self.dim] = sum(stop - start for start, stop in self.ranges)
+        return torch.Size(shape)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of the whole model, by parts.
+
+    Attributes:
+        dtype: As torch names it, without `torch.`.
+        shape: Of the full tensor.
+        is_sharded: Whether ranks read parts of it, as of parameters; otherwise all ranks read it whole at once.
+        parts: The parts, which cover it exactly once.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    is_sharded: bool
+    parts: tuple[SavedPart, ...]
+
+
+@dataclass
+class Manifest:
+    """What a sharded checkpoint holds.
+
+    Attributes:
+        document: The checkpoint's dict, see `document.encode`.
+        tensors: The tensors that it names.
+        files: Size in bytes of each file.
+        layout: Ranks along each axis of the mesh that saved it.
+        versions: Versions of the packages that saved it.
+        step: Optimizer steps so far.
+        created: When, as seconds since 1970.
+        name: Name of the folder.
+    """
+
+    document: Any
+    tensors: dict[str, SavedTensor]
+    files: dict[str, int]
+    layout: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    step: int = 0
+    created: float = 0.0
+    name: str = ""
+
+    def to_json(self) -> bytes:
+        """Return the content of `manifest.json`: a line with the hash of the rest, and the rest."""
+        body = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, allow_nan=False).encode()
+        head = json.dumps({"sha256": hashlib.sha256(body).hexdigest()}).encode()
+        return head + b"\n" + body + b"\n"
+
+    @classmethod
+    def from_json(cls, content: bytes, source: str) -> Manifest:
+        """Read what `to_json` wrote.
+
+        Args:
+            content: Bytes of the file.
+            source: Where they are from, for the error message.
+
+        Raises:
+            ValueError: If they are damaged, or not a manifest of a known version.
+        """
+        try:
+            head, _, body = content.partition(b"\n")
+            if json.loads(head)["sha256"] != hashlib.sha256(body.removesuffix(b"\n")).hexdigest():
+                raise ValueError("its checksum does not fit: it is damaged, or was changed")
+            values = json.loads(body)
+            if values.pop("format") != FORMAT or values.pop("version") != VERSION:
+                raise ValueError(f"expected version {VERSION} of {FORMAT}: a newer release has written it")
+            values["tensors"] = {str(name): _tensor(entry) for name, entry in values["tensors"].items()}
+            manifest = cls(**values)
+            manifest._check()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            what = error if type(error) is ValueError else f"{type(error).__name__}: {error}"
+            raise ValueError(f"expected a manifest of a sharded checkpoint in {source}: {what}") from error
+        return manifest
+
+    def _check(self) -> None:
+        for file, size in self.files.items():
+            if not _is_file_name(file) or not isinstance(size, int):
+                raise ValueError(f"`{file}` is not the name of a file in the folder")
+        for name, tensor in self.tensors.items():
+            for part in tensor.parts:
+                if part.file not in self.files or part.begin + part.num_bytes > self.files[part.file]:
+                    raise ValueError(f"`{name}` is said to be at byte {part.begin} of `{part.file}`, which has no such")
+        problems = check_coverage(self.tensors)
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+def _is_file_name(name: str) -> bool:
+    # A path would let a manifest that somebody else wrote read any file of this machine.
+    return bool(name) and "/" not in name and "\\" not in name and name not in (".", "..")
+
+
+def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
+    dtype_named(entry["dtype"])
+    shape = tuple(_count(size) for size in entry["shape"])
+    return SavedTensor(entry["dtype"], shape, bool(entry["is_sharded"]), tuple(map(_part, entry["parts"])))
+
+
+def _part(entry: Mapping[str, Any]) -> SavedPart:
+    ranges = entry["ranges"]
+    return SavedPart(
+        str(entry["file"]),
+        _count(entry["begin"]),
+        _count(entry["num_bytes"]),
+        _count(entry["dim"]),
+        None if ranges is None else tuple((_count(start), _count(stop)) for start, stop in ranges),
+        _count(entry["checksum"]),
+    )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"expected a number of at least 0, found {value!r}")
+    return value
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that torch calls `name`.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"expected the name of a dtype, found {name!r}; a newer torch may know it")
+    return found
+
+
+def check_coverage(tensors: Mapping[str, SavedTensor]) -> list[str]:
+    """Return what is wrong with the parts of tensors: every element must be in exactly one, and each of its size."""
+    return [f"`{name}`: {problem}" for name, tensor in tensors.items() for problem in _uncovered(tensor)]
+
+
+def _uncovered(tensor: SavedTensor) -> Iterable[str]:
+    item = dtype_named(tensor.dtype).itemsize
+    for part in tensor.parts:
+        if part.ranges is not None and part.dim >= len(tensor.shape):
+            yield f"a part is cut along dimension {part.dim} of {list(tensor.shape)}"
+            return
+        if any(start > stop for start, stop in part.ranges or ()):
+            yield f"a part has the ranges {part.ranges}"
+            return
+        if part.num_bytes != prod(part.shape(tensor.shape)) * item:
+            yield f"a part in `{part.file}` has {part.num_bytes} bytes, which is not its size"
+            return
+    if len({part.dim for part in tensor.parts if part.ranges is not None}) > 1:
+        yield "its parts are cut along different dimensions"
+        return
+    whole = [part for part in tensor.parts if part.ranges is None]
+    if len(whole) == 1 and len(tensor.parts) == 1:
+        return
+    if whole or not tensor.parts:
+        yield "no part has it" if not tensor.parts else "it is there more than once"
+        return
+    size, covered = tensor.shape[tensor.parts[0].dim], 0
+    for start, stop in sorted(one for part in tensor.parts for one in part.ranges or ()):
+        if start > covered:
+            yield f"no part has {covered} to {start} of dimension {tensor.parts[0].dim}"
+        if start < covered:
+            yield f"several parts have {start} to {min(covered, stop)} of dimension {tensor.parts[0].dim}"
+        covered = max(covered, stop)
+    if covered != size:
+        yield f"its parts reach to {covered} of {size} in dimension {tensor.parts[0].dim}"

@@ -1,0 +1,356 @@
+"""Writes a sharded checkpoint: every rank its part, to a file of its own; then all agree, and the first commits it.
+
+    all      encode the dict, find what this rank writes     (in the background: copy it; training goes on)
+    first    begin the folder
+    all      write a file, compute checksums, sync
+    all      exchange what was written, or why it could not be
+    first    check that every element is there once, write the manifest, rename the folder
+
+The files are in the form of `safetensors`, https://huggingface.co/docs/safetensors. That library writes a file from
+tensors that are all in memory, a second time as bytes; here they are written one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum
+from lightning_parallel.checkpoint.document import encode
+from lightning_parallel.checkpoint.folder import Folder, NewFolder, retried, sync_file, sync_folder
+from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, SavedTensor, check_coverage
+from lightning_parallel.checkpoint.reader import bytes_of
+from lightning_parallel.comm import Group
+from lightning_parallel.tensor.sharding import Range
+
+__all__ = ["PartialTensor", "ShardedWriter", "TensorPart", "as_parts", "write_file"]
+
+_BLOCK = 16 << 20
+"""Bytes that are hashed and written at a time."""
+_SAFETENSORS_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    # Pairs of numbers: not every version of the library knows complex ones.
+    torch.complex64: "F32",
+    torch.complex128: "F64",
+}
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """What this rank writes of a tensor.
+
+    Attributes:
+        local: The elements; None if other ranks write it.
+        dim, ranges: Which these are, see `SavedPart`.
+    """
+
+    local: Tensor | None = None
+    dim: int = 0
+    ranges: tuple[Range, ...] | None = None
+
+
+class PartialTensor(Tensor):
+    """Stands in a checkpoint's dict for a full tensor, of which each rank writes its part; it has no data."""
+
+    part: TensorPart
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, part: TensorPart) -> PartialTensor:
+        """Make one of the full `shape`."""
+        found = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
+        found.part = part
+        return found
+
+
+def as_parts(full: Mapping[str, Any], is_mine: bool) -> dict[str, Any]:
+    """Return a state dict of full tensors as one of tensors without data, all of which one rank writes."""
+    found: dict[Any, Tensor] = {}
+    state = {}
+    for name, value in full.items():
+        if isinstance(value, Tensor):
+            part = TensorPart(value.detach() if is_mine else None)
+            key = (value.data_ptr(), value.shape, value.stride()) if value.numel() > 0 else id(value)
+            state[name] = found.setdefault(key, PartialTensor.of(value.shape, value.dtype, part))
+        else:
+            state[name] = value
+    return state
+
+
+@dataclass
+class _Snapshot:
+    """What this rank writes, taken between two steps."""
+
+    target: Folder
+    document: Any
+    described: dict[str, tuple[str, tuple[int, ...], bool]]
+    parts: dict[str, TensorPart]
+    step: int
+
+
+class ShardedWriter:
+    """Writes checkpoints of a run, one after the other; every rank calls each method at the same point.
+
+    Args:
+        group: All ranks. With `in_background`, a group that nothing else uses.
+        layout: Ranks along each axis.
+        in_background: Let training go on while it is written.
+    """
+
+    def __init__(self, group: Group, layout: Mapping[str, int], in_background: bool = False) -> None:
+        self._group, self._layout = group, dict(layout)
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background else None
+        self._pending: list[Future[None]] = []
+        self._failure: Exception | None = None
+
+    def save(
+        self, checkpoint: Mapping[str, Any], path: str, storage_options: dict[str, Any] | None = None
+    ) -> list[str]:
+        """Write `checkpoint` to the folder `path`, or begin to.
+
+        Returns:
+            Paths in the dict of hyperparameters that have no form in the file, and were left out.
+
+        Raises:
+            TypeError, ValueError, OSError, RuntimeError: On every rank, if it cannot be written; nothing is left of it.
+        """
+        snapshot, failure = None, None
+        left_out: list[str] = []
+        try:
+            snapshot, left_out = self._snapshot(checkpoint, Folder.at(path, storage_options))
+        except Exception as error:
+            failure = error
+        if self._thread is None:
+            comm.raise_together(failure, self._group)
+            assert snapshot is not None
+            self._write(snapshot)
+        else:
+            self._pending.append(self._thread.submit(self._write_later, snapshot, failure))
+        return left_out
+
+    def remove(self, path: str) -> None:
+        """Remove the checkpoint at `path`, after those that are being written; on the first rank only."""
+        if self._thread is None:
+            Folder.at(path).remove()
+        else:
+            # What it makes room for was perhaps not written.
+            self._pending.append(self._thread.submit(lambda: None if self._failure else Folder.at(path).remove()))
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why a checkpoint could not be written in the background."""
+        return self._failure
+
+    def wait(self) -> None:
+        """Wait until all is written.
+
+        Raises:
+            Exception: On every rank, if a checkpoint could not be written.
+        """
+        pending, self._pending = self._pending, []
+        for one in pending:
+            one.result()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """End the thread, when all is written."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+
+    # ------------------------------------------------------------------------------------------------------- snapshot
+
+    def _snapshot(self, checkpoint: Mapping[str, Any], target: Folder) -> tuple[_Snapshot, list[str]]:
+        document, tensors, left_out = encode(checkpoint)
+        parts: dict[str, TensorPart] = {}
+        for name, tensor in tensors.items():
+            part = getattr(tensor, "part", None)
+            if part is None and tensor.is_meta:
+                raise ValueError(
+                    f"`{name}` was computed from a tensor of the model in `on_save_checkpoint`. There, a sharded"
+                    " checkpoint has names, shapes and dtypes, and no data, which no rank holds; entries can be"
+                    " removed. Compute it from the module's own parameters on each rank, or use"
+                    " `checkpoint_format='full'`"
+                )
+            if part is None:
+                # The same on every rank, or of the first one, as in a file of its own.
+                part = TensorPart(tensor.detach() if self._group.rank == 0 else None)
+            if part.local is not None:
+                parts[name] = part if self._thread is None else _copied(part)
+        if self._thread is not None and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        described = {
+            name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hasattr(tensor, "part"))
+            for name, tensor in tensors.items()
+        }
+        step = checkpoint.get("global_step", 0)
+        return _Snapshot(target, document, described, parts, step if isinstance(step, int) else 0), left_out
+
+    # --------------------------------------------------------------------------------------------------------- commit
+
+    def _write_later(self, snapshot: _Snapshot | None, failure: Exception | None) -> None:
+        try:
+            comm.raise_together(failure, self._group)
+            assert snapshot is not None
+            self._write(snapshot)
+        except Exception as error:
+            self._failure = self._failure or error
+
+    def _write(self, snapshot: _Snapshot) -> None:
+        key = comm.broadcast_object(uuid4().hex[:12], self._group)
+        new = NewFolder.found(snapshot.target, key)
+        self._together(new, lambda: NewFolder.begin(snapshot.target, key) if self._group.rank == 0 else None)
+        written: list[tuple[str, int, dict[str, SavedPart]]] = []
+
+        def write() -> None:
+            file = new.file(self._group.ranks[self._group.rank])
+            size, parts = write_file(new.work, file, snapshot.parts)
+            written.append((file, size, parts))
+
+        self._together(new, write)
+        everyone = comm.all_gather_object(written[0], self._group)
+        self._together(new, lambda: self._commit(new, snapshot, everyone) if self._group.rank == 0 else None)
+
+    def _together(self, new: NewFolder, function: Callable[[], Any]) -> None:
+        """Do a part of it on every rank; if one fails, nothing is left, and all raise."""
+        failure: Exception | None = None
+        try:
+            function()
+        except Exception as error:
+            failure = error
+        try:
+            comm.raise_together(failure, self._group)
+        except Exception:
+            if self._group.rank == 0:
+                new.abort()
+            raise
+
+    def _commit(
+        self, new: NewFolder, snapshot: _Snapshot, everyone: Sequence[tuple[str, int, dict[str, SavedPart]]]
+    ) -> None:
+        tensors = {
+            name: SavedTensor(dtype, shape, is_sharded, tuple(parts[name] for _, _, parts in everyone if name in parts))
+            for name, (dtype, shape, is_sharded) in snapshot.described.items()
+        }
+        problems = check_coverage(tensors)
+        if problems:
+            raise RuntimeError("the checkpoint is not complete, and was not kept:\n" + "\n".join(problems))
+        new.commit(
+            Manifest(
+                snapshot.document,
+                tensors,
+                {file: size for file, size, _ in everyone},
+                self._layout,
+                _versions(),
+                snapshot.step,
+                time.time(),
+            )
+        )
+
+
+def _copied(part: TensorPart) -> TensorPart:
+    assert part.local is not None
+    if part.local.device.type == "cpu":
+        return TensorPart(part.local.detach().clone(), part.dim, part.ranges)
+    # Into memory that does not move, all copies at once: the host waits for the last one only.
+    pinned = torch.empty(part.local.shape, dtype=part.local.dtype, pin_memory=True)
+    return TensorPart(pinned.copy_(part.local.detach(), non_blocking=True), part.dim, part.ranges)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in ("lightning_parallel", "torch", "lightning", "pytorch-lightning"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def write_file(
+    folder: Folder, file: str, parts: Mapping[str, TensorPart], seen: Callable[[int], None] | None = None
+) -> tuple[int, dict[str, SavedPart]]:
+    """Write parts of tensors to a `safetensors` file, one after the other.
+
+    Args:
+        folder: The folder.
+        file: Name of the file.
+        parts: The parts, by name of the tensor.
+        seen: Called with the number of bytes of each block.
+
+    Returns:
+        The size of the file, and where each part is in it.
+    """
+    # The library expects tensors one behind the other, each at a multiple of its element's size.
+    names = sorted(parts, key=lambda name: (-_local(parts[name]).element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in names:
+        local, part = _local(parts[name]), parts[name]
+        size = local.numel() * local.element_size()
+        shape = [*local.shape, 2] if local.is_complex() else [*local.shape]
+        key = name if part.ranges is None else f"{name}[{part.dim}: {', '.join(f'{a}..{b}' for a, b in part.ranges)}]"
+        header[key] = {"dtype": _SAFETENSORS_DTYPES[local.dtype], "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+
+    def write() -> dict[str, SavedPart]:
+        with open(folder.file(file), "wb") if folder.is_local else folder.fs.open(folder.file(file), "wb") as stream:
+            stream.write(len(head).to_bytes(8, "little") + head)
+            begin, found = 8 + len(head), {}
+            for name in names:
+                found[name] = _write_part(stream, file, begin, parts[name], seen)
+                begin += found[name].num_bytes
+            sync_file(stream)
+        if folder.is_local:
+            sync_folder(folder.path)
+        return found
+
+    found = retried(write)
+    return 8 + len(head) + at, found
+
+
+def _local(part: TensorPart) -> Tensor:
+    assert part.local is not None
+    return part.local
+
+
+def _write_part(stream: Any, file: str, begin: int, part: TensorPart, seen: Callable[[int], None] | None) -> SavedPart:
+    # One tensor at a time in the host's memory.
+    data = bytes_of(_local(part).detach().cpu().contiguous())
+    total = 0
+    for at in range(0, len(data), _BLOCK):
+        block = data[at : at + _BLOCK]
+        total = add_checksums(total, checksum(block, at // WORD))
+        stream.write(memoryview(block.data))
+        if seen is not None:
+            seen(len(block))
+    return SavedPart(file, begin, len(data), part.dim, part.ranges, total)

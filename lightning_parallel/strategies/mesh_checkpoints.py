@@ -1,0 +1,278 @@
+"""Checkpoints of the mesh strategies: the hooks by which the Trainer saves and loads.
+
+`full` is one file, gathered on rank zero, which stock Lightning reads too. `sharded` is a folder to which each rank
+writes its part; no rank ever holds more than that part and one tensor. Either is loaded by any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, Optional, get_args
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint import (
+    Checkpoints,
+    ModelNames,
+    SavedCheckpoint,
+    ShardedWriter,
+    as_parts,
+    is_sharded_checkpoint,
+)
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.default_group import all_processes_as_default
+from lightning_parallel.compat.lightning import PathLike, move_optimizers
+from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.strategies.compressed import MeshCompression
+from lightning_parallel.strategies.optimization import WholeGroups
+from lightning_parallel.strategies.processes import MeshProcesses
+from lightning_parallel.strategies.proof_record import save_proofs
+from lightning_parallel.strategies.setup import save_plan
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["CheckpointFormat", "MeshCheckpoints"]
+
+CheckpointFormat = Literal["full", "sharded"]
+
+
+class MeshCheckpoints(MeshProcesses):
+    """Saves and loads what a mesh of processes holds."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.engine: PipelineEngine | None = None
+        self._rules: dict[str, Shard] = {}
+        self._compression: MeshCompression | None = None
+        self._whole: WholeGroups | None = None
+        self._is_restored = False
+        self._writer: ShardedWriter | None = None
+        self._opened: SavedCheckpoint | None = None
+
+    def set_checkpoint_format(self, checkpoint_format: CheckpointFormat, async_save: bool) -> None:
+        """Set how checkpoints are written.
+
+        Raises:
+            ValueError: If there is no such format, or it cannot be written in the background.
+        """
+        if checkpoint_format not in get_args(CheckpointFormat):
+            raise ValueError(f"`checkpoint_format` must be 'full' or 'sharded', got {checkpoint_format!r}")
+        if async_save and checkpoint_format == "full":
+            raise ValueError(
+                "`async_save` writes sharded checkpoints: set `checkpoint_format='sharded'` too, or give Lightning's"
+                " `AsyncCheckpointIO` as a plugin of the Trainer"
+            )
+        self.checkpoint_format, self.async_save = checkpoint_format, async_save
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether checkpoints are written as folders."""
+        return self.checkpoint_format == "sharded"
+
+    @property
+    def async_saves(self) -> bool:
+        """Whether training goes on while checkpoints are written."""
+        return self.is_sharded and (self.async_save or isinstance(self.checkpoint_io, AsyncCheckpointIO))
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Gathers what a checkpoint holds from the ranks of a replica, and scatters it again."""
+        return Checkpoints(
+            self.module,
+            self._rules,
+            self.groups.tensor_parallel,
+            self.groups.pipeline_parallel,
+            ParallelState.of(self.module).names or ModelNames.of(self.module),
+            self.root_device,
+            is_saved=self.groups.data_parallel.rank == 0,
+            last_rank=0 if self.engine is None else self.engine.last_rank,
+            replicas=self.groups.data_parallel,
+        )
+
+    @property
+    def _saved(self) -> Checkpoints:
+        return replace(self.checkpoints, as_parts=self.is_sharded)
+
+    # ------------------------------------------------------------------------------------------------------- the model
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the full state dict; called on every rank.
+
+        Returns:
+            Values on rank zero only. For a sharded checkpoint tensors without data, which know what this rank writes.
+        """
+        if self._is_restored:
+            full = self.module.state_dict()
+            return as_parts(full, self.is_global_zero) if self.is_sharded else full
+        return self._saved.gather_state()
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        failure: Exception | None = None
+        state = checkpoint["state_dict"]
+        try:
+            source = "file" if self._opened is None else str(self._opened.folder)
+            part = self.checkpoints.scatter_state(state, source, strict)
+            with ParallelState.of(self.module).own_parts():
+                self.module.load_state_dict(part, strict=strict)
+        except (RuntimeError, ValueError, OSError) as error:
+            failure = error
+        # A rank whose part does not fit must not leave the others waiting in the next collective.
+        comm.raise_together(failure, self.groups.world)
+        self._check_shared_parts()
+
+    def _check_shared_parts(self) -> None:
+        if self._opened is None:
+            return
+        failure: Exception | None = None
+        try:
+            self._opened.check_shared_parts(self.groups.tensor_parallel)
+        except ValueError as error:
+            failure = error
+        comm.raise_together(failure, self.groups.world)
+
+    # -------------------------------------------------------------------------------------------------- the optimizers
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of `optimizer` with full tensors, see `lightning_module_state_dict`."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self._saved.gather_optimizer(inner, self._recorded_groups(inner))
+
+    def _recorded_groups(self, optimizer: Optimizer) -> list[list[str]]:
+        return [] if self._whole is None else self._whole.recorded.get(optimizer, [])
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._whole is not None:
+            self._whole.restore(self.module.trainer)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            failure: Exception | None = None
+            part: dict[str, Any] = {}
+            try:
+                part = self.checkpoints.scatter_optimizer(state, optimizer, self._recorded_groups(optimizer))
+            except (RuntimeError, ValueError, OSError) as error:
+                failure = error
+            if self._opened is not None:
+                comm.raise_together(failure, self.groups.world)
+            elif failure is not None:
+                raise failure
+            # One after the other: the next one is read when this one is where it belongs.
+            optimizer.load_state_dict(part)
+            move_optimizers([optimizer], self.root_device)
+        self._check_shared_parts()
+
+    # -------------------------------------------------------------------------------------------------------- the file
+
+    def _sharded_writer(self) -> ShardedWriter:
+        if self._writer is None:
+            mesh = self.mesh
+            layout = {
+                "data_parallel": mesh.data_parallel,
+                "pipeline_parallel": mesh.pipeline_parallel,
+                "tensor_parallel": mesh.tensor_parallel,
+            }
+            group = self.groups.world
+            if self.async_saves:
+                with all_processes_as_default():
+                    group = self.groups.between_hosts("checkpoint")
+            self._writer = ShardedWriter(group, layout, self.async_saves)
+        return self._writer
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
+        if self._compression is not None:
+            # Before the file is written: all ranks gather, and rank 0 alone writes.
+            self._compression.save(checkpoint)
+        if self.is_sharded:
+            path = self.broadcast(str(filepath))
+            left_out = self._sharded_writer().save(checkpoint, path, storage_options)
+            if left_out:
+                rank_zero_warn(
+                    f"The checkpoint has no {', '.join(f'`{name}`' for name in left_out)}: a sharded checkpoint holds"
+                    " numbers, text and tensors. `self.save_hyperparameters(ignore=[...])` leaves them out."
+                )
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            save_proofs(filepath)
+            if self.engine is not None:
+                save_plan(self.engine.plan, filepath)
+
+    @override
+    def begin_batch(self, flag: bool) -> bool:
+        failed = self._writer is not None and self._writer.failure is not None
+        is_set = super().begin_batch(flag or failed)
+        # Ranks learn of a failed save one after the other, and stop at the same step.
+        if is_set and self.async_saves and self.module.trainer.training:
+            self._raise_failed_save(failed)
+        return is_set
+
+    def _raise_failed_save(self, failed: bool) -> None:
+        if any(comm.all_gather_object(failed, self.groups.world)):
+            assert self._writer is not None
+            self._writer.wait()
+
+    def end_saves(self) -> None:
+        """Wait for what is being written, at the end of a run.
+
+        Raises:
+            Exception: On every rank, if it could not be written, unless another error has ended the run.
+        """
+        writer, self._writer, self._opened = self._writer, None, None
+        if writer is None:
+            return
+        writer.close()
+        failure = writer.failure
+        if failure is None:
+            return
+        if self.module.trainer.state.status != TrainerStatus.INTERRUPTED:
+            raise failure
+        rank_zero_warn(f"A checkpoint could not be written: {failure}")
+
+    @override
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        if not self.is_global_zero:
+            return
+        if self._writer is not None:
+            self._writer.remove(str(filepath))
+        else:
+            super().remove_checkpoint(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        # Ranks may name the best checkpoint after their own replica's metric: all take that of rank 0.
+        path = self.broadcast(checkpoint_path)
+        self._opened = None
+        if self.broadcast(self.is_global_zero and is_sharded_checkpoint(str(path))):
+            checkpoint = self._open_sharded(str(path))
+        else:
+            checkpoint = super().load_checkpoint(path, weights_only)
+        if self._compression is not None:
+            self._compression.restore(checkpoint)
+        return checkpoint
+
+    def _open_sharded(self, path: str) -> dict[str, Any]:
+        failure: Exception | None = None
+        checkpoint: dict[str, Any] = {}
+        opened = None
+        try:
+            opened = SavedCheckpoint.open(path, self.groups.world)
+            checkpoint = opened.checkpoint()
+        except Exception as error:
+            failure = error
+        comm.raise_together(failure, self.groups.world)
+        self._opened = opened
+        return checkpoint

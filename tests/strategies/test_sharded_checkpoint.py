@@ -1,0 +1,76 @@
+"""Sharded checkpoints: from every layout, for every layout; what is damaged, does not fit, or was not finished."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel.checkpoint import SavedCheckpoint
+from tests.harness import distributed
+from tests.strategies.test_pipeline import fit
+from tests.strategies.test_pipeline_checkpoint import Tied
+
+LAYOUTS = {
+    "one process": ({}, 1),
+    "data 4": ({}, 4),
+    "tensor 4": ({"tensor_parallel_size": 4}, 1),
+    "pipeline 4": ({"pipeline_parallel_size": 4}, 1),
+    "pipeline 2 x 2 stages, data 2": ({"pipeline_parallel_size": 2, "schedule": "interleaved_1f1b"}, 2),
+    "pipeline 2, tensor 2": ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 1),
+    "tensor 2, data 2": ({"tensor_parallel_size": 2}, 2),
+}
+
+
+def run(layout, optimizer="sgd", module=None, **options):
+    sizes, replicas = LAYOUTS[layout]
+    strategy = HybridParallelStrategy(
+        num_microbatches=2, checkpoint_format="sharded", **sizes, **options.pop("strategy", {})
+    )
+    return fit(module or Tied(optimizer), strategy, 4, replicas, **options)
+
+
+def shared_folder(group):
+    return Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@distributed(world_size=4)
+def test_every_layout_resumes_every_other(group, optimizer):
+    folder = shared_folder(group)
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 1}
+    expected = fit(Tied(optimizer), "auto", 1, **options).callback_metrics
+    names = [name for name in LAYOUTS if name != "one process"]
+    names = names if optimizer == "sgd" else names[1:2] + names[3:5]
+    paths = {}
+    for number, layout in enumerate(names):
+        paths[layout] = folder / f"{number}.ckpt"
+        run(layout, optimizer, max_epochs=1, limit_val_batches=0).save_checkpoint(paths[layout])
+    for saved, resumed in zip(names, [*names[1:], names[0]]):  # each is saved and resumed
+        found = run(resumed, optimizer, ckpt_path=paths[saved], **options).callback_metrics
+        for name in ("train_loss", "val_loss"):
+            torch.testing.assert_close(
+                found[name], expected[name], rtol=1e-6, atol=1e-7, msg=f"{name}: {saved} -> {resumed}"
+            )
+
+
+@distributed(world_size=4)
+def test_it_holds_what_one_process_would_save(group):
+    path = shared_folder(group) / "saved.ckpt"
+    run("pipeline 2, tensor 2").save_checkpoint(path)
+    one = fit(Tied(), "auto", 1)
+    saved = SavedCheckpoint.open(str(path), group)
+    checkpoint = saved.checkpoint()
+    expected = one.lightning_module.state_dict()
+    assert list(checkpoint["state_dict"]) == list(expected)
+    for name, tensor in expected.items():
+        found = checkpoint["state_dict"][name]
+        assert found.shape == tensor.shape
+        torch.testing.assert_close(found + 0, tensor, rtol=1e-10, atol=1e-12, msg=name)
+    assert checkpoint["state_dict"]["head.weight"] is checkpoint["state_dict"]["out.weight"]
+    (found,), (mine,) = checkpoint["optimizer_states"], [one.optimizers[0].state_dict()]
+    assert found["param_groups"] == mine["param_groups"]
+    for index, entry in mine["state"].items():
+        torch.testing.assert_close(found["state"][index]["momentum_buffer"] * 1, entry["momentum_buffer"])
+    assert not [child for child in path.parent.iterdir() if child.name.startswith(".")]
