@@ -3,7 +3,7 @@
 from lightning_parallel.checkpoint.dummies import remove_dummy_parameters, whole_parameters
 from lightning_parallel.checkpoint.folder import Folder, is_sharded_checkpoint, newest_in
 from lightning_parallel.checkpoint.full import Checkpoints, ModelNames, rules_by_name
-from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor
+from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, take_part
 from lightning_parallel.checkpoint.writer import PartialTensor, ShardedWriter, TensorPart, as_parts
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "newest_in",
     "remove_dummy_parameters",
     "rules_by_name",
+    "take_part",
     "whole_parameters",
 ]

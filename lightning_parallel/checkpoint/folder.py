@@ -2,7 +2,7 @@
 
 On a local disk a save has a folder of its own, which gets its name when all is in it:
 
-    checkpoints/.partial-5f3c.../            written: owner.json, 5f3c-00000.safetensors, ..., manifest.json; synced
+    checkpoints/.partial-5f3c.../            written: 5f3c-00000.safetensors, ..., manifest.json; synced
     checkpoints/epoch=0-step=10.ckpt/        renamed, exchanged with the one that had the name before
     checkpoints/latest.json                  replaced
 
@@ -22,23 +22,24 @@ import shutil
 import socket
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_parallel.checkpoint.manifest import Manifest
 
-__all__ = ["LATEST", "MANIFEST", "Folder", "NewFolder", "is_sharded_checkpoint", "newest_in", "retried"]
+__all__ = ["LATEST", "MANIFEST", "Folder", "NewFolder", "is_sharded_checkpoint", "new_key", "newest_in", "retried"]
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
-_OWNER = "owner.json"
 _ABANDONED_S = 3600.0
 """Age at which what a process on another machine has begun counts as left behind, if nothing in it has changed."""
 _TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EBUSY}
@@ -116,7 +117,7 @@ class Folder:
         if not self.is_local:
             retried(lambda: self.fs.pipe_file(self.file(name), content))
             return
-        temporary = f"{self.path}/.{name}.{os.getpid()}"
+        temporary = f"{self.path}/{_PARTIAL}{new_key()}"
 
         def write() -> None:
             with open(temporary, "wb") as stream:
@@ -166,7 +167,7 @@ class NewFolder:
     Attributes:
         target: The folder that it will be.
         work: Where files are written until then.
-        key: Begins the names of its files, which no other save has.
+        key: Names this save and the process that began it.
     """
 
     target: Folder
@@ -190,8 +191,6 @@ class NewFolder:
             os.makedirs(target.parent.path, exist_ok=True)
             _collect(target.parent.path)
         new.work.fs.makedirs(new.work.path, exist_ok=True)
-        if target.is_local:
-            new.work.write(_OWNER, json.dumps({"host": socket.gethostname(), **_process()}).encode())
         return new
 
     @classmethod
@@ -205,7 +204,11 @@ class NewFolder:
 
     def file(self, rank: int) -> str:
         """Return the name of the file of a rank."""
-        return f"{self.key}-{rank:05d}.safetensors"
+        return f"{self._prefix}-{rank:05d}.safetensors"
+
+    @property
+    def _prefix(self) -> str:
+        return self.key.partition("-")[0]
 
     def abort(self) -> None:
         """Remove what was written."""
@@ -213,7 +216,7 @@ class NewFolder:
             shutil.rmtree(self.work.path, ignore_errors=True)
             return
         for path in self.target.fs.ls(self.target.path, detail=False):
-            if str(path).rpartition("/")[2].startswith(self.key):
+            if str(path).rpartition("/")[2].startswith(self._prefix):
                 self.target.fs.rm(path)
 
     def commit(self, manifest: Manifest) -> None:
@@ -240,8 +243,6 @@ class NewFolder:
             self.work.write(MANIFEST, manifest.to_json())
             _rename(self.work.path, self.target.path)
             sync_folder(self.target.parent.path)
-            with suppress(OSError):
-                os.unlink(self.target.file(_OWNER))
         entry = {"checkpoint": self.target.name, "step": manifest.step, "created": manifest.created}
         self.target.parent.write(LATEST, json.dumps(entry).encode())
 
@@ -289,27 +290,39 @@ def _exchange(one: str, other: str) -> bool:
     return function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
-def _process() -> dict[str, Any]:
-    """Return what tells this process from a later one with the same number."""
-    return {"pid": os.getpid(), "started": _start_of(os.getpid())}
+def new_key() -> str:
+    """Return a name for a save, which tells this process from a later one with the same number."""
+    # In the folder's name and not in a file: the process may be killed before it has written one.
+    return f"{uuid4().hex[:12]}-{_this_host()}-{os.getpid()}-{_start_of(os.getpid())}"
 
 
-def _start_of(pid: int) -> str | None:
+def _this_host() -> str:
+    # Not by its name, which may have `last` in it.
+    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+
+
+def _start_of(pid: int) -> str:
+    """Return when a process was started; 0 if there is none, or the system does not tell."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
-        return None
+        return "0"
 
 
 def _collect(parent: str) -> None:
     """Remove what saves of dead processes have left in `parent`, and give back a name that a killed rename took."""
     with os.scandir(parent) as entries:
-        found = [entry.path for entry in entries if entry.name.startswith((_PARTIAL, _REPLACED)) and entry.is_dir()]
+        found = [entry.path for entry in entries if entry.name.startswith((_PARTIAL, _REPLACED))]
     for path in found:
         if os.path.basename(path).startswith(_REPLACED):
             _recover(path)
-        if _is_abandoned(path):
+        if not _is_abandoned(path):
+            continue
+        if os.path.isdir(path):
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                os.unlink(path)
 
 
 def _recover(path: str) -> None:
@@ -323,14 +336,12 @@ def _recover(path: str) -> None:
 
 
 def _is_abandoned(path: str) -> bool:
+    words = os.path.basename(path).split("-")
+    if len(words) == 5 and words[2] == _this_host() and words[4] != "0" and words[3].isdigit():
+        return _start_of(int(words[3])) != words[4]
     try:
-        owner = json.loads(Path(path, _OWNER).read_text())
-        if owner["host"] == socket.gethostname() and os.path.isdir("/proc/self"):
-            return owner["started"] != _start_of(owner["pid"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    try:
-        newest = max(os.stat(path).st_mtime, *(entry.stat().st_mtime for entry in os.scandir(path)), 0.0)
+        inner = os.scandir(path) if os.path.isdir(path) else ()
+        newest = max(os.stat(path).st_mtime, *(entry.stat().st_mtime for entry in inner), 0.0)
     except OSError:
         return False
     return time.time() - newest > _ABANDONED_S

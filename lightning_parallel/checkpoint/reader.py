@@ -11,7 +11,7 @@ together. A tensor that is not needed is not read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, reduce
 from math import prod
 from typing import Any
 
@@ -46,7 +46,7 @@ class SavedCheckpoint:
         self.folder, self.manifest = folder, manifest
         self.bytes_read = 0
         self._streams: dict[str, Any] = {}
-        self._shared: dict[tuple[str, int], list[int]] = {}
+        self._shared: dict[tuple[str, int], dict[Range, tuple[int, int]]] = {}
 
     @classmethod
     def open(
@@ -157,8 +157,8 @@ class SavedCheckpoint:
             block, found = self._read_slice(part, shape, dim, begin, size, result.dtype)
             _place(result, block, part, dim, at)
             if is_owned:
-                sums = self._shared.setdefault((name, number), [0, 0])
-                sums[:] = [add_checksums(sums[0], found), sums[1] + block.numel()]
+                # By place: what is read twice counts once.
+                self._shared.setdefault((name, number), {})[begin, size] = (found, block.numel())
 
     def _read_slice(
         self, part: SavedPart, shape: torch.Size, dim: int, begin: int, size: int, dtype: torch.dtype
@@ -189,17 +189,17 @@ class SavedCheckpoint:
         Raises:
             ValueError: If what was read is not what was written.
         """
-        totals: dict[tuple[str, int], list[int]] = {}
-        for sums in comm.all_gather_object(self._shared, group):
-            for key, (found, count) in sums.items():
-                before = totals.setdefault(key, [0, 0])
-                before[:] = [add_checksums(before[0], found), before[1] + count]
+        slices: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        for shared in comm.all_gather_object(self._shared, group):
+            for key, sums in shared.items():
+                slices.setdefault(key, []).extend(sums.values())
         self._shared.clear()
-        for (name, number), (found, count) in totals.items():
+        for (name, number), found_in in slices.items():
             saved = self.manifest.tensors[name]
             part = saved.parts[number]
             # Where the ranks did not read all of it, nothing is known.
-            if count == prod(part.shape(saved.shape)):
+            if sum(count for _, count in found_in) == prod(part.shape(saved.shape)):
+                found = reduce(add_checksums, (one for one, _ in found_in))
                 self._check(name, part, found, f", as ranks {', '.join(map(str, group.ranks))} found together")
 
     # ---------------------------------------------------------------------------------------------------------- bytes

@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from torch import Tensor
 from lightning_parallel import comm
 from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum
 from lightning_parallel.checkpoint.document import encode
-from lightning_parallel.checkpoint.folder import Folder, NewFolder, retried, sync_file, sync_folder
+from lightning_parallel.checkpoint.folder import Folder, NewFolder, new_key, retried, sync_file, sync_folder
 from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, SavedTensor, check_coverage
 from lightning_parallel.checkpoint.reader import bytes_of
 from lightning_parallel.comm import Group
@@ -221,7 +220,7 @@ class ShardedWriter:
             self._failure = self._failure or error
 
     def _write(self, snapshot: _Snapshot) -> None:
-        key = comm.broadcast_object(uuid4().hex[:12], self._group)
+        key = comm.broadcast_object(new_key(), self._group)
         new = NewFolder.found(snapshot.target, key)
         self._together(new, lambda: NewFolder.begin(snapshot.target, key) if self._group.rank == 0 else None)
         written: list[tuple[str, int, dict[str, SavedPart]]] = []

@@ -153,7 +153,7 @@ def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
 
 VERSION = 1
 LAYOUTS = ("local", "stacked", "mean")
-COMBINED = ("mesh", "pieces")  # of several states, by the strategies that cut models
+COMBINED = ("mesh", "parts", "pieces")  # of several states, by the strategies that cut models
 REPLICATED = {"left", "right", "mean_estimate"}  # equal on all ranks by construction
 CHUNKED = {"server_residual"}  # rank r holds part r of the flattened parameter: an addition to the mean of `residual`
 

@@ -4,6 +4,8 @@ On a mesh every rank of a replica compresses the gradients it holds, so there is
 A checkpoint has, under `compression`, the state of the only position as `gather_state()` returns it, or
 
     {"layout": "mesh", "model": [pipeline, tensor], "step": int, "positions": [state, ...]}
+
+or, in a sharded one, what `compression_parts` says.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from lightning_parallel.compression import (
 from lightning_parallel.compression.compressor_state import gather_states
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA
+from lightning_parallel.strategies.compression_parts import PARTS, assemble_state, divide_state
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
@@ -114,9 +117,12 @@ class MeshCompression:
         if not reducer.applied and getattr(precision, "scaler", None) is None:
             drop_gradients(self.module, reducer.reduced)
 
-    def save(self, checkpoint: dict[str, Any]) -> None:
+    def save(self, checkpoint: dict[str, Any], rules: Mapping[str, Shard], is_sharded: bool) -> None:
         """Add the compressor's state to a checkpoint that holds more than weights; every rank must call it."""
         if "optimizer_states" not in checkpoint:
+            return
+        if is_sharded:
+            checkpoint[KEY] = divide_state(self.reducer.state_dict(), self.module, rules, self.groups)
             return
         state = self.reducer.gather_state(self.groups.data_parallel)
         if self.groups.replica.size > 1:
@@ -124,11 +130,15 @@ class MeshCompression:
             state = {"layout": "mesh", "model": self._sizes, "step": self.reducer.step, "positions": positions}
         checkpoint[KEY] = state
 
-    def restore(self, checkpoint: dict[str, Any]) -> None:
+    def restore(self, checkpoint: dict[str, Any], rules: Mapping[str, Shard]) -> None:
         """Continue from the compressor's state in `checkpoint`, if it has one."""
         if KEY not in checkpoint:
             return
         state = checkpoint[KEY]
+        if state.get("layout") == PARTS:
+            assembled = assemble_state(state, self.module, rules, self.groups)
+            self.reducer.load_state_dict(assembled, self.groups.data_parallel)
+            return
         is_mesh = state.get("layout") == "mesh"
         # A state without positions is of replicas of one rank each.
         saved = state["model"] if is_mesh else [1, 1]

@@ -195,7 +195,7 @@ class MeshCheckpoints(MeshProcesses):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         if self._compression is not None:
             # Before the file is written: all ranks gather, and rank 0 alone writes.
-            self._compression.save(checkpoint)
+            self._compression.save(checkpoint, self._rules, self.is_sharded)
         if self.is_sharded:
             path = self.broadcast(str(filepath))
             left_out = self._sharded_writer().save(checkpoint, path, storage_options)
@@ -261,7 +261,13 @@ class MeshCheckpoints(MeshProcesses):
         else:
             checkpoint = super().load_checkpoint(path, weights_only)
         if self._compression is not None:
-            self._compression.restore(checkpoint)
+            failure: Exception | None = None
+            try:
+                self._compression.restore(checkpoint, self._rules)
+            except (RuntimeError, ValueError, OSError) as error:
+                failure = error
+            comm.raise_together(failure, self.groups.world)
+            self._check_shared_parts()
         return checkpoint
 
     def _open_sharded(self, path: str) -> dict[str, Any]:

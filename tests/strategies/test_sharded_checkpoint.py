@@ -1,12 +1,14 @@
 """Sharded checkpoints: from every layout, for every layout; what is damaged, does not fit, or was not finished."""
 
+import copy
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
-from lightning_parallel import HybridParallelStrategy, comm
+from lightning_parallel import HybridParallelStrategy, PowerSGD, TopK, comm
 from lightning_parallel.checkpoint import SavedCheckpoint
 from tests.harness import distributed
 from tests.strategies.test_pipeline import fit
@@ -74,3 +76,46 @@ def test_it_holds_what_one_process_would_save(group):
     for index, entry in mine["state"].items():
         torch.testing.assert_close(found["state"][index]["momentum_buffer"] * 1, entry["momentum_buffer"])
     assert not [child for child in path.parent.iterdir() if child.name.startswith(".")]
+
+
+@pytest.mark.parametrize("layout", ["tensor 2, data 2", "pipeline 2 x 2 stages, data 2"])
+@pytest.mark.parametrize("compression", [TopK(0.1, min_numel=16), PowerSGD(1, min_numel=16)], ids=["top-k", "powersgd"])
+@distributed(world_size=4)
+def test_compression_goes_on_bit_for_bit(group, layout, compression):
+    path = shared_folder(group) / "saved.ckpt"
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0}
+
+    def trained(**more):
+        strategy = {"compression": copy.deepcopy(compression)}
+        return run(layout, strategy=strategy, **{**options, **more}).lightning_module.state_dict()
+
+    expected = trained()
+    strategy = {"compression": copy.deepcopy(compression)}
+    run(layout, strategy=strategy, max_epochs=1, **options).save_checkpoint(path)
+    for name, tensor in trained(ckpt_path=path).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@distributed(world_size=4)
+def test_residuals_go_on_in_another_layout(group):
+    path = shared_folder(group) / "saved.ckpt"
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0}
+    first = run("data 4", strategy={"compression": TopK(0.1, min_numel=16)}, max_epochs=1, **options)
+    first.save_checkpoint(path)
+    residuals = first.strategy.compression.state_dict()["residual"]
+    mean = {name: comm.all_reduce(tensor, group) / 4 for name, tensor in residuals.items()}
+
+    class Read(Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.found = trainer.strategy.compression.state_dict()["residual"]
+
+    read = Read()
+    second = {"compression": TopK(0.1, min_numel=16), "restore": "off"}
+    trainer = run("tensor 2, data 2", strategy=second, ckpt_path=path, callbacks=[read], **options)
+    names = dict(trainer.lightning_module.named_parameters())
+    assert read.found.keys() == mean.keys()
+    assert any(name in trainer.strategy.rules for name in names)
+    for name, tensor in read.found.items():
+        rule = trainer.strategy.rules.get(name)
+        full = mean[name] if rule is None else rule.split(mean[name], trainer.strategy.groups.tensor_parallel.rank)
+        torch.testing.assert_close(tensor, full, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,151 @@
+"""The state of a compressor in a sharded checkpoint: each rank writes its own, and any layout continues from it.
+
+    {"layout": "parts", "model": [pipeline, tensor], "replicas": R, ...: the other entries of the state,
+     "by_name": {slot: {parameter: [tensor of replica 0, ...]}},      full tensors, cut as the parameter is
+     "by_position": [{slot: {parameter: tensor}}, ...]}               what is not of the parameter's shape
+
+Residuals have the shape of their parameter, so any layout takes its part of them; among more or fewer replicas each
+continues from their mean, which keeps their sum in relation to the mean gradient. What has another shape, such as the
+factors of PowerSGD, has a meaning for the same division of the model only; elsewhere these begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint import PartialTensor, StoredTensor, TensorPart, take_part
+from lightning_parallel.comm import MeshGroups
+from lightning_parallel.compression.compressor_state import CHUNKED, REPLICATED
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["PARTS", "assemble_state", "divide_state"]
+
+PARTS = "parts"
+State = Mapping[str, Any]
+
+
+def divide_state(state: State, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups) -> dict[str, Any]:
+    """Return what a sharded checkpoint holds of the states of all ranks; every rank must call it.
+
+    Args:
+        state: This rank's, with its tensors.
+        module: The divided module.
+        rules: How its parameters are sharded.
+        groups: The mesh's groups.
+    """
+    slots = {key: value for key, value in state.items() if _is_slot(value)}
+    mine = {
+        slot: {name: _described(name, tensor, module, rules, groups) for name, tensor in named.items()}
+        for slot, named in slots.items()
+    }
+    # The ranks of a replica hold different parameters; those at the same position of others hold the same.
+    everyone = comm.all_gather_object(mine, groups.replica)
+    divided: dict[str, Any] = {key: value for key, value in state.items() if key not in slots}
+    divided |= {"layout": PARTS, "model": _sizes(groups), "replicas": groups.data_parallel.size, "by_name": {}}
+    divided["by_position"] = [{} for _ in everyone]
+    for position, theirs in enumerate(everyone):
+        held = slots if position == groups.replica.rank else {}
+        for slot, named in theirs.items():
+            for name, (shape, dtype, is_elementwise) in named.items():
+                tensor = held.get(slot, {}).get(name)
+                first = next(other for other, found in enumerate(everyone) if name in found.get(slot, {}))
+                # Of a tied parameter the stages keep their own: the first one's is that of the parameter.
+                if is_elementwise and first // groups.tensor_parallel.size == position // groups.tensor_parallel.size:
+                    rows = divided["by_name"].setdefault(slot, {})
+                    if tensor is not None or name not in rows:
+                        rows[name] = _rows(tensor, shape, dtype, rules.get(name), groups)
+                else:
+                    stacked = _stacked(tensor, slot, shape, dtype, groups)
+                    divided["by_position"][position].setdefault(slot, {})[name] = stacked
+    return divided
+
+
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(entry, Tensor) for entry in value.values())
+
+
+def _sizes(groups: MeshGroups) -> list[int]:
+    return [groups.pipeline_parallel.size, groups.tensor_parallel.size]
+
+
+def _described(
+    name: str, tensor: Tensor, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups
+) -> tuple[tuple[int, ...], torch.dtype, bool]:
+    """Return the full shape, the dtype, and whether the tensor has an element for each of the parameter's."""
+    parameter, rule = dict(module.named_parameters()).get(name), rules.get(name)
+    if parameter is None:
+        return tuple(tensor.shape), tensor.dtype, False
+    local = parameter.shape if rule is None else rule.local_shape(parameter.shape, groups.tensor_parallel.rank)
+    if tensor.shape != local:
+        return tuple(tensor.shape), tensor.dtype, False
+    return tuple(local if rule is None else rule.full_shape(local)), tensor.dtype, True
+
+
+def _rows(
+    tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, rule: Shard | None, groups: MeshGroups
+) -> list[Tensor]:
+    """Return one full tensor for each replica; this rank writes its part of that of its own."""
+    rank, part = groups.tensor_parallel.rank, TensorPart()
+    if tensor is not None and rule is not None:
+        part = TensorPart(rule.owned(tensor, rank), rule.dim % tensor.dim(), rule.owned_ranges(rank))
+    elif tensor is not None and rank == 0:
+        part = TensorPart(tensor)
+    data = groups.data_parallel
+    return [
+        PartialTensor.of(shape, dtype, part if replica == data.rank else TensorPart()) for replica in range(data.size)
+    ]
+
+
+def _stacked(
+    tensor: Tensor | None, slot: str, shape: tuple[int, ...], dtype: torch.dtype, groups: MeshGroups
+) -> Tensor:
+    """Return the tensors of all replicas as one, (replicas, *shape), of which this rank writes its row."""
+    data = groups.data_parallel
+    if slot in REPLICATED:
+        return PartialTensor.of(shape, dtype, TensorPart(tensor if data.rank == 0 else None))
+    part = TensorPart() if tensor is None else TensorPart(tensor.unsqueeze(0), 0, ((data.rank, data.rank + 1),))
+    return PartialTensor.of((data.size, *shape), dtype, part)
+
+
+def assemble_state(divided: State, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups) -> dict[str, Any]:
+    """Return the state that this rank continues with, from what `divide_state` gave in any layout."""
+    data, rank = groups.data_parallel, groups.tensor_parallel.rank
+    replicas, is_same_model = divided["replicas"], divided["model"] == _sizes(groups)
+    names = {name for name, _ in module.named_parameters()}
+    state = {key: value for key, value in divided.items() if key not in ("model", "replicas", "by_name", "by_position")}
+    state |= {"layout": "local", "world_size": data.size}
+    for slot, named in divided["by_name"].items():
+        for name in names & named.keys():
+            rows = named[name] if replicas != data.size else [named[name][data.rank]]
+            total = sum(_part(row, rules.get(name), rank) for row in rows)
+            state.setdefault(slot, {})[name] = total / len(rows)
+    positions = divided["by_position"]
+    if not is_same_model:
+        if any(positions):
+            rank_zero_warn(
+                f"The checkpoint's compression state is that of {' x '.join(map(str, divided['model']))} (pipeline x"
+                f" tensor) ranks per replica, there are {' x '.join(map(str, _sizes(groups)))} now: residuals go on,"
+                " what belongs to the old shards begins anew."
+            )
+        return state
+    for slot, named in positions[groups.replica.rank].items():
+        for name, tensor in named.items():
+            if slot in REPLICATED:
+                state.setdefault(slot, {})[name] = _part(tensor, None, 0)
+            elif replicas == data.size:
+                row = Shard.even(0, replicas, replicas)
+                state.setdefault(slot, {})[name] = _part(tensor, row, data.rank)[0]
+            elif slot not in CHUNKED:
+                state.setdefault(slot, {})[name] = _part(tensor, None, 0).mean(0)
+    return state
+
+
+def _part(tensor: Tensor, rule: Shard | None, rank: int) -> Tensor:
+    found = tensor if rule is None else take_part(tensor, rule, rank)
+    return found.read() if isinstance(found, StoredTensor) else found

@@ -1,0 +1,312 @@
+"""The files of a sharded checkpoint: what is read is what was written, in any cut, or an error."""
+
+import json
+import os
+import random
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_parallel.checkpoint import SavedCheckpoint, ShardedWriter, as_parts, folder
+from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum, checksum_of_runs
+from lightning_parallel.checkpoint.folder import LATEST, MANIFEST, Folder
+from lightning_parallel.checkpoint.manifest import Manifest, SavedTensor, check_coverage
+from lightning_parallel.checkpoint.writer import TensorPart, write_file
+from lightning_parallel.comm import Group
+from lightning_parallel.tensor.sharding import Shard, ShardPart
+from tests.harness import start_script
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.complex64, torch.bool]
+
+
+@st.composite
+def rules(draw, size, ndim):
+    """A rule for a dimension of `size`: even or not, of several parts, or with heads that ranks share."""
+    ranks = draw(st.sampled_from([ranks for ranks in (1, 2, 3, 4) if ranks * 2 <= size]))
+    dim = draw(st.integers(0, ndim - 1)) - draw(st.sampled_from([0, ndim]))
+    kind = draw(st.sampled_from(["even", "packed", "shared"]))
+    if kind == "even":
+        return Shard.even(dim, size, ranks)
+    if kind == "packed":
+        first = draw(st.integers(ranks, size - ranks))
+        return Shard.packed(dim, [first, size - first], ranks)
+    return Shard.packed(
+        dim,
+        [ShardPart(size, size // 2 if size % 2 == 0 else size, shared=True)],
+        ranks,
+    )
+
+
+def saved(path, full, rule):
+    """Write a tensor as the ranks of `rule` do; returns the checkpoint."""
+    os.makedirs(path, exist_ok=True)
+    parts, files = [], {}
+    for rank in range(1 if rule is None else rule.ranks):
+        part = TensorPart(full)
+        if rule is not None:
+            local = rule.owned(rule.split(full, rank), rank)
+            if local.numel() == 0:
+                continue
+            part = TensorPart(local, rule.dim % full.dim(), rule.owned_ranges(rank))
+        files[f"{rank}.safetensors"], found = write_file(Folder.at(path), f"{rank}.safetensors", {"x": part})
+        parts.append(found["x"])
+    name = str(full.dtype).removeprefix("torch.")
+    tensors = {"x": SavedTensor(name, tuple(full.shape), True, tuple(parts))}
+    assert not check_coverage(tensors)
+    manifest = Manifest.from_json(Manifest({"x": {"$tensor": "x"}}, tensors, files).to_json(), "memory")
+    return SavedCheckpoint(Folder.at(path), manifest)
+
+
+@st.composite
+def cases(draw):
+    size, ndim = draw(st.integers(4, 12)), draw(st.integers(1, 3))
+    full = torch.randn([size] * ndim, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) * 50
+    before = draw(st.none() | rules(size, ndim))
+    return full.to(draw(st.sampled_from(DTYPES))), before, draw(st.none() | rules(size, ndim))
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.randoms())
+def test_what_is_read_is_what_was_written_in_any_cut(tmp_path_factory, case, rng):
+    full, before, after = case
+    path = tmp_path_factory.mktemp("saved")
+    checkpoint = saved(str(path), full, before)
+    ranks = 1 if after is None else after.ranks
+
+    def read():
+        # One object reads for all ranks: its sums are those that they would add.
+        found = [checkpoint.read("x", after, rank) for rank in range(ranks)]
+        checkpoint.check_shared_parts(Group.alone("tensor"))
+        return found
+
+    for rank, found in enumerate(read()):
+        assert torch.equal(found, full if after is None else after.split(full, rank))
+    checkpoint.close()
+    part = rng.choice(checkpoint.manifest.tensors["x"].parts)
+    file = path / part.file
+    content = bytearray(file.read_bytes())
+    content[part.begin + rng.randrange(part.num_bytes)] ^= 1 << rng.randrange(8)
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{part.file} is damaged: bytes .* of the tensor `x`"):
+        read()
+
+
+def test_a_rank_reads_the_bytes_that_it_needs(tmp_path):
+    full = torch.randn(64, 96, 8)
+    for before in (None, Shard.even(0, 64, 4), Shard.even(1, 96, 3)):
+        checkpoint = saved(str(tmp_path), full, before)
+        for dim, size in enumerate(full.shape):
+            after = Shard.even(dim, size, 4)
+            checkpoint.bytes_read = 0
+            found = checkpoint.read("x", after, 1)
+            assert checkpoint.bytes_read == found.numel() * 4, (before, dim)
+
+
+def test_checksums_of_parts_add_up_and_see_every_word():
+    data = np.random.RandomState(0).randint(0, 256, (70_000, 12), dtype=np.uint8)
+    whole = checksum(data.reshape(-1))
+    runs = [checksum_of_runs(data[:, :4], 0, 3), checksum_of_runs(data[:, 4:], 1, 3)]
+    assert add_checksums(*runs) == whole
+    assert add_checksums(checksum(data[:100].reshape(-1)), checksum(data[100:].reshape(-1), 300)) == whole
+    wide = data.reshape(-1, 1400 * WORD)
+    assert add_checksums(
+        checksum_of_runs(wide[:, :2000], 0, 1400), checksum_of_runs(wide[:, 2000:], 500, 1400)
+    ) == checksum(wide.reshape(-1))
+    # Signs of two numbers, which a sum modulo 2^32 would not see.
+    data[0, 3] ^= 128
+    data[5, 3] ^= 128
+    assert checksum(data.reshape(-1)) != whole
+
+
+def test_the_library_reads_the_files(tmp_path):
+    from safetensors.torch import load_file
+
+    parts = {f"t/{dtype}": TensorPart(torch.ones(3, 5).to(dtype)) for dtype in DTYPES if not dtype.is_complex}
+    parts["empty"], parts["scalar"] = TensorPart(torch.zeros(0, 3)), TensorPart(torch.tensor(2.5))
+    write_file(Folder.at(str(tmp_path)), "a.safetensors", parts)
+    found = load_file(tmp_path / "a.safetensors")
+    assert found.keys() == parts.keys()
+    for name, part in parts.items():
+        assert torch.equal(found[name], part.local)
+
+
+# --------------------------------------------------------------------------------------------------------- the folder
+
+
+def write(path, value=1.0, step=1, size=1000):
+    tensors = as_parts({"weight": torch.full((size,), value), "bias": torch.full((3,), value)}, is_mine=True)
+    ShardedWriter(Group.alone("world"), {}).save({"state_dict": tensors, "global_step": step}, str(path))
+
+
+def value_at(path):
+    checkpoint = SavedCheckpoint.open(str(path)).checkpoint()
+    values = torch.cat([tensor * 1 for tensor in checkpoint["state_dict"].values()]).unique()
+    assert len(values) == 1, "parts of different saves"
+    return values.item()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    write(tmp_path / "a.ckpt")
+    return tmp_path / "a.ckpt"
+
+
+def files_of(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def test_a_save_replaces_the_one_before_and_leaves_nothing_else(checkpoint):
+    write(checkpoint, 2.0, step=2)
+    assert value_at(checkpoint) == 2.0
+    assert files_of(checkpoint.parent) == ["a.ckpt", LATEST]
+    assert len(files_of(checkpoint)) == 2
+    write(checkpoint.parent / "b.ckpt", 3.0, step=3)
+    assert value_at(checkpoint.parent) == 3.0
+    assert json.loads((checkpoint.parent / LATEST).read_text())["checkpoint"] == "b.ckpt"
+    Folder.at(str(checkpoint.parent / "b.ckpt")).remove()
+    assert value_at(checkpoint.parent) == 2.0
+
+
+def test_without_an_exchange_of_names_a_save_replaces_the_one_before(checkpoint, monkeypatch):
+    monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+    write(checkpoint, 2.0)
+    assert value_at(checkpoint) == 2.0
+    assert files_of(checkpoint.parent) == ["a.ckpt", LATEST]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "empty", "manifest", "manifest missing", "flipped byte"])
+def test_what_is_damaged_is_refused_by_name(checkpoint, damage):
+    (shard,) = checkpoint.glob("*.safetensors")
+    manifest = checkpoint / MANIFEST
+    expected = shard.name
+    if damage == "missing":
+        shard.unlink()
+    elif damage in ("truncated", "empty"):
+        with shard.open("r+b") as stream:
+            stream.truncate(shard.stat().st_size - 4 if damage == "truncated" else 0)
+    elif damage == "manifest":
+        manifest.write_bytes(manifest.read_bytes().replace(b'"step": 1', b'"step": 2'))
+        expected = "its checksum does not fit"
+    elif damage == "manifest missing":
+        manifest.unlink()
+        expected = "its save was not finished"
+    else:
+        content = bytearray(shard.read_bytes())
+        content[-2000] ^= 1
+        shard.write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=expected):
+        value_at(checkpoint)
+
+
+def test_one_flipped_byte_anywhere_is_seen(checkpoint):
+    rng = random.Random(0)
+    for _ in range(30):
+        file = rng.choice([checkpoint / name for name in files_of(checkpoint)])
+        before = file.read_bytes()
+        content = bytearray(before)
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        file.write_bytes(content)
+        try:
+            found = value_at(checkpoint)
+        except ValueError:
+            pass
+        else:
+            # The header of a file says again what the manifest says, for other readers.
+            assert found == 1.0
+            assert file.suffix == ".safetensors"
+        file.write_bytes(before)
+    assert value_at(checkpoint) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda m: m["files"].update({"../../etc/passwd": 4}), "not the name of a file"),
+        (lambda m: m["tensors"]["state_dict/bias"]["parts"][0].update(file="other"), "has no such"),
+        (lambda m: m["tensors"]["state_dict/bias"].update(dtype="save"), "name of a dtype"),
+        (lambda m: m["tensors"]["state_dict/bias"].update(shape=[-3]), "at least 0"),
+        (lambda m: m["tensors"]["state_dict/bias"].update(shape=[2**40]), "not its size"),
+        (lambda m: m["tensors"]["state_dict/bias"].update(parts=[]), "no part has it"),
+        (lambda m: m.update(document={"$call": "os.system"}), "expected one of"),
+        (lambda m: m.update(document={"a": {"$tensor": "nowhere"}}), "does not hold"),
+        (lambda m: m.update(document={"a": {"$dtype": "save"}}), "expected a value of \\$dtype"),
+        (lambda m: m.update(version=2), "newer release"),
+        (lambda m: m.update(tensors=3), "expected a manifest"),
+    ],
+)
+def test_a_hostile_manifest_is_refused(checkpoint, change, expected):
+    import hashlib
+
+    body = json.loads((checkpoint / MANIFEST).read_bytes().split(b"\n", 1)[1])
+    change(body)
+    text = json.dumps(body).encode()
+    head = json.dumps({"sha256": hashlib.sha256(text).hexdigest()}).encode()
+    (checkpoint / MANIFEST).write_bytes(head + b"\n" + text)
+    with pytest.raises(ValueError, match=expected):
+        value_at(checkpoint)
+
+
+def test_a_pickle_in_place_of_a_file_is_not_executed(checkpoint, tmp_path):
+    import pickle
+
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    for file in checkpoint.iterdir():
+        before = file.read_bytes()
+        file.write_bytes(pickle.dumps(Bomb()))
+        with pytest.raises(ValueError, match="damaged|expected a manifest"):
+            value_at(checkpoint)
+        file.write_bytes(before)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_what_has_no_form_is_refused_with_its_path(tmp_path):
+    state = {"callbacks": {"mine": {"model": object(), "x": [print]}}, "hyper_parameters": {"lr": 0.1, "f": print}}
+    with pytest.raises(TypeError, match="(?s)callbacks/mine/model: builtins.object.*callbacks/mine/x/0"):
+        ShardedWriter(Group.alone("world"), {}).save(state, str(tmp_path / "a.ckpt"))
+    assert files_of(tmp_path) == []
+    del state["callbacks"]
+    left_out = ShardedWriter(Group.alone("world"), {}).save(state, str(tmp_path / "a.ckpt"))
+    assert left_out == ["hyper_parameters/f"]
+    assert SavedCheckpoint.open(str(tmp_path / "a.ckpt")).checkpoint() == {"hyper_parameters": {"lr": 0.1}}
+
+
+def test_memory_of_fsspec_holds_checkpoints():
+    write("memory://saved/a.ckpt")
+    write("memory://saved/a.ckpt", 2.0, step=2)
+    assert value_at("memory://saved/a.ckpt") == 2.0
+    assert value_at("memory://saved") == 2.0
+    fs = Folder.at("memory://saved/a.ckpt").fs
+    assert len(fs.ls("/saved/a.ckpt")) == 2
+    full = torch.randn(8, 6)
+    checkpoint = saved("/tmp/unused", full, None)
+    assert prod(checkpoint.manifest.tensors["x"].shape) == 48
+
+
+@pytest.mark.parametrize("renames", ["exchange", "two-renames"])
+def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(tmp_path, renames):
+    moments = [("os", "fsync", 7), ("os", "rename", 3), ("os", "replace", 3), ("writer", "_write_part", 2)]
+    started = []
+    for owner, name, calls in moments:
+        for number in range(calls):
+            path = tmp_path / f"{name}{number}" / "a.ckpt"
+            write(path)
+            script = Path(__file__).with_name("killed_writer.py")
+            started.append((path, start_script(script, owner, name, number, path, renames)))
+    found = set()
+    for path, script in started:
+        killed = script().returncode != 0
+        value = value_at(path)
+        found.add((killed, value))
+        assert killed or value == 2.0
+        write(path, 3.0, step=3)
+        assert value_at(path) == 3.0
+        assert files_of(path.parent) == ["a.ckpt", LATEST], "what was left behind is removed"
+    assert {(True, 1.0), (True, 2.0)} <= found, "before and after the commit"
