@@ -231,6 +231,8 @@ class MeshCheckpoints(MeshProcesses):
         Raises:
             Exception: On every rank, if it could not be written, unless another error has ended the run.
         """
+        if self._opened is not None:
+            self._opened.close()
         writer, self._writer, self._opened = self._writer, None, None
         if writer is None:
             return
