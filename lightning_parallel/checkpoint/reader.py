@@ -30,6 +30,9 @@ from lightning_parallel.tensor.sharding import Range, Shard
 
 __all__ = ["SavedCheckpoint", "StoredTensor", "bytes_of", "take_part"]
 
+_BLOCK = 1 << 20
+"""Bytes that are read at a time."""
+
 
 class SavedCheckpoint:
     """A sharded checkpoint.
@@ -126,14 +129,10 @@ class SavedCheckpoint:
     def _read_whole(self, name: str, number: int, part: SavedPart, result: Tensor) -> None:
         saved = self.manifest.tensors[name]
         if part.ranges is None or len(saved.parts) == 1 and part.ranges == ((0, saved.shape[part.dim]),):
-            data = bytes_of(result)
-            self._read_into(part.file, part.begin, data)
-            self._check(name, part, checksum(data))
+            self._check(name, part, self._read_into(part.file, part.begin, bytes_of(result)))
             return
         block = torch.empty(part.shape(saved.shape), dtype=result.dtype)
-        data = bytes_of(block)
-        self._read_into(part.file, part.begin, data)
-        self._check(name, part, checksum(data))
+        self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
         for start, stop, at in _with_offsets(part.ranges):
             result.narrow(part.dim, start, stop - start).copy_(block.narrow(part.dim, at, stop - start))
 
@@ -147,9 +146,7 @@ class SavedCheckpoint:
         shape = part.shape(saved.shape)
         if not _is_in_words(shape, dim, slices, result.element_size()) or _is_all(slices, shape[dim]):
             block = torch.empty(shape, dtype=result.dtype)
-            data = bytes_of(block)
-            self._read_into(part.file, part.begin, data)
-            self._check(name, part, checksum(data))
+            self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
             for begin, size, at, _ in slices:
                 _place(result, block.narrow(dim, begin, size), part, dim, at)
             return
@@ -169,8 +166,7 @@ class SavedCheckpoint:
         block = torch.empty((*shape[:dim], size, *shape[dim + 1 :]), dtype=dtype)
         data, run = bytes_of(block), size * inner
         if outer == 1:
-            self._read_into(part.file, part.begin + begin * inner, data)
-            return block, checksum(data, begin * inner // WORD)
+            return block, self._read_into(part.file, part.begin + begin * inner, data, begin * inner // WORD)
         rows = data.reshape(outer, run)
         self._read_runs(part.file, part.begin + begin * inner, stride, rows)
         return block, checksum_of_runs(rows, begin * inner // WORD, stride // WORD)
@@ -207,22 +203,28 @@ class SavedCheckpoint:
     def _stream(self, file: str) -> Any:
         if file not in self._streams:
             path = self.folder.file(file)
-            self._streams[file] = open(path, "rb") if self.folder.is_local else self.folder.fs.open(path, "rb")  # noqa: SIM115
+            self._streams[file] = (
+                open(path, "rb", buffering=0) if self.folder.is_local else self.folder.fs.open(path, "rb")
+            )
         return self._streams[file]
 
-    def _read_into(self, file: str, begin: int, data: np.ndarray[Any, Any]) -> None:
-        def read() -> None:
-            stream = self._stream(file)
-            stream.seek(begin)
-            view, at = memoryview(data.data), 0
-            while at < len(data):
-                count = stream.readinto(view[at:])
-                if not count:
-                    raise ValueError(f"{self.folder.file(file)} ends before byte {begin + len(data)}: it is damaged")
-                at += count
+    def _read_into(self, file: str, begin: int, data: np.ndarray[Any, Any], first_word: int = 0) -> int:
+        """Fill `data` from a file; returns its checksum, if it begins at `first_word` of its part."""
 
-        retried(read)
+        def read() -> int:
+            stream, total = self._stream(file), 0
+            stream.seek(begin)
+            for at in range(0, len(data), _BLOCK):
+                block = data[at : at + _BLOCK]
+                if _fill(stream, memoryview(block.data)) < len(block):
+                    raise ValueError(f"{self.folder.file(file)} ends before byte {begin + len(data)}: it is damaged")
+                # While the block is in the processor's cache.
+                total = add_checksums(total, checksum(block, first_word + at // WORD))
+            return total
+
+        found = retried(read)
         self.bytes_read += len(data)
+        return found
 
     def _read_runs(self, file: str, begin: int, stride: int, rows: np.ndarray[Any, Any]) -> None:
         """Read runs at equal distances, into (runs, bytes)."""
@@ -241,6 +243,17 @@ class SavedCheckpoint:
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
+
+
+def _fill(stream: Any, view: memoryview) -> int:
+    """Read until `view` is full, or the file ends; returns how many bytes were read."""
+    at = 0
+    while at < len(view):
+        count = stream.readinto(view[at:])
+        if not count:
+            break
+        at += count
+    return at
 
 
 def _what_is_at(folder: Folder) -> str:

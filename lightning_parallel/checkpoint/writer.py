@@ -34,7 +34,7 @@ from lightning_parallel.tensor.sharding import Range
 
 __all__ = ["PartialTensor", "ShardedWriter", "TensorPart", "as_parts", "write_file"]
 
-_BLOCK = 16 << 20
+_BLOCK = 1 << 20
 """Bytes that are hashed and written at a time."""
 _SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
