@@ -11,7 +11,7 @@ together. A tensor that is not needed is not read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from math import prod
 from typing import Any
 
@@ -145,8 +145,12 @@ class SavedCheckpoint:
             return
         shape = part.shape(saved.shape)
         if not _is_in_words(shape, dim, slices, result.element_size()) or _is_all(slices, shape[dim]):
-            block = torch.empty(shape, dtype=result.dtype)
+            is_along = part.ranges is None or part.dim == dim
+            is_same = is_along and shape == result.shape and all(begin == at for begin, _, at, _ in slices)
+            block = result if is_same else torch.empty(shape, dtype=result.dtype)
             self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
+            if is_same:
+                return
             for begin, size, at, _ in slices:
                 _place(result, block.narrow(dim, begin, size), part, dim, at)
             return
@@ -203,9 +207,9 @@ class SavedCheckpoint:
     def _stream(self, file: str) -> Any:
         if file not in self._streams:
             path = self.folder.file(file)
-            self._streams[file] = (
-                open(path, "rb", buffering=0) if self.folder.is_local else self.folder.fs.open(path, "rb")
-            )
+            # Closed by `close`: parts of several tensors are read from one file.
+            local = partial(open, path, "rb", buffering=0)
+            self._streams[file] = local() if self.folder.is_local else self.folder.fs.open(path, "rb")
         return self._streams[file]
 
     def _read_into(self, file: str, begin: int, data: np.ndarray[Any, Any], first_word: int = 0) -> int:

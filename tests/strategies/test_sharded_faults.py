@@ -16,8 +16,10 @@ from torch import nn
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.checkpoint import SavedCheckpoint, writer
 from lightning_parallel.compat import patched
+from lightning_parallel.strategies.mesh_checkpoints import MeshCheckpoints
 from tests.harness import distributed
 from tests.strategies.models import loader
+from tests.strategies.test_deferred_init import PeakMemory
 from tests.strategies.test_pipeline import Deep, fit
 
 QUICK = {"num_sanity_val_steps": 0, "limit_val_batches": 0}
@@ -234,3 +236,63 @@ class SaveAll(Callback):
 
     def on_train_batch_end(self, trainer, *_):
         trainer.save_checkpoint(self.path)
+
+
+class Broad(Deep):
+    """Its blocks are large beside what the rest of a run needs."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.up, block.down = nn.Linear(8, 20_000).double(), nn.Linear(20_000, 8).double()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6, momentum=0.9)
+
+
+@distributed(world_size=4)
+def test_no_rank_holds_more_than_its_part_and_one_tensor(group):
+    path = shared_folder(group) / "a.ckpt"
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    largest = 20_000 * 8 * 8
+    own = 4 * 2 * largest / 4
+
+    class Measured(Callback):
+        saving = None
+
+        def on_train_batch_end(self, trainer, *_):
+            if self.saving is None:
+                with PeakMemory() as memory:
+                    trainer.save_checkpoint(path)
+                self.saving = memory.peak
+
+    def trained(**options):
+        divided = HybridParallelStrategy(
+            **sizes, num_microbatches=2, checkpoint_format="sharded", restore="off", balance="uniform"
+        )
+        options = {"max_epochs": 1, **QUICK, **options}
+        trainer = fit(Broad(), divided, 4, **options)
+        held = sum(parameter.nbytes for parameter in trainer.lightning_module.parameters())
+        assert own * 0.9 < held < own * 1.1
+        return trainer
+
+    measured = Measured()
+    trained(callbacks=[measured])
+    assert own * 1.9 < measured.saving < 2 * own + 0.6 * largest, "parameters and momenta, and no copies"
+    peaks = []
+    load, load_optimizers = MeshCheckpoints.load_model_state_dict, MeshCheckpoints.load_optimizer_state_dict
+
+    def watched(function):
+        def call(*args, **kwargs):
+            with PeakMemory() as memory:
+                function(*args, **kwargs)
+            peaks.append(memory.peak)
+
+        return call
+
+    of_model = patched(MeshCheckpoints, "load_model_state_dict", watched(load))
+    with of_model, patched(MeshCheckpoints, "load_optimizer_state_dict", watched(load_optimizers)):
+        trained(ckpt_path=path)
+    # What is counted are storages that operations return: those of the parameters are among them.
+    assert own * 0.9 < peaks[0] < own + 0.6 * largest, "the parameters, and a part of a tensor at a time"
+    assert own * 0.9 < peaks[1] < own + 0.6 * largest, "the optimizer's part, and a part of a tensor"
