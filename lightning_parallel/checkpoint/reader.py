@@ -66,18 +66,20 @@ class SavedCheckpoint:
             FileNotFoundError: If there is none.
             ValueError: If the manifest is damaged, or files are not there or of another size.
         """
-
-        def read() -> tuple[str, bytes]:
-            wanted = Folder.at(path, storage_options)
-            folder = find(wanted)
-            if folder is None:
-                raise FileNotFoundError(f"expected a sharded checkpoint at {path}, found {_what_is_at(wanted)}")
-            return folder.path, folder.read(MANIFEST)
-
-        found, content = read() if group is None else comm.broadcast_from(read, group)
-        folder = Folder(Folder.at(path, storage_options).fs, found)
-        opened = cls(folder, Manifest.from_json(content, folder.file(MANIFEST)))
-        opened.check_files()
+        wanted = Folder.at(path, storage_options)
+        for attempt in range(3):
+            found, content = (
+                _read_manifest(wanted) if group is None else comm.broadcast_from(lambda: _read_manifest(wanted), group)
+            )
+            folder = Folder(wanted.fs, found)
+            opened = cls(folder, Manifest.from_json(content, folder.file(MANIFEST)))
+            try:
+                opened.check_files()
+                break
+            except ValueError:
+                # A run that goes on may have replaced it meanwhile; ranks that wait for each other look once.
+                if group is not None or attempt == 2 or _read_manifest(wanted) == (found, content):
+                    raise
         return opened
 
     def check_files(self) -> None:
@@ -145,8 +147,8 @@ class SavedCheckpoint:
             return
         shape = part.shape(saved.shape)
         if not _is_in_words(shape, dim, slices, result.element_size()) or _is_all(slices, shape[dim]):
-            is_along = part.ranges is None or part.dim == dim
-            is_same = is_along and shape == result.shape and all(begin == at for begin, _, at, _ in slices)
+            is_whole = _is_all(slices, shape[dim]) and (part.ranges is None or part.dim == dim)
+            is_same = is_whole and shape == result.shape and all(begin == at for begin, _, at, _ in slices)
             block = result if is_same else torch.empty(shape, dtype=result.dtype)
             self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
             if is_same:
@@ -247,6 +249,14 @@ class SavedCheckpoint:
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
+
+
+def _read_manifest(wanted: Folder) -> tuple[str, bytes]:
+    """Return the folder of the checkpoint at `wanted`, and the content of its manifest."""
+    folder = find(wanted)
+    if folder is None:
+        raise FileNotFoundError(f"expected a sharded checkpoint at {wanted}, found {_what_is_at(wanted)}")
+    return folder.path, folder.read(MANIFEST)
 
 
 def _fill(stream: Any, view: memoryview) -> int:

@@ -36,6 +36,7 @@ __all__ = ["PartialTensor", "ShardedWriter", "TensorPart", "as_parts", "write_fi
 
 _BLOCK = 1 << 20
 """Bytes that are hashed and written at a time."""
+REPORT_EVERY_S = 10.0
 _SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -117,10 +118,18 @@ class ShardedWriter:
         group: All ranks. With `in_background`, a group that nothing else uses.
         layout: Ranks along each axis.
         in_background: Let training go on while it is written.
+        report: Called with a line of text every few seconds of a long save, on the first rank.
     """
 
-    def __init__(self, group: Group, layout: Mapping[str, int], in_background: bool = False) -> None:
+    def __init__(
+        self,
+        group: Group,
+        layout: Mapping[str, int],
+        in_background: bool = False,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
         self._group, self._layout = group, dict(layout)
+        self._report = report if group.rank == 0 else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if in_background else None
         self._pending: list[Future[None]] = []
         self._failure: Exception | None = None
@@ -227,12 +236,29 @@ class ShardedWriter:
 
         def write() -> None:
             file = new.file(self._group.ranks[self._group.rank])
-            size, parts = write_file(new.work, file, snapshot.parts)
+            size, parts = write_file(new.work, file, snapshot.parts, self._progress(snapshot))
             written.append((file, size, parts))
 
         self._together(new, write)
         everyone = comm.all_gather_object(written[0], self._group)
         self._together(new, lambda: self._commit(new, snapshot, everyone) if self._group.rank == 0 else None)
+
+    def _progress(self, snapshot: _Snapshot) -> Callable[[int], None] | None:
+        report = self._report
+        if report is None:
+            return None
+        total = sum(_local(part).nbytes for part in snapshot.parts.values())
+        written, due = 0, time.monotonic() + REPORT_EVERY_S
+
+        def seen(count: int) -> None:
+            nonlocal written, due
+            written += count
+            if time.monotonic() >= due:
+                due += REPORT_EVERY_S
+                share = f"{written / 2**30:.1f} of {total / 2**30:.1f} GiB"
+                report(f"Saving {snapshot.target.name}: {share} on rank zero ({written / total:.0%})")
+
+        return seen
 
     def _together(self, new: NewFolder, function: Callable[[], Any]) -> None:
         """Do a part of it on every rank; if one fails, nothing is left, and all raise."""

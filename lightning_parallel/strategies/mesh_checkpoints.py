@@ -13,7 +13,7 @@ from typing import Any, Literal, Optional, get_args
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -188,7 +188,7 @@ class MeshCheckpoints(MeshProcesses):
             if self.async_saves:
                 with all_processes_as_default():
                     group = self.groups.between_hosts("checkpoint")
-            self._writer = ShardedWriter(group, layout, self.async_saves)
+            self._writer = ShardedWriter(group, layout, self.async_saves, rank_zero_info)
         return self._writer
 
     @override

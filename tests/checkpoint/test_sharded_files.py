@@ -1,5 +1,6 @@
 """The files of a sharded checkpoint: what is read is what was written, in any cut, or an error."""
 
+import errno
 import json
 import os
 import random
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_parallel.checkpoint import SavedCheckpoint, ShardedWriter, as_parts, folder
+from lightning_parallel.checkpoint import SavedCheckpoint, ShardedWriter, as_parts, folder, writer
 from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum, checksum_of_runs
 from lightning_parallel.checkpoint.folder import LATEST, MANIFEST, Folder
 from lightning_parallel.checkpoint.manifest import Manifest, SavedTensor, check_coverage
@@ -288,6 +289,50 @@ def test_memory_of_fsspec_holds_checkpoints():
     full = torch.randn(8, 6)
     checkpoint = saved("/tmp/unused", full, None)
     assert prod(checkpoint.manifest.tensors["x"].shape) == 48
+
+
+def test_two_runs_that_write_to_one_folder_leave_a_whole_checkpoint(tmp_path):
+    script = Path(__file__).with_name("repeated_writer.py")
+    started = [start_script(script, value, tmp_path / "a.ckpt") for value in (1.0, 2.0)]
+    seen = set()
+    while not all((tmp_path / f"{value}.over").exists() for value in (1.0, 2.0)):
+        if (tmp_path / "a.ckpt").exists():
+            try:
+                seen.add(value_at(tmp_path / "a.ckpt"))
+            except (ValueError, FileNotFoundError):
+                continue  # replaced while it was read
+    assert [script().returncode for script in started] == [0, 0]
+    assert seen <= {1.0, 2.0}
+    assert value_at(tmp_path / "a.ckpt") in (1.0, 2.0)
+    assert files_of(tmp_path) == ["1.0.over", "2.0.over", "a.ckpt", LATEST]
+
+
+def test_storage_that_fails_for_a_moment_is_tried_again(checkpoint, monkeypatch):
+    failures = [errno.EIO, errno.ESTALE]
+    real = writer._write_part
+
+    def failing(*args):
+        if failures:
+            raise OSError(failures.pop(), "for a moment")
+        return real(*args)
+
+    monkeypatch.setattr(folder, "_PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(writer, "_write_part", failing)
+    write(checkpoint, 2.0)
+    assert value_at(checkpoint) == 2.0
+    failures += [errno.EIO] * 9
+    with pytest.raises(OSError, match="for a moment"):
+        write(checkpoint, 3.0)
+    assert value_at(checkpoint) == 2.0
+    assert files_of(checkpoint.parent) == ["a.ckpt", LATEST]
+
+
+def test_a_long_save_tells_how_far_it_is(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(writer, "REPORT_EVERY_S", 0.0)
+    tensors = as_parts({"weight": torch.zeros(1 << 19)}, is_mine=True)
+    ShardedWriter(Group.alone("world"), {}, report=lines.append).save({"state_dict": tensors}, str(tmp_path / "a"))
+    assert lines[-1] == "Saving a: 0.0 of 0.0 GiB on rank zero (100%)"
 
 
 @pytest.mark.parametrize("renames", ["exchange", "two-renames"])
