@@ -49,6 +49,9 @@ ENDED_S = 2.0
 SILENT_S = 20.0
 """A process of another machine without a beat for so long is gone; less may pass in C, with the interpreter locked."""
 
+_KEEPALIVE_S = 5
+"""Seconds after which the system asks whether a quiet connection to the store still exists, and between requests."""
+
 GRACE_S = 30.0
 """How long a rank that is told of a lost one may take to end by itself."""
 
@@ -100,6 +103,7 @@ class _Heartbeat:
         # A connection of its own: while a group is made the main thread waits in the store, for the slowest rank.
         own = store.clone() if hasattr(store, "clone") else store
         self.store = dist.PrefixStore("lightning_parallel/heartbeat", own)
+        _notice_dead_connections(store)
         self.rank = rank
         # The store outlives a run: what an earlier run of this process reported must not explain this one's.
         self.report("")
@@ -179,6 +183,27 @@ class _Heartbeat:
         """Return the value of a key, empty if it was never set."""
         # `get` would wait for the key, until the store's timeout.
         return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+def _notice_dead_connections(store: dist.Store) -> None:
+    """Let the system end this process's connections to the store when the network to it is cut.
+
+    The store waits for an answer without a deadline, so every request would wait for ever, also those by which a rank
+    that has noticed the cut looks for who is gone.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    if port is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return  # not over a network, or not on Linux
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            # Options belong to the connection, of which this is a second descriptor.
+            if connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == port:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                    connection.setsockopt(socket.IPPROTO_TCP, option, _KEEPALIVE_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
 
 
 class _Watch:

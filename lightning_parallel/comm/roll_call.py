@@ -70,8 +70,14 @@ class RollCall:
         store = default_store()
         keys = [f"{self._name}/{self._count}/{rank}" for rank in self._ranks]
         mine = keys[self._ranks.index(self._rank)]
-        store.set(mine, f"{note}\n{place}")
-        self._wait(store, keys, place, patience_s)
+        try:
+            store.set(mine, f"{note}\n{place}")
+            self._wait(store, keys, place, patience_s)
+        except dist.DistNetworkError as error:
+            raise RuntimeError(
+                f"[rank {self._rank}] {place}: the rendezvous store, of rank 0 or the launcher, does not answer"
+                f" ({error}): its process is gone, or the network to it is cut"
+            ) from error
         # All have read the keys before these: the store of a long run must not fill up.
         store.delete_key(f"{self._name}/{self._count - 1}/{self._rank}")
         notes, places = zip(*(value.decode().split("\n", 1) for value in store.multi_get(keys)))

@@ -136,6 +136,7 @@ def test_an_error_of_one_rank_in_the_background_ends_the_run_at_one_step(group, 
     with patched(writer, "_write_part", broken if group.rank == 1 else writer._write_part), gone:
         fit(Deep(), strategy(async_save=True), 2, callbacks=[save, Wait()], max_epochs=1, **QUICK)
     assert save.steps == ([1, 2] if fails == "late" else [1]), "the rank that fails and the others stop alike"
+    comm.barrier(group)
     assert names_in(folder) == []
 
 
