@@ -1,6 +1,7 @@
 """The contract with the dependencies: every private name that is used exists, with the expected signature."""
 
 import inspect
+import threading
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
@@ -11,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from lightning_utilities.core import rank_zero
 from torch import nn
@@ -32,7 +35,16 @@ from lightning_parallel.compat import lightning as compat_lightning
 from lightning_parallel.compat import precision as compat_precision
 from lightning_parallel.compat import torch as compat_torch
 from lightning_parallel.compat.default_group import backend_of, default_store, set_timeout
-from lightning_parallel.compat.lightning import ddp_hook_state, logged_step, should_update_logs, wrapped_sampler
+from lightning_parallel.compat.lightning import (
+    asynchronous_io,
+    ddp_hook_state,
+    finish_saves,
+    innermost_io,
+    logged_step,
+    run_after_saves,
+    should_update_logs,
+    wrapped_sampler,
+)
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
     NormalizationBase,
@@ -417,6 +429,37 @@ def test_what_constructors_only_take():
 class _AskForTheLoader(Callback):
     def setup(self, trainer, pl_module, stage):
         self.found = compat_lightning.train_dataloader_of(trainer)
+
+
+def test_saves_in_a_thread_are_followed_and_their_failure_is_told_once():
+    events, written = [], threading.Event()
+
+    class Slow(CheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            written.wait(60)
+            events.append(path)
+            if path == "fails":
+                raise OSError("full")
+
+        def load_checkpoint(self, path, map_location=None, weights_only=None): ...
+
+        def remove_checkpoint(self, path): ...
+
+    io = AsyncCheckpointIO(AsyncCheckpointIO(Slow()))
+    assert asynchronous_io(io) is io
+    assert isinstance(innermost_io(io), Slow)
+    assert asynchronous_io(Slow()) is None
+    run_after_saves(io, lambda: events.append("nothing to wait for"))
+    io = AsyncCheckpointIO(Slow())
+    io.save_checkpoint({}, "a")
+    run_after_saves(io, lambda: events.append("after a"))
+    io.save_checkpoint({}, "fails")
+    run_after_saves(io, lambda: events.append("after a failure"))
+    assert events == ["nothing to wait for"]
+    written.set()
+    assert str(finish_saves(io)) == "full"
+    assert events == ["nothing to wait for", "a", "after a", "fails"]
+    assert finish_saves(io) is None
 
 
 def test_the_loader_is_known_before_the_loop_begins():

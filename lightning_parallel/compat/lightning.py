@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, Optional, Union
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     DistributedSamplerWrapper,
     _destroy_dist_connection,
@@ -24,6 +24,8 @@ from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as FunctionLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
@@ -42,13 +44,16 @@ __all__ = [
     "ScriptLauncher",
     "agree_on_loaders",
     "agree_on_sigterm",
+    "asynchronous_io",
     "averaged_model",
     "batch_value_of",
     "checkpoint_of_run",
     "ddp_hook_state",
+    "finish_saves",
     "grad_norm_functions",
     "init_deepspeed_distributed",
     "init_process_group",
+    "innermost_io",
     "is_compiled",
     "logged_step",
     "metric_state_of",
@@ -58,7 +63,9 @@ __all__ = [
     "synchronizes_layers",
     "restore_metric_state",
     "restore_swapped_scheduler",
+    "run_after_saves",
     "set_batch_value",
+    "set_default_io",
     "set_device_mesh",
     "set_update_count",
     "should_update_logs",
@@ -193,6 +200,66 @@ def reset_optimizers(strategy: Strategy) -> None:
 def synchronizes_layers(strategy: ParallelStrategy) -> bool:
     """Tell whether `Trainer(sync_batchnorm=True)` was given; it reaches strategies as a private plugin only."""
     return strategy._layer_sync is not None
+
+
+# -- strategies: checkpoints -------------------------------------------------------------------------------------------
+
+
+def set_default_io(strategy: Strategy, make: Callable[[], CheckpointIO]) -> None:
+    """Give a strategy the plugin for checkpoints that it has where the user gives none, also inside of wrappers.
+
+    Its getter does the same, with a class of its own; the public attribute would take it for the user's.
+    """
+    io = strategy._checkpoint_io
+    if io is None:
+        strategy._checkpoint_io = make()
+    elif isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = make()  # without effect if there is one
+
+
+def innermost_io(io: CheckpointIO | None) -> CheckpointIO | None:
+    """Return the plugin that reads and writes, without those around it, whose base class is private."""
+    while isinstance(io, _WrappingCheckpointIO):
+        io = io.checkpoint_io
+    return io
+
+
+def asynchronous_io(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
+    """Return the plugin that saves in a thread, which is `io` or inside of it; None if there is none."""
+    while isinstance(io, _WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
+        io = io.checkpoint_io
+    return io if isinstance(io, AsyncCheckpointIO) else None
+
+
+def run_after_saves(io: AsyncCheckpointIO, function: Callable[[], None]) -> None:
+    """Run `function` after the saves that `io` was given so far, unless one of them fails; its thread is private."""
+
+    def run() -> None:
+        if io._error is not None:
+            return
+        try:
+            function()
+        except Exception as error:
+            io._error = error
+
+    if io._executor is None:
+        function()
+    else:
+        io._executor.submit(run)
+
+
+def finish_saves(io: AsyncCheckpointIO) -> BaseException | None:
+    """Wait for the saves of `io`; returns what the last of them that failed has raised, once.
+
+    Its `teardown` raises that each time, also in place of the error that has ended a run.
+    """
+    try:
+        io.teardown()
+    except BaseException as error:
+        if error is not io._error:
+            raise
+    failure, io._error = io._error, None
+    return failure
 
 
 # -- strategies: DDP, FSDP ---------------------------------------------------------------------------------------------
