@@ -49,6 +49,7 @@ from lightning_parallel.compression import (
 from lightning_parallel.compression.compressor_state import gather_states
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA
+from lightning_parallel.strategies.checkpoint_files import SavesFiles
 from lightning_parallel.strategies.compression_parts import PARTS, assemble_state, divide_state
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
@@ -179,7 +180,7 @@ def warn_of_dropped_step(module: LightningModule) -> None:
         )
 
 
-class SavesCompression(Strategy):
+class SavesCompression(SavesFiles):
     """Base class that saves the state of `compression` in Lightning's checkpoints, next to that of the optimizers.
 
     It also runs the heartbeat, by which the error of a failed collective can name the ranks that are gone.

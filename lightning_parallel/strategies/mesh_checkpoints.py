@@ -196,16 +196,20 @@ class MeshCheckpoints(MeshProcesses):
         if self._compression is not None:
             # Before the file is written: all ranks gather, and rank 0 alone writes.
             self._compression.save(checkpoint, self._rules, self.is_sharded)
-        if self.is_sharded:
-            path = self.broadcast(str(filepath))
-            left_out = self._sharded_writer().save(checkpoint, path, storage_options)
-            if left_out:
-                rank_zero_warn(
-                    f"The checkpoint has no {', '.join(f'`{name}`' for name in left_out)}: a sharded checkpoint holds"
-                    " numbers, text and tensors. `self.save_hyperparameters(ignore=[...])` leaves them out."
-                )
-        else:
+        if not self.is_sharded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = self.broadcast(str(filepath))
+        left_out = self._sharded_writer().save(checkpoint, path, storage_options)
+        if left_out:
+            rank_zero_warn(
+                f"The checkpoint has no {', '.join(f'`{name}`' for name in left_out)}: a sharded checkpoint holds"
+                " numbers, text and tensors. `self.save_hyperparameters(ignore=[...])` leaves them out."
+            )
+        self.together(lambda: self.save_beside(filepath))
+
+    @override
+    def save_beside(self, filepath: PathLike) -> None:
         if self.is_global_zero:
             save_proofs(filepath)
             if self.engine is not None:

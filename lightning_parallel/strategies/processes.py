@@ -16,7 +16,6 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
@@ -39,6 +38,7 @@ from lightning_parallel.compat.lightning import (
     sync_tensor,
 )
 from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
+from lightning_parallel.strategies.checkpoint_files import SavesFiles
 from lightning_parallel.strategies.deferred_init import deferred_init
 from lightning_parallel.strategies.replicas import seed_workers, share_random_state
 
@@ -157,7 +157,7 @@ def discard_groups(groups: MeshGroups | None) -> None:
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-class MeshProcesses(ParallelStrategy):
+class MeshProcesses(SavesFiles):
     """Starts the processes of a mesh and lets the Trainer, loggers and callbacks communicate over it.
 
     Args:
@@ -225,6 +225,11 @@ class MeshProcesses(ParallelStrategy):
         if self._groups is None:
             raise RuntimeError("the process groups exist only while the Trainer runs; there is none yet")
         return self._groups
+
+    @property
+    @override
+    def every_rank(self) -> Group:
+        return self._groups.world if self._groups is not None else Group.alone("world")
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_parallel.compat.lightning import checkpoint_of_run
 from lightning_parallel.compat.torch import pytree
+from lightning_parallel.strategies.checkpoint_files import replace_file
 from lightning_parallel.strategies.step_runs import StepRuns
 
 __all__ = ["PROOF_FILE", "forget", "record", "recorded", "save_proofs", "step_key"]
@@ -52,7 +53,7 @@ def save_proofs(checkpoint: str | Path) -> None:
     """Write what has been verified into the folder of a checkpoint on a local disk."""
     folder = Path(checkpoint).parent
     if _proven and folder.is_dir():
-        (folder / PROOF_FILE).write_text(json.dumps(_proven, indent=1))
+        replace_file(folder / PROOF_FILE, lambda file: file.write(json.dumps(_proven, indent=1).encode()))
 
 
 def _folders(trainer: Trainer) -> list[Path]:

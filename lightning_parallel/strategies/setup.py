@@ -38,6 +38,7 @@ from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
 from lightning_parallel.pipeline.search import Balance, Workload, choose_schedule
 from lightning_parallel.strategies import replicas
+from lightning_parallel.strategies.checkpoint_files import replace_file
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument
 from lightning_parallel.strategies.message_order import MessageOrder
 from lightning_parallel.strategies.microbatch_weights import find_microbatch_weight
@@ -398,7 +399,8 @@ def save_plan(plan: PipelinePlan, checkpoint: str | Path) -> None:
     folder = Path(checkpoint).parent
     # A plan that is read again builds its schedule by name, which a schedule of the user's own does not have.
     if plan.schedule.name in SCHEDULES and folder.is_dir():
-        plan.save(folder / PLAN_FILE)
+        # By name: what is written so is flushed with the file all the same.
+        replace_file(folder / PLAN_FILE, lambda file: plan.save(file.path))
 
 
 def _microbatch_counts(wanted: int | Literal["auto"], ranks: int, samples: int | None) -> list[int]:

@@ -1,0 +1,401 @@
+"""Files of checkpoints: a fault while one is written leaves the one before it whole, and a damaged one is not loaded.
+
+A file is written beside its target under a hidden name, flushed to the disk, and put in the place of the target at
+once; Lightning stages in `$TMPDIR` and moves, which is a copy between file systems that a full disk ends half way. Rank
+zero writes and all ranks learn what came of it. `SafeCheckpointIO` is the strategies' default only: a plugin of the
+user's does as it likes.
+
+The lock on a hidden file tells whether its writer lives; it goes with the process. The next save in the folder removes
+what killed writers have left.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import tarfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Optional, TypeVar
+from uuid import uuid4
+from zipfile import BadZipFile, ZipFile, ZipInfo, is_zipfile
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.lightning import (
+    PathLike,
+    asynchronous_io,
+    finish_saves,
+    innermost_io,
+    run_after_saves,
+    set_default_io,
+)
+
+__all__ = ["SafeCheckpointIO", "SavesFiles", "StagedFile", "check_file", "replace_file"]
+
+T = TypeVar("T")
+
+RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0)
+"""Waits before a write is tried again after an error that may pass."""
+
+# ENOENT: somebody has removed the folder, or our file in it, meanwhile.
+_TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ENOENT, errno.ESTALE, errno.ETIMEDOUT}
+
+# No part of the target's name: Lightning looks for "last" and for versions of `hpc_ckpt_` inside of names.
+_PREFIX, _SUFFIX = ".saving-", ".tmp"
+
+_ABANDONED_S = 3600.0
+"""Age from which a hidden file is removed whose writer's lock may not be seen here: it is of another host."""
+
+_ZIP_HEAD, _PICKLE_HEAD = b"PK\x03\x04", b"\x80"
+_IS_FOLDER = 0x10
+_CHUNK_BYTES = 1 << 22
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+class StagedFile:
+    """A hidden file in the folder of its target, open for writing; `put` makes it the target, else it is removed.
+
+    It takes the place of a file for `torch.save`, which so needs no memory for a copy. An `OSError` of a write is
+    raised by `put`: torch would hide it behind one of its own when it ends the archive.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self._file = _create(folder)
+        self._failure: OSError | None = None
+        # As late as here, where the file has its lock, and before it takes space.
+        _remove_leftovers(folder, os.fstat(self._file).st_mtime)
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        size = len(view)
+        try:
+            while view and self._failure is None:
+                view = view[os.write(self._file, view) :]
+        except OSError as error:
+            self._failure = error
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: nothing is buffered here."""
+
+    def put(self, target: Path) -> None:
+        """Replace `target` by what was written, once that is on the disk.
+
+        Raises:
+            OSError: If that, or a write before it, has failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        os.fsync(self._file)
+        os.replace(self.path, target)
+        _flush_folder(target.parent)
+
+    def __enter__(self) -> StagedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.close(self._file)
+
+
+def replace_file(target: Path, write: Callable[[StagedFile], Any]) -> None:
+    """Write a file and put it in the place of `target` at once; after an error what was there is there still.
+
+    Args:
+        target: The file; its folder is made.
+        write: Writes the content; called again after an error that may pass.
+
+    Raises:
+        RuntimeError: If the file cannot be written, with the reason of the system.
+    """
+    for delay in (*RETRY_DELAYS_S, None):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+            with StagedFile(target.parent) as file:
+                write(file)
+                file.put(target)
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if error.errno not in _TRANSIENT or delay is None:
+                raise RuntimeError(
+                    f"cannot write {target}: {reason} ({errno.errorcode.get(error.errno or 0, 'unknown')});"
+                    f" {_free_space(target.parent)}. If there was such a file before, it is whole. A new one is written"
+                    " beside it: give the folder room for both and let files be made in it, or save elsewhere"
+                ) from error
+        rank_zero_warn(f"Cannot write {target}: {reason}. This may pass, and is tried again in {delay:g} s.")
+        time.sleep(delay)
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return "its folder does not answer"
+    return f"{found.f_bavail * found.f_frsize / 2**20:.1f} MiB are free there"
+
+
+def _create(folder: Path) -> tuple[Path, int]:
+    """Create a hidden file with a lock on it; returns its path and descriptor."""
+    while True:
+        path = folder / f"{_beginning(folder)}{uuid4().hex}{_SUFFIX}"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        # Another writer may have taken it for a leftover before it had the lock.
+        if _lock(file) is not False and path.exists():
+            return path, file
+        os.close(file)
+
+
+def _lock(file: int) -> bool | None:
+    """Lock a file for this process as long as it is open; tell if it is ours, None where nothing can be locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+
+
+def _beginning(folder: Path) -> str:
+    """Return how names of hidden files begin here: by the running kernel and the mount.
+
+    Locks are seen there. Not all file systems show those of other hosts, or of other mounts of the same.
+    """
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        kernel = socket.gethostname()
+    place = f"{kernel}{folder.stat().st_dev}"
+    return f"{_PREFIX}{sha256(place.encode()).hexdigest()[:12]}-"
+
+
+def _remove_leftovers(folder: Path, now: float) -> None:
+    """Remove the hidden files of killed writers; `now` is by the clock of the file system."""
+    # What cannot be removed must not stop a save.
+    with suppress(OSError):
+        for path in list(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
+            with suppress(OSError):
+                _remove_if_left(path, now)
+
+
+def _remove_if_left(path: Path, now: float) -> None:
+    file = os.open(path, os.O_RDWR)
+    try:
+        is_ours = _lock(file)
+        is_free = is_ours and path.name.startswith(_beginning(path.parent))
+        # A writer that waits for its disk changes nothing for a while.
+        is_old = now - os.fstat(file).st_mtime > _ABANDONED_S
+        if is_free or (is_ours is not False and is_old):
+            path.unlink()
+    finally:
+        os.close(file)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush the names in `folder` to the disk, where the file system can."""
+    try:
+        file = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        if error.errno in _TRANSIENT:
+            raise
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def check_file(path: PathLike) -> None:
+    """Check a local checkpoint by the CRC-32 of each of its records, which `torch.load` does not look at.
+
+    Folders, files elsewhere, and the formats of `torch.save` that have none pass.
+
+    Raises:
+        RuntimeError: If the file is damaged, with the records that are.
+    """
+    local = _local(path)
+    if local is None or not local.is_file():
+        return
+    with local.open("rb") as file:
+        head = file.read(len(_ZIP_HEAD))
+    if head != _ZIP_HEAD:
+        is_older = head.startswith(_PICKLE_HEAD) or (bool(head) and tarfile.is_tarfile(local))
+        if is_zipfile(local) or not is_older:
+            what = f"it begins with {head!r}" if head else "it is empty"
+            raise _damaged(path, f"{what}, where `torch.save` writes {_ZIP_HEAD!r}")
+        return
+    try:
+        with ZipFile(local) as archive, ThreadPoolExecutor(4) as pool:
+            records = archive.infolist()
+            # All zero: the writer has left them out (`torch.serialization.set_crc32_options`).
+            if any(record.CRC for record in records):
+                found = [fault for fault in pool.map(lambda record: _fault_of(archive, record), records) if fault]
+            else:
+                found = []
+    except BadZipFile as error:
+        raise _damaged(path, f"it has lost its end, where the records are listed ({error})") from error
+    except Exception as error:  # of fields that make no sense
+        raise _damaged(path, f"the list of its records cannot be read ({error})") from error
+    if found:
+        raise _damaged(path, "; ".join(found[:8]) + (f"; and {len(found) - 8} more" if len(found) > 8 else ""))
+
+
+def _fault_of(archive: ZipFile, record: ZipInfo) -> str | None:
+    """Read a record to its end, where `zipfile` compares the CRC-32; returns what is wrong with it."""
+    if record.external_attr & _IS_FOLDER:
+        return f"record {record.filename!r} is marked as a folder"  # of which torch would read nothing, and not say so
+    try:
+        with archive.open(record) as file:
+            while file.read(_CHUNK_BYTES):
+                pass
+    except Exception as error:  # there are many, by the field that is damaged
+        return f"record {record.filename!r}: {error}"
+    return None
+
+
+def _damaged(path: PathLike, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"the checkpoint {path} is damaged: {what}. Expected a whole file of `torch.save`; load an earlier checkpoint,"
+        " or copy this one again from where it is whole"
+    )
+
+
+def _local(path: PathLike) -> Path | None:
+    """Return the path on this machine's file systems; None for other ones, such as `s3://` and `memory://`."""
+    system, name = url_to_fs(str(path))
+    return Path(name) if isinstance(system, LocalFileSystem) else None
+
+
+# ------------------------------------------------------------------------------------------------------ in Lightning
+
+
+class SafeCheckpointIO(TorchCheckpointIO):
+    """Lightning's `TorchCheckpointIO`, which replaces local files at once; elsewhere it does as Lightning does."""
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: Optional[Any] = None
+    ) -> None:
+        local = _local(path)
+        if local is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            replace_file(local, lambda file: torch.save(checkpoint, file))  # type: ignore[arg-type]
+
+    @override
+    def load_checkpoint(self, path: PathLike, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return super().load_checkpoint(path, *args, **kwargs)
+        except (EOFError, RuntimeError, UnicodeDecodeError) as error:
+            # Not all that torch says here names the file.
+            raise RuntimeError(f"cannot load the checkpoint {path}: {error}") from error
+
+
+class SavesFiles(ParallelStrategy):
+    """Base class of strategies: files are written by `SafeCheckpointIO` by default, and what fails fails on all ranks.
+
+    Rank zero alone writes, and the others would wait for it.
+    """
+
+    @property
+    def every_rank(self) -> Group:
+        """The ranks that save and load together."""
+        return Group.of()
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        # Not in the constructor, where it would count as the user's and exclude one among the Trainer's plugins.
+        set_default_io(self, SafeCheckpointIO)
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        ParallelStrategy.checkpoint_io.fset(self, io)  # type: ignore[attr-defined]
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Return what `function` gives on this rank; if it fails on one, raise on all."""
+        found: list[T] = []
+        failure: Exception | None = None
+        try:
+            found.append(function())
+        except Exception as error:
+            failure = error
+        comm.raise_together(failure, self.every_rank)
+        return found[0]
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
+    ) -> None:
+        write = super().save_checkpoint
+
+        def save() -> None:
+            write(checkpoint, filepath, storage_options)
+            self.save_beside(filepath)
+
+        self.together(save)
+
+    def save_beside(self, filepath: PathLike) -> None:
+        """Write what belongs into the folder of a checkpoint; called on all ranks."""
+
+    @override
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        queue = asynchronous_io(self.checkpoint_io)
+        if queue is None:
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            # Lightning removes the one before while the new one, which may yet fail, is still being written.
+            run_after_saves(queue, lambda: queue.remove_checkpoint(filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        # One rank of a host for all: they read the same file. What a plugin of the user's wrote is not known.
+        is_mine = self.local_rank == 0 and isinstance(innermost_io(self.checkpoint_io), SafeCheckpointIO)
+        load = super().load_checkpoint
+        self.together(lambda: check_file(checkpoint_path) if is_mine else None)
+        return self.together(lambda: load(checkpoint_path, weights_only))
+
+    @override
+    def teardown(self) -> None:
+        queue, module = asynchronous_io(self.checkpoint_io), self.lightning_module
+        if queue is not None and module is not None:
+            failure = finish_saves(queue)
+            if module.trainer.state.status == TrainerStatus.RUNNING:
+                assert failure is None or isinstance(failure, Exception)
+                comm.raise_together(failure, self.every_rank)
+            elif failure is not None:
+                # After an exception the others may be anywhere, and it is the one to be raised.
+                rank_zero_warn(f"A checkpoint was not saved: {failure}")
+        super().teardown()
