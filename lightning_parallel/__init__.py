@@ -1,6 +1,7 @@
 """Tensor, pipeline and data parallelism, gradient compression and profiling for PyTorch Lightning."""
 
 from lightning_parallel.callbacks import (
+    AutoResume,
     CommunicationProfiler,
     CompressionMonitor,
     DataShardingMonitor,
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Auto",
+    "AutoResume",
     "HookState",
     "MeasuringCallback",
     "PipelinePlan",

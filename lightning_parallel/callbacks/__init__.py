@@ -1,5 +1,6 @@
-"""Lightning callbacks that measure a run: its time, communication and memory, and differences between ranks."""
+"""Lightning callbacks: they measure a run, find differences between ranks, and let an interrupted run go on."""
 
+from lightning_parallel.callbacks.auto_resume import AutoResume
 from lightning_parallel.callbacks.communication import CommunicationProfiler
 from lightning_parallel.callbacks.compression_monitor import CompressionMonitor
 from lightning_parallel.callbacks.data_sharding import DataShardingMonitor
@@ -14,6 +15,7 @@ from lightning_parallel.callbacks.throughput import Throughput
 
 __all__ = [
     "Accumulator",
+    "AutoResume",
     "CommunicationProfiler",
     "CompressionMonitor",
     "DataShardingMonitor",

@@ -169,15 +169,22 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
         received = True
 
     def end_together() -> None:
+        nonlocal received
         if agree(received):
-            connector.received_sigterm = True
-            raise SIGTERMException
+            received = True
+            if getattr(connector, "may_end", _always)():
+                connector.received_sigterm = True
+                raise SIGTERMException
 
     patches.replace(connector, "_sigterm_notifier_fn", note)
     epoch_loop = trainer.fit_loop.epoch_loop
     if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):  # not in all supported versions
         patches.replace(epoch_loop, "_broadcast_sigterm_tensor", end_together)
     return end_together
+
+
+def _always() -> bool:
+    return True
 
 
 def move_optimizers(optimizers: Iterable[Optimizer], device: torch.device) -> None:
@@ -391,6 +398,9 @@ def checkpoint_of_run(trainer: Trainer) -> PathLike | None:
     `trainer.ckpt_path` has it only once it is restored, which for divided modules is after the strategy's `setup`;
     until then it is an argument of `Trainer._run`.
     """
+    chosen: PathLike | None = getattr(trainer, "chosen_checkpoint", None)
+    if chosen is not None:
+        return chosen
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer:

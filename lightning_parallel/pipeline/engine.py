@@ -354,6 +354,19 @@ class PipelineEngine:
         # Here and not in each step: modules may keep long lists, which are searched too.
         self.generators = OwnGenerators(self.model.outside_of_layers)
 
+    @property
+    def seeds(self) -> tuple[Any, int]:
+        """Where the seeds of steps are, the same on every rank: to set it goes on from there."""
+        return None if self._seeds is None else self._seeds.getstate(), self._shared_seeds
+
+    @seeds.setter
+    def seeds(self, state: tuple[Any, int]) -> None:
+        numbers, self._shared_seeds = state
+        self._seeds = None
+        if numbers is not None:
+            self._seeds = random.Random()
+            self._seeds.setstate(numbers)
+
     def next_seed(self) -> int:
         """Return the seed of the next step, the same on every rank."""
         # Drawn in each step, so that the global generator goes on; but code that draws on some ranks only, such as

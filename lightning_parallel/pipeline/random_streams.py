@@ -88,7 +88,7 @@ _Generator = torch.Generator | np.random.Generator | np.random.RandomState | ran
 
 
 class OwnGenerators:
-    """The generators that modules keep as attributes, besides the global ones.
+    """The generators that modules, or samplers, keep as attributes, besides the global ones.
 
     In a step each of them gives one number, from which it is seeded for each microbatch. So a microbatch draws the same
     numbers on all stages, however often each of them runs the step, and a generator that the user seeds still decides.
@@ -97,10 +97,16 @@ class OwnGenerators:
         modules: Where to look.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module] = ()) -> None:
-        found = {id(value): value for module in modules for value in _generators(vars(module).values())}
+    def __init__(self, modules: Iterable[Any] = ()) -> None:
+        places = (vars(module).values() for module in modules if hasattr(module, "__dict__"))
+        found = {id(value): value for values in places for value in _generators(values)}
         self._generators = list(found.values())
         self._seeds: list[int] = []
+
+    @property
+    def generators(self) -> list[_Generator]:
+        """The generators, in the order in which they were found."""
+        return list(self._generators)
 
     @contextmanager
     def kept(self) -> Iterator[None]:

@@ -1,0 +1,398 @@
+"""A run that goes on by itself when it is started again: after a crash, a pre-emption, or on other machines."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Optional
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_parallel import comm
+from lightning_parallel.callbacks.rank_state import rank_state, restore_metrics, restore_random
+from lightning_parallel.callbacks.resumable_data import TrainingData
+from lightning_parallel.callbacks.resume_folder import ResumeFolder
+from lightning_parallel.callbacks.resume_point import ResumePoint
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import Patches, patched
+from lightning_parallel.compat.default_group import all_processes
+from lightning_parallel.compat.interrupted import (
+    announce_checkpoint,
+    before_each_batch,
+    ends_on_sigterm_by_itself,
+    hold_sigterm,
+    prepare_loader_by,
+    restore_by,
+    restore_epoch_values,
+)
+from lightning_parallel.compat.lightning import agree_on_sigterm
+from lightning_parallel.compat.twins import Callback, is_a
+
+__all__ = ["AutoResume"]
+
+_KEY = "auto_resume"
+
+_UNREADABLE = (ValueError, RuntimeError, OSError, EOFError, KeyError, pickle.UnpicklingError)
+"""What reading a checkpoint raises that is damaged."""
+
+_ended: set[Path] = set()
+"""Folders of the fits of this process that have ended well."""
+
+
+class AutoResume(Callback):
+    """Continues a `fit` that was interrupted, when the same script is started again.
+
+    For `torchrun --max-restarts`, and whatever else starts a script again. It saves into a folder of its own, and
+    `trainer.fit(...)` goes on from the newest checkpoint there, whatever `ckpt_path` it is given for the first start.
+    With the same number of processes the final weights are those of an undisturbed run bit for bit, dropout included
+    (`num_workers=0`: workers that augment draw other numbers).
+
+    * **Within an epoch**, samples are neither read again nor left out: the training loader gets a sampler whose order
+      depends on the seed and the epoch only. A batch sampler of your own is skipped, and an iterable data set read, up
+      to the place, with as many replicas only; loaders with a `state_dict` go on by themselves.
+    * **On other numbers of processes** the samples of an optimizer step stay the same: `accumulate_grad_batches`
+      follows, and what the Trainer counts in batches with it. Sizes of `"auto"` are those of the new mesh.
+    * **On SIGTERM**, to one process or to all, every rank ends after the same optimizer step, saves one checkpoint and
+      exits with status 75 (`AutoResume.EXIT_PREEMPTED`).
+    * **A damaged checkpoint** is passed over for the one before it, on all ranks, with a warning.
+
+    The folder must be on a file system that all processes share, and be of one `fit`. A run that has ended stays
+    ended: remove the folder, or name another one, to train anew.
+
+    Args:
+        dirpath: The folder; by default `auto_resume` under the trainer's `default_root_dir`.
+        every_n_train_steps: Optimizer steps between two checkpoints.
+        every_n_minutes: Minutes between two checkpoints; ten, if neither is given.
+        keep: How many checkpoints are kept; older ones are removed once a new one is complete.
+        rescale_learning_rate: With another number of replicas, keep `accumulate_grad_batches` and multiply learning
+            rates by the ratio of the samples in an optimizer step.
+
+    Raises:
+        ValueError: If a number is too small.
+    """
+
+    EXIT_PREEMPTED: ClassVar[int] = 75
+    """Exit status of processes that were told to end: the run is to be started again (`EX_TEMPFAIL`)."""
+
+    def __init__(
+        self,
+        dirpath: Optional[str] = None,
+        every_n_train_steps: Optional[int] = None,
+        every_n_minutes: Optional[float] = None,
+        keep: int = 2,
+        rescale_learning_rate: bool = False,
+    ) -> None:
+        for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_minutes", every_n_minutes)):
+            if value is not None and not value > 0:
+                raise ValueError(f"expected {name} > 0, got {value}")
+        if keep < 1:
+            raise ValueError(f"expected keep >= 1, got {keep}")
+        if every_n_train_steps is None and every_n_minutes is None:
+            every_n_minutes = 10.0
+        self.dirpath = dirpath
+        self.every_n_train_steps = every_n_train_steps
+        self.every_n_minutes = every_n_minutes
+        self.keep = keep
+        self.rescale_learning_rate = rescale_learning_rate
+        self._undo: list[Callable[[], object]] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._folder = ResumeFolder(Path())
+        self._found: list[Path] = []
+        self._damaged: list[Path] = []
+        self._state: dict[str, Any] | None = None
+        self._epoch_values: dict[str, Any] = {}
+        self._point: ResumePoint | None = None
+        self._clock = _SaveClock(None)
+        self._saved_step = 0
+        self._is_between_steps = self._is_saving = False
+        self._end_on_sigterm: Callable[[], None] | None = None
+
+    # ----------------------------------------------------------------------------------------------- begin and end
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._leave()
+        self._forget()
+        if sum(isinstance(callback, AutoResume) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("a Trainer takes one `AutoResume`: a run goes on from one checkpoint")
+        # After the processes have met: all take what the first one finds.
+        path, self._found = comm.broadcast_from(lambda: self._look(trainer), _world())
+        if path.resolve() in _ended and self._found:
+            raise ValueError(
+                f"{path} holds the checkpoints of a `fit` of this process that has ended; a second one would go on from"
+                " there when the script is started again. Give each `fit` a folder: `AutoResume(dirpath=...)`"
+            )
+        self._folder = ResumeFolder(path)
+        replicas = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        place = replicas.get("num_replicas", 1), replicas.get("rank", 0)
+        seed = comm.broadcast_object(int(os.environ.get("PL_GLOBAL_SEED", 0)), _world())
+        self._point = ResumePoint(trainer, TrainingData(seed, place), self.rescale_learning_rate)
+        self._clock = _SaveClock(self.every_n_minutes)
+        self._patch(trainer)
+
+    def _look(self, trainer: Trainer) -> tuple[Path, list[Path]]:
+        folder = ResumeFolder(Path(self.dirpath or Path(trainer.default_root_dir) / "auto_resume").absolute())
+        folder.create()
+        return folder.path, folder.found()
+
+    def _patch(self, trainer: Trainer) -> None:
+        assert self._point is not None
+        patches = Patches()
+        self._undo = [patches.undo, self._point.release, lambda: announce_checkpoint(trainer, None)]
+        restore_by(trainer, self._restore_modules, self._restore_training, patches)
+        if self._found:
+            # Strategies look beside it for the plan that it was made with, before it is read.
+            announce_checkpoint(trainer, self._found[0])
+        prepare_loader_by(trainer, self._point.prepare, patches)
+        before_each_batch(trainer, lambda fetcher: self._between_batches(trainer, fetcher), patches)
+        self._undo.append(hold_sigterm(trainer, lambda: self._is_between_steps))
+        if not hasattr(trainer.strategy, "begin_batch"):  # ours agree by themselves
+            agree = trainer.strategy.reduce_boolean_decision
+            self._end_on_sigterm = agree_on_sigterm(trainer, lambda flag: agree(flag, all=False), patches)
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+
+    def _leave(self) -> None:
+        while self._undo:
+            self._undo.pop(0)()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave()
+
+    # ----------------------------------------------------------------------------------------------------- restore
+
+    @property
+    def _path(self) -> Path | None:
+        return self._found[0] if self._found else None
+
+    def _restore_modules(self, restore: Callable[[Any], None], given: Any) -> None:
+        """Restore modules and callbacks from the newest checkpoint that can be read, else from what the user gave."""
+        self._restore, self._given = restore, given
+        while True:
+            self._state = None
+            failure = self._attempt(lambda: restore(self._path or given))
+            if failure is None:
+                return
+            self._pass_over(failure)
+
+    def _restore_training(self, restore: Callable[[], None]) -> None:
+        while failure := self._attempt(restore):
+            self._pass_over(failure)
+            self._restore_modules(self._restore, self._given)
+        if self._path is not None:
+            rank_zero_info(f"AutoResume: the run goes on from {self._path}")
+            self._set_aside_damaged()
+        if self._state is not None:
+            assert self._point is not None
+            self._point.restore(self._state["data"])
+            self._saved_step = self._trainer_step
+
+    def _attempt(self, restore: Callable[[], None]) -> Exception | None:
+        """Restore; tell on all ranks why it failed on some."""
+        assert self._point is not None
+        strategy = self._point.trainer.strategy
+        load = strategy.load_checkpoint
+
+        def load_together(*args: Any, **kwargs: Any) -> Any:
+            found, failure = None, None
+            try:
+                found = load(*args, **kwargs)
+            except _UNREADABLE as error:
+                failure = error
+            # A rank that cannot read its file must not leave the others waiting where they restore modules.
+            comm.raise_together(failure, _world())
+            return found
+
+        failure = None
+        try:
+            with patched(strategy, "load_checkpoint", load_together):
+                restore()
+        except _UNREADABLE as error:
+            failure = error
+        try:
+            comm.raise_together(failure, _world())
+        except _UNREADABLE as error:
+            return error
+        return None
+
+    def _pass_over(self, failure: Exception) -> None:
+        if self._path is None:  # it is the user's own
+            raise failure
+        if len(self._found) == 1:
+            raise RuntimeError(
+                f"no checkpoint in {self._folder.path} can be read, the oldest being {self._path.name}. If the model or"
+                " the versions have changed, undo that; to train anew, remove the folder"
+            ) from failure
+        damaged = self._found.pop(0)
+        self._damaged.append(damaged)
+        rank_zero_warn(
+            f"AutoResume: {damaged} CANNOT BE READ ({type(failure).__name__}: {failure}); the run goes on from the one"
+            f" before it, {self._found[0].name}, and repeats the steps between them"
+        )
+        assert self._point is not None
+        announce_checkpoint(self._point.trainer, self._found[0])
+
+    def _set_aside_damaged(self) -> None:
+        def rename() -> None:
+            for path in self._damaged:
+                path.rename(path.with_name(f"damaged-{path.name}"))
+
+        if self._damaged:
+            comm.broadcast_from(rename, _world())
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._undo:
+            self._state = checkpoint.get(_KEY)
+
+    # ------------------------------------------------------------------------------------------------- each batch
+
+    @property
+    def _trainer_step(self) -> int:
+        assert self._point is not None
+        return self._point.trainer.global_step
+
+    def _between_batches(self, trainer: Trainer, fetcher: Any) -> None:
+        """Resume before the first batch, and save where it is time; all of the batch before is over."""
+        assert self._point is not None
+        if self._state is not None:
+            self._go_on(trainer, fetcher, self._state)
+            self._state = None
+        # Gradients that are accumulated are not in checkpoints.
+        self._is_between_steps = self._point.is_between_steps
+        step = trainer.global_step
+        if self._is_between_steps and step > self._saved_step and self._is_due(step):
+            self._save(trainer)
+        if self._end_on_sigterm is not None and not ends_on_sigterm_by_itself(trainer):
+            self._end_on_sigterm()
+
+    def _is_due(self, step: int) -> bool:
+        every = self.every_n_train_steps
+        # Asked first: all ranks must ask the clock at the same steps.
+        is_time = self._clock.is_due(step)
+        return is_time or (every is not None and step // every > self._saved_step // every)
+
+    def _go_on(self, trainer: Trainer, fetcher: Any, state: dict[str, Any]) -> None:
+        assert self._point is not None
+        self._point.go_on(fetcher, state["data"])
+        rank, size = _world().rank, _world().size
+        is_same = len(state["ranks"]) == size
+        # As at a first start, where all processes begin with the same numbers.
+        mine = state["ranks"][rank if is_same else 0]
+        if is_same:
+            restore_metrics(mine, trainer.lightning_module)
+            self._epoch_values = dict(mine["epoch"])
+            trainer.callback_metrics.update(mine["callback_metrics"])
+        # Last, as all before may have drawn numbers.
+        restore_random(mine, trainer, trainer.lightning_module)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._point is not None
+        self._point.begin_epoch()
+        self._epoch_values = {}
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._is_between_steps = False
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._epoch_values:
+            restore_epoch_values(trainer, self._epoch_values)
+
+    # -------------------------------------------------------------------------------------------------------- save
+
+    def _save(self, trainer: Trainer, is_end: bool = False) -> None:
+        """Save a checkpoint, and remove old ones; every rank must call it."""
+        place = self._folder.place(trainer.global_step, is_end)
+        # One that is written by a thread is complete some time later.
+        is_async = is_a(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
+        self._is_saving = True
+        try:
+            trainer.save_checkpoint(place if is_async else self._folder.aside(place))
+        finally:
+            self._is_saving = False
+        if not is_async:
+            comm.broadcast_from(lambda: self._folder.commit(place, self.keep), _world())
+        self._saved_step = trainer.global_step
+        self._clock.restart(self._saved_step)
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Those of others are saved at other places of the loop, and are restored as Lightning does.
+        if self._is_saving:
+            assert self._point is not None
+            ranks = comm.all_gather_object(rank_state(trainer, pl_module), _world())
+            checkpoint[_KEY] = {"version": 1, "data": self._point.state(), "ranks": ranks}
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Without it, a script that fails after `fit` would train the last steps again.
+        self._save(trainer, is_end=True)
+        _ended.add(self._folder.path.resolve())
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if is_a(exception, SIGTERMException) and self._undo:
+            # `SystemExit`, whose `code` is read when it has reached the interpreter.
+            exception.code = self.EXIT_PREEMPTED
+            if self._is_between_steps:
+                if trainer.global_step > self._saved_step:
+                    self._save(trainer)
+                rank_zero_info(
+                    f"AutoResume: told to end, after step {trainer.global_step}; start the script again to go on from"
+                    f" {self._folder.path}"
+                )
+        self._leave()
+
+
+def _world() -> Group:
+    """Return the group of all processes, also while that of the replicas is torch's default."""
+    return Group.of(all_processes())
+
+
+class _SaveClock:
+    """Tells all ranks at the same step that it is time to save.
+
+    Ranks agree on how many steps they go on before they ask again, so that they need not communicate in each: half of
+    the steps that the rest of the time would take, but no more than there were since the last checkpoint.
+
+    Args:
+        minutes: Time between two checkpoints; None without end.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self._every_s = None if minutes is None else 60 * minutes
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Begin to wait at `step`."""
+        self._begun_s, self._begun = time.monotonic(), step
+        self._next = step + 1
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether it is time; every rank must ask at the same steps."""
+        if self._every_s is None or step < self._next:
+            return False
+        waited_s, steps = time.monotonic() - self._begun_s, max(1, step - self._begun)
+        left_s = self._every_s - waited_s
+        pause = max(1, min(steps, int(left_s / 2 * steps / max(waited_s, 1e-9))))
+        # Clocks of ranks differ: that of the first counts.
+        is_due, pause = comm.broadcast_object((left_s <= 0, pause), _world())
+        self._next = step + pause
+        return is_due

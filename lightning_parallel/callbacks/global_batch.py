@@ -1,0 +1,123 @@
+"""Continue with another number of replicas: the same samples in each optimizer step, or a scaled learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.twins import is_a
+
+__all__ = ["GlobalBatch", "adapt_trainer", "scale_learning_rates"]
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """How the samples of an optimizer step come about.
+
+    Attributes:
+        replicas: Number of replicas.
+        batch_size: Samples of a batch of one replica.
+        accumulate: Batches of an optimizer step.
+    """
+
+    replicas: int
+    batch_size: int
+    accumulate: int
+
+    @property
+    def at_once(self) -> int:
+        """Samples of one batch of all replicas."""
+        return self.replicas * self.batch_size
+
+    @property
+    def samples(self) -> int:
+        """Samples of an optimizer step."""
+        return self.at_once * self.accumulate
+
+    def __str__(self) -> str:
+        return f"{self.replicas} replicas x batches of {self.batch_size} x {self.accumulate} accumulated"
+
+    def kept_by(self, replicas: int, batch_size: int) -> GlobalBatch:
+        """Return how other replicas, or other batches, come to as many samples in a step.
+
+        Raises:
+            ValueError: If they cannot.
+        """
+        at_once = replicas * batch_size
+        if self.samples % at_once:
+            raise ValueError(
+                f"the run was interrupted with {self.samples} samples in an optimizer step ({self}); {replicas}"
+                f" replicas with batches of {batch_size} read {at_once} at once, which does not divide {self.samples}."
+                f" Start it with a number of replicas and a batch size whose product divides {self.samples}, or let"
+                " `AutoResume(rescale_learning_rate=True)` go on with other steps"
+            )
+        return GlobalBatch(replicas, batch_size, self.samples // at_once)
+
+
+def adapt_trainer(trainer: Trainer, first: GlobalBatch, now: GlobalBatch, patches: Patches) -> None:
+    """Let numbers that a Trainer counts in batches mean the same samples as at the first start of the run.
+
+    Raises:
+        ValueError: If one of them would be no integer, or if a callback changes how batches are accumulated.
+    """
+    if trainer.accumulate_grad_batches != now.accumulate:
+        if any(is_a(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"the run began with {first} and would go on with {now}, but `GradientAccumulationScheduler` sets how"
+                " many batches are accumulated; start it with as many replicas as before, or without that callback"
+            )
+        rank_zero_info(f"AutoResume: the run began with {first} and goes on with {now}")
+        patches.replace(trainer, "accumulate_grad_batches", now.accumulate)
+    ratio = Fraction(first.at_once, now.at_once)
+    for name in ("limit_train_batches", "val_check_interval"):
+        value = getattr(trainer, name)
+        if isinstance(value, int) and ratio != 1:
+            patches.replace(trainer, name, _scaled(f"Trainer({name}={value})", value, ratio, first, now))
+    steps = Fraction(now.accumulate, first.accumulate)
+    for config in trainer.lr_scheduler_configs:
+        # Lightning counts batches for it, not steps.
+        if config.interval == "step" and config.frequency > 1 and steps != 1:
+            frequency = _scaled(f"a scheduler's frequency of {config.frequency}", config.frequency, steps, first, now)
+            patches.replace(config, "frequency", frequency)
+
+
+def _scaled(what: str, value: int, ratio: Fraction, first: GlobalBatch, now: GlobalBatch) -> int:
+    scaled = value * ratio
+    if scaled.denominator != 1:
+        raise ValueError(
+            f"{what} counts batches of {first}; the run would go on with {now}, where it were {float(scaled):g}, which"
+            " is no integer. Give a number that fits both, or a fraction of an epoch"
+        )
+    return int(scaled)
+
+
+def scale_learning_rates(trainer: Trainer, factor: float) -> None:
+    """Multiply the learning rates of all optimizers, and those that their schedulers start from, by `factor`."""
+    rank_zero_warn(f"AutoResume: learning rates are multiplied by {factor:g}, as optimizer steps have as many samples")
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            for key in ("lr", "initial_lr", "max_lr", "min_lr"):
+                if isinstance(group.get(key), Tensor):
+                    group[key].mul_(factor)
+                elif key in group:
+                    group[key] *= factor
+    for config in trainer.lr_scheduler_configs:
+        for scheduler in _schedulers(config.scheduler):
+            if hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+
+
+def _schedulers(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler, and those that it is made of."""
+    yield scheduler
+    state = vars(scheduler)
+    for inner in state.get("_schedulers", ()):
+        yield from _schedulers(inner)

@@ -1,0 +1,76 @@
+"""The folder of an interrupted run's checkpoints: written aside and renamed when complete, the newest few are kept."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+__all__ = ["ResumeFolder"]
+
+_NAME = re.compile(r"step-(\d+)(-end)?\.ckpt")
+_ASIDE = ".partial-"
+
+
+class ResumeFolder:
+    """Checkpoints named by their step, files or folders alike; used on one rank.
+
+    A checkpoint is written under another name, and gets its own when it is complete: one that was being written when
+    the process died is never taken for a checkpoint.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def create(self) -> None:
+        """Create the folder, and remove what dead processes have left incomplete in it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for left in self.path.glob(f"{_ASIDE}*"):
+            _remove(left)
+
+    def place(self, step: int, is_end: bool) -> Path:
+        """Return where the checkpoint of a step belongs."""
+        return self.path / f"step-{step:08d}{'-end' if is_end else ''}.ckpt"
+
+    def aside(self, place: Path) -> Path:
+        """Return where a checkpoint is written until it is complete."""
+        return self.path / f"{_ASIDE}{place.name}"
+
+    def found(self) -> list[Path]:
+        """Return the checkpoints, newest first."""
+        places = []
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            match = _NAME.fullmatch(path.name)
+            # One of the sharded format is a folder, complete with its manifest where it was not written aside.
+            if match:
+                places.append((int(match[1]), bool(match[2]), path))
+        return [path for *_, path in sorted(places, reverse=True)]
+
+    def commit(self, place: Path, keep: int) -> None:
+        """Give a complete checkpoint its name; then remove all but the newest `keep`."""
+        written = self.aside(place)
+        replaced = written.with_name(f"{_ASIDE}replaced-{place.name}")
+        if place.exists():
+            # Of an attempt before that went further than the checkpoint it was resumed from; folders do not replace.
+            place.rename(replaced)
+        written.rename(place)
+        _remove(replaced)
+        found = self.found()
+        for path in found[max(keep, found.index(place) + 1) :]:
+            self.drop(path)
+
+    def drop(self, path: Path) -> None:
+        """Remove a checkpoint, which stops being one before its files are gone."""
+        removed = path.with_name(f"{_ASIDE}removed-{path.name}")
+        path.rename(removed)
+        _remove(removed)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

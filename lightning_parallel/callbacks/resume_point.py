@@ -1,0 +1,198 @@
+"""The place of a run between two batches: saved as plain values, and found again, also with other replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_parallel.callbacks.global_batch import GlobalBatch, adapt_trainer, scale_learning_rates
+from lightning_parallel.callbacks.resumable_data import ResumableSampler, TrainingData, TrainingLoader
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.interrupted import (
+    batches_done,
+    fetch_again,
+    go_on_training,
+    loaders_of,
+    set_batches_done,
+)
+
+__all__ = ["ResumePoint"]
+
+
+class ResumePoint:
+    """Where a run is in its data, and how it gets there again.
+
+    Args:
+        trainer: The trainer.
+        data: Its training loaders.
+        rescale: Scale learning rates, rather than keep the samples of an optimizer step, where replicas are others.
+    """
+
+    def __init__(self, trainer: Trainer, data: TrainingData, rescale: bool) -> None:
+        self.trainer = trainer
+        self._data = data
+        self._rescale = rescale
+        self._patches = Patches()
+        self._given_accumulate = trainer.accumulate_grad_batches
+        self._first: GlobalBatch | None = None
+        self._saved: dict[str, Any] | None = None
+        # Samples that were skipped when the epoch was resumed, and the count of batches at that place.
+        self._skipped = self._skipped_batches = 0
+
+    # -------------------------------------------------------------------------------------------------------- save
+
+    @property
+    def _epoch(self) -> int:
+        return self.trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no gradients are accumulated."""
+        return batches_done(self.trainer) % self.trainer.accumulate_grad_batches == 0
+
+    def _loaders(self) -> list[TrainingLoader]:
+        return self._data.of(loaders_of(self.trainer)[0])
+
+    def _now(self, loader: TrainingLoader | None) -> GlobalBatch:
+        batch_size = 1 if loader is None else loader.batch_size
+        replicas = self._data.num_replicas
+        if loader is not None and loader.kind == "samples":
+            replicas = loader.num_replicas
+        return GlobalBatch(replicas, batch_size, self.trainer.accumulate_grad_batches)
+
+    def state(self) -> dict[str, Any]:
+        """Return the place as plain values."""
+        loaders, batches = self._loaders(), batches_done(self.trainer)
+        now = self._now(loaders[0] if loaders else None)
+        first = self._first or now
+        return {
+            "epoch": self._epoch,
+            "batches": batches,
+            "samples": self._skipped + (batches - self._skipped_batches) * now.at_once,
+            "batch": asdict(now),
+            "first": asdict(first),
+            "given_accumulate": self._given_accumulate,
+            "seed": self._data.seed,
+            "should_stop": bool(self.trainer.should_stop),
+            "loaders": [
+                {"kind": loader.kind, "batch_size": loader.batch_size, "order": loader.digest if batches else ""}
+                for loader in loaders
+            ],
+        }
+
+    # ------------------------------------------------------------------------------------------------------ resume
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take note of a place, once Lightning has restored its loops; the loaders are made after that."""
+        self._saved = saved
+        self._data.seed = saved["seed"]
+        self._first = GlobalBatch(**saved["first"])
+        if saved["should_stop"]:  # by a callback such as `EarlyStopping`
+            self.trainer.should_stop = True
+
+    def prepare(self, loader: Any, divides: bool, default: Callable[[], Any]) -> Any:
+        """Prepare a training loader; it begins where the run was."""
+        added = self._data.add(loader, divides, default)
+        saved = self._saved
+        if saved is None:
+            if added.order is not None:
+                added.order.begin(self._epoch)
+            return added.loader
+        if len(saved["loaders"]) == 1 and added.kind == saved["loaders"][0]["kind"] == "samples":
+            self._begin_at_sample(added, saved)
+        elif isinstance(added.order, ResumableSampler):
+            # Shorter loaders are read several times in an epoch.
+            repetition, batches = divmod(saved["batches"], max(1, len(added.loader)))
+            added.order.begin(saved["epoch"], batches * self._now(added).at_once, repetition)
+        elif added.order is not None:
+            added.order.begin(saved["epoch"], saved["batches"])
+        return added.loader
+
+    def _begin_at_sample(self, added: TrainingLoader, saved: dict[str, Any]) -> None:
+        order, then, first = added.order, GlobalBatch(**saved["batch"]), GlobalBatch(**saved["first"])
+        assert order is not None
+        now = self._now(added)
+        if self._given_accumulate == saved["given_accumulate"]:
+            now = GlobalBatch(now.replicas, now.batch_size, then.accumulate)
+            if then.samples != now.samples and not self._rescale:
+                now = then.kept_by(now.replicas, now.batch_size)
+        adapt_trainer(self.trainer, first, now, self._patches)
+        if now.samples != then.samples:
+            scale_learning_rates(self.trainer, now.samples / then.samples)
+        samples = saved["samples"]
+        if now.at_once != then.at_once:
+            # From the end, so that the epoch has as many batches as are left of it.
+            left = _num_batches(len(order) * now.replicas - samples, now.at_once, added.loader.drop_last)
+            done = len(added.loader) - left if samples else 0
+            set_batches_done(self.trainer, done, then.at_once / now.at_once)
+        self._skipped, self._skipped_batches = samples, batches_done(self.trainer)
+        order.begin(saved["epoch"], samples)
+
+    def go_on(self, fetcher: Any, saved: dict[str, Any]) -> None:
+        """Begin with the first batch that was not read, of loaders that were prepared.
+
+        Raises:
+            ValueError: If the data are not those of the interrupted run, or cannot be continued.
+        """
+        loaders, self._saved = self._loaders(), None
+        self._check(loaders, saved)
+        if [loader.kind for loader in loaders] == ["read"] and saved["batches"]:
+            fetch_again(fetcher, saved["batches"])
+        go_on_training(self.trainer)
+
+    def _check(self, loaders: list[TrainingLoader], saved: dict[str, Any]) -> None:
+        before = saved["loaders"]
+        kinds = [loader.kind for loader in loaders]
+        if kinds != [entry["kind"] for entry in before]:
+            raise ValueError(
+                f"the interrupted run read its training data by {[entry['kind'] for entry in before]}, this one by"
+                f" {kinds}; give it the same loaders and samplers"
+            )
+        then, now = saved["batch"]["replicas"], self._now(loaders[0] if loaders else None).replicas
+        if now != then and kinds != ["samples"] and kinds != ["stateful"] * len(kinds):
+            raise ValueError(
+                f"the interrupted run had {then} replicas, this one has {now}, and its data cannot be divided anew:"
+                " several loaders, a batch sampler of your own, a sampler that shards by itself or an iterable data set"
+                " say only which batch of each replica comes next. Start it with as many replicas, or use one loader"
+                " with a sampler of samples"
+            )
+        if not saved["batches"]:
+            return
+        if len(kinds) > 1 and "read" in kinds:
+            raise ValueError(
+                "one of several loaders is an iterable data set, or no `DataLoader`: it cannot go on within an epoch"
+                " beside the others. Give it a `state_dict` (torchdata), or use it alone"
+            )
+        mode = loaders_of(self.trainer)[1]
+        is_over = any(
+            len(loader.loader) <= saved["batches"] for loader in loaders if loader.kind in ("samples", "local")
+        )
+        if mode == "max_size" and len(kinds) > 1 and is_over:
+            raise ValueError("a `CombinedLoader` of mode `max_size` cannot go on where one of its loaders has ended")
+        for loader, entry in zip(loaders, before):
+            if loader.digest != entry["order"] and loader.kind != "stateful":
+                raise ValueError(
+                    "the training data have another order than in the interrupted run, so that samples would be read"
+                    " twice or never. Has the data set changed, or does a sampler draw from a generator without a seed?"
+                )
+            if len(kinds) > 1 and loader.batch_size != entry["batch_size"]:
+                raise ValueError(
+                    f"batches of {entry['batch_size']} samples have become {loader.batch_size}, with several loaders"
+                )
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch at its first sample."""
+        self._skipped = self._skipped_batches = 0
+        self._data.begin_epoch(self._epoch)
+
+    def release(self) -> None:
+        """Give loaders and trainer what they had."""
+        self._patches.undo()
+        self._data.release()
+
+
+def _num_batches(samples: int, batch_size: int, drop_last: bool) -> int:
+    return samples // batch_size if drop_last else -(-samples // batch_size)

@@ -1,0 +1,169 @@
+"""Private names of Lightning's loops and connectors that a run needs which was interrupted; only callbacks use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.lightning import PathLike
+
+__all__ = [
+    "announce_checkpoint",
+    "batches_done",
+    "before_each_batch",
+    "ends_on_sigterm_by_itself",
+    "epoch_values",
+    "fetch_again",
+    "go_on_training",
+    "hold_sigterm",
+    "loaders_of",
+    "prepare_loader_by",
+    "restore_by",
+    "restore_epoch_values",
+    "set_batches_done",
+]
+
+
+def hold_sigterm(trainer: Trainer, may_end: Callable[[], bool]) -> Callable[[], None]:
+    """Let a run of `agree_on_sigterm` that got a signal go on until `may_end`; returns what undoes it."""
+    connector = trainer._signal_connector
+    connector.may_end = may_end  # type: ignore[attr-defined]
+    return lambda: vars(connector).pop("may_end", None)
+
+
+def ends_on_sigterm_by_itself(trainer: Trainer) -> bool:
+    """Tell whether training asks for signals in each batch, as it does where there are several ranks."""
+    is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
+    return is_parallel and hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
+
+
+def before_each_batch(trainer: Trainer, function: Callable[[Any], None], patches: Patches) -> None:
+    """Call `function` with the loop's data fetcher before each batch is read: no hook is called there.
+
+    What belongs to the batch before has happened, validation after it included.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    advance = loop.advance
+
+    def called_first(data_fetcher: Any) -> None:
+        function(data_fetcher)
+        advance(data_fetcher)
+
+    patches.replace(loop, "advance", called_first)
+
+
+def go_on_training(trainer: Trainer) -> None:
+    """Take back that the loop of batches restarts, once its counters are set.
+
+    Where the last batch before was one with validation after it, it would count that batch again, and step schedulers.
+    """
+    trainer.fit_loop.epoch_loop.restarting = False
+
+
+def fetch_again(data_fetcher: Any, count: int) -> None:
+    """Read and drop `count` batches, which the loop has counted already."""
+    for _ in range(count):
+        next(data_fetcher)
+    data_fetcher.fetched -= count
+
+
+def prepare_loader_by(
+    trainer: Trainer, prepare: Callable[[Any, bool, Callable[[], Any]], Any], patches: Patches
+) -> None:
+    """Let `prepare` give training loaders their samplers instead of Lightning.
+
+    Args:
+        trainer: The trainer.
+        prepare: Called with a loader, whether Lightning would divide its samples among replicas, and what does so.
+        patches: Undoes it.
+    """
+    connector = trainer._data_connector
+    default = connector._prepare_dataloader
+
+    def prepared(dataloader: Any, shuffle: bool, mode: Any) -> Any:
+        if mode.value != "train":
+            return default(dataloader, shuffle, mode)
+        divides = hasattr(dataloader, "sampler") and connector._requires_distributed_sampler(dataloader)
+        return prepare(dataloader, divides, lambda: default(dataloader, shuffle, mode))
+
+    patches.replace(connector, "_prepare_dataloader", prepared)
+
+
+def loaders_of(trainer: Trainer) -> tuple[list[Any], str]:
+    """Return the training loaders as they were set up, and how several of them are combined."""
+    combined = trainer.fit_loop._combined_loader
+    return ([], "") if combined is None else (list(combined.flattened), combined._mode)
+
+
+def restore_by(
+    trainer: Trainer,
+    modules: Callable[[Callable[[Any], None], Any], None],
+    training: Callable[[Callable[[], None]], None],
+    patches: Patches,
+) -> None:
+    """Let other functions restore a run from a checkpoint, in both of the steps in which Lightning does.
+
+    Args:
+        trainer: The trainer.
+        modules: Called with what restores modules and callbacks from a path (None: nothing), and the user's path.
+        training: Called with what restores loops, optimizers and schedulers from the same.
+        patches: Undoes it.
+    """
+    connector = trainer._checkpoint_connector
+    of_modules, of_training = connector._restore_modules_and_callbacks, connector.restore_training_state
+
+    def restore(path: Any = None, weights_only: Optional[bool] = None) -> None:
+        modules(lambda chosen: of_modules(chosen, weights_only), path)
+
+    patches.replace(connector, "_restore_modules_and_callbacks", restore)
+    patches.replace(connector, "restore_training_state", lambda: training(of_training))
+
+
+def announce_checkpoint(trainer: Trainer, path: Optional[PathLike]) -> None:
+    """Let `checkpoint_of_run` return `path`; None ends this."""
+    vars(trainer).pop("chosen_checkpoint", None)
+    if path is not None:
+        trainer.chosen_checkpoint = path  # type: ignore[attr-defined]
+
+
+def epoch_values(trainer: Trainer) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+    """Return what the running epoch has logged: sums and weights of its means by name, and metrics for callbacks."""
+    found = {}
+    for name, result in trainer.fit_loop.epoch_loop._results.items():
+        if result.is_tensor and result.meta.on_epoch and not result.has_reset:
+            weight = [result.cumulated_batch_size] if result.meta.is_mean_reduction else []
+            found[name] = [result.value, *weight]
+    metrics = trainer._logger_connector._callback_metrics
+    return found, {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+
+
+def restore_epoch_values(trainer: Trainer, values: dict[str, list[Tensor]]) -> None:
+    """Add to the means of the running epoch what `epoch_values` gave; takes those out that are logged by now."""
+    for name, result in trainer.fit_loop.epoch_loop._results.items():
+        if name not in values or not result.is_tensor:
+            continue
+        value, *weight = (tensor.to(result.value.device) for tensor in values.pop(name))
+        if result.meta.is_max_reduction or result.meta.is_min_reduction:
+            result.value = result.meta.reduce_fx(value, result.value)
+        else:
+            result.value = value + result.value
+        if weight and result.meta.is_mean_reduction:
+            result.cumulated_batch_size = weight[0] + result.cumulated_batch_size
+
+
+def batches_done(trainer: Trainer) -> int:
+    """Return how many batches of the epoch are over."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
+
+def set_batches_done(trainer: Trainer, count: int, ratio: float) -> None:
+    """Set how many batches of the epoch are over; those of epochs before count `ratio` times."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    earlier = round((progress.total.completed - progress.current.completed) * ratio)
+    for tracker, value in ((progress.total, earlier + count), (progress.current, count)):
+        tracker.ready = tracker.started = tracker.processed = tracker.completed = value  # type: ignore[attr-defined]

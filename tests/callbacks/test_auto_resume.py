@@ -1,0 +1,88 @@
+"""A run that is interrupted and started again ends with the weights of one that was not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, seed_everything
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import AutoResume
+from tests.strategies.models import Samples, trainer_for
+
+
+class Interruption(RuntimeError):
+    pass
+
+
+class Interrupt(Callback):
+    """Fails after some optimizer steps, as a process that is killed."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if trainer.global_step == self.step:
+            raise Interruption
+
+
+class Dropping(LightningModule):
+    """Draws random numbers, has schedulers, logs means of epochs, and remembers which samples it has seen."""
+
+    def __init__(self, dropout=0.3, lr=0.1):
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 5)).double()
+        self.lr = lr
+        self.seen, self.epoch_means = [], []
+
+    def training_step(self, batch, index):
+        x, y = batch
+        self.seen.append(x[:, 0].tolist())
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self):
+        self.epoch_means.append(self.trainer.callback_metrics["loss"].item())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97), "interval": "step"}]
+
+
+def loader_of(batch_size=4, length=36, **options):
+    return DataLoader(Samples(length=length), batch_size, **({"shuffle": True} | options))
+
+
+def fit(folder, loader, interrupt=None, strategy="auto", devices=1, module=None, every=2, resume=None, **options):
+    """Train until the end, or until the interruption; returns module and trainer."""
+    seed_everything(11)
+    module = module or Dropping()
+    callbacks = [resume or AutoResume(str(folder), every_n_train_steps=every), *options.pop("callbacks", ())]
+    if interrupt is not None:
+        callbacks.append(Interrupt(interrupt))
+    trainer = trainer_for(strategy, devices, callbacks=callbacks, **{"max_epochs": 3, **options})
+    if interrupt is None:
+        trainer.fit(module, loader)
+    else:
+        with pytest.raises(Interruption):
+            trainer.fit(module, loader)
+    return module, trainer
+
+
+def assert_equal_weights(module, expected):
+    for name, value in expected.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 9, 10, 17, 26])
+def test_one_process_goes_on_bit_for_bit(step, tmp_path):
+    expected, _ = fit(tmp_path / "whole", loader_of())
+    cut, _ = fit(tmp_path / "cut", loader_of(), step)
+    module, trainer = fit(tmp_path / "cut", loader_of())
+    assert trainer.global_step == 27
+    assert_equal_weights(module, expected)
+    saved = step - 1 - (step - 1) % 2
+    assert cut.seen[:saved] + module.seen == expected.seen
+    assert module.epoch_means == expected.epoch_means[saved // 9 :]
