@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing_extensions import override
 from lightning_parallel import comm
 from lightning_parallel.callbacks.rank_state import rank_state, restore_metrics, restore_random
 from lightning_parallel.callbacks.resumable_data import TrainingData
-from lightning_parallel.callbacks.resume_folder import ResumeFolder
+from lightning_parallel.callbacks.resume_folder import ResumeFolder, SaveClock
 from lightning_parallel.callbacks.resume_point import ResumePoint
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches, patched
@@ -112,7 +111,7 @@ class AutoResume(Callback):
         self._state: dict[str, Any] | None = None
         self._epoch_values: dict[str, Any] = {}
         self._point: ResumePoint | None = None
-        self._clock = _SaveClock(None)
+        self._clock = SaveClock(None, Group.alone("none"))
         self._saved_step = 0
         self._is_between_steps = self._is_saving = False
         self._end_on_sigterm: Callable[[], None] | None = None
@@ -139,7 +138,7 @@ class AutoResume(Callback):
         place = replicas.get("num_replicas", 1), replicas.get("rank", 0)
         seed = comm.broadcast_object(int(os.environ.get("PL_GLOBAL_SEED", 0)), _world())
         self._point = ResumePoint(trainer, TrainingData(seed, place), self.rescale_learning_rate)
-        self._clock = _SaveClock(self.every_n_minutes)
+        self._clock = SaveClock(self.every_n_minutes, _world())
         self._patch(trainer)
 
     def _look(self, trainer: Trainer) -> tuple[Path, list[Path]]:
@@ -364,35 +363,3 @@ class AutoResume(Callback):
 def _world() -> Group:
     """Return the group of all processes, also while that of the replicas is torch's default."""
     return Group.of(all_processes())
-
-
-class _SaveClock:
-    """Tells all ranks at the same step that it is time to save.
-
-    Ranks agree on how many steps they go on before they ask again, so that they need not communicate in each: half of
-    the steps that the rest of the time would take, but no more than there were since the last checkpoint.
-
-    Args:
-        minutes: Time between two checkpoints; None without end.
-    """
-
-    def __init__(self, minutes: float | None) -> None:
-        self._every_s = None if minutes is None else 60 * minutes
-        self.restart(0)
-
-    def restart(self, step: int) -> None:
-        """Begin to wait at `step`."""
-        self._begun_s, self._begun = time.monotonic(), step
-        self._next = step + 1
-
-    def is_due(self, step: int) -> bool:
-        """Tell whether it is time; every rank must ask at the same steps."""
-        if self._every_s is None or step < self._next:
-            return False
-        waited_s, steps = time.monotonic() - self._begun_s, max(1, step - self._begun)
-        left_s = self._every_s - waited_s
-        pause = max(1, min(steps, int(left_s / 2 * steps / max(waited_s, 1e-9))))
-        # Clocks of ranks differ: that of the first counts.
-        is_due, pause = comm.broadcast_object((left_s <= 0, pause), _world())
-        self._next = step + pause
-        return is_due

@@ -135,7 +135,8 @@ class ResumableSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         source: Any = self.source
-        size = len(source.dataset) if type(source) is DistributedSampler else len(source)
+        data: Any = source.dataset if type(source) is DistributedSampler else source
+        size = len(data)
         return size // self.num_replicas if self.drop_last else -(-size // self.num_replicas)
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,12 +1,16 @@
-"""The folder of an interrupted run's checkpoints: written aside and renamed when complete, the newest few are kept."""
+"""Where and when checkpoints of a run that may be interrupted are written: aside first, the newest few are kept."""
 
 from __future__ import annotations
 
 import re
 import shutil
+import time
 from pathlib import Path
 
-__all__ = ["ResumeFolder"]
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+
+__all__ = ["ResumeFolder", "SaveClock"]
 
 _NAME = re.compile(r"step-(\d+)(-end)?\.ckpt")
 _ASIDE = ".partial-"
@@ -44,7 +48,6 @@ class ResumeFolder:
         places = []
         for path in self.path.iterdir() if self.path.is_dir() else ():
             match = _NAME.fullmatch(path.name)
-            # One of the sharded format is a folder, complete with its manifest where it was not written aside.
             if match:
                 places.append((int(match[1]), bool(match[2]), path))
         return [path for *_, path in sorted(places, reverse=True)]
@@ -74,3 +77,37 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+class SaveClock:
+    """Tells all ranks at the same step that it is time to save.
+
+    Ranks agree on how many steps they go on before they ask again, so that they need not communicate in each: half of
+    the steps that the rest of the time would take, but no more than there were since the last checkpoint.
+
+    Args:
+        minutes: Time between two checkpoints; None without end.
+        group: All ranks.
+    """
+
+    def __init__(self, minutes: float | None, group: Group) -> None:
+        self._group = group
+        self._every_s = None if minutes is None else 60 * minutes
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Begin to wait at `step`."""
+        self._begun_s, self._begun = time.monotonic(), step
+        self._next = step + 1
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether it is time; every rank must ask at the same steps."""
+        if self._every_s is None or step < self._next:
+            return False
+        waited_s, steps = time.monotonic() - self._begun_s, max(1, step - self._begun)
+        left_s = self._every_s - waited_s
+        pause = max(1, min(steps, int(left_s / 2 * steps / max(waited_s, 1e-9))))
+        # Clocks of ranks differ: that of the first counts.
+        is_due, pause = comm.broadcast_object((left_s <= 0, pause), self._group)
+        self._next = step + pause
+        return is_due
