@@ -75,10 +75,8 @@ def fit(folder, loader, interrupt=None, strategy="auto", devices=1, module=None,
 
 def assert_equal_weights(module, expected):
     for name, value in expected.state_dict().items():
-        assert torch.equal(module.state_dict()[name], value), (
-            name,
-            (module.state_dict()[name] - value).abs().max(),
-        )
+        assert value.isfinite().all(), name
+        assert torch.equal(module.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("step", [1, 2, 5, 9, 10, 17, 26])
@@ -108,7 +106,7 @@ class Residual(nn.Module):
 class DeepDropping(Dropping):
     """Layers that a pipeline can cut."""
 
-    def __init__(self, dropout=0.3, lr=0.1):
+    def __init__(self, dropout=0.3, lr=0.02):
         super().__init__(dropout, lr)
         torch.manual_seed(5)
         blocks = [Residual(dropout) for _ in range(4)]
