@@ -39,6 +39,7 @@ from lightning_parallel.comm.objects import (
     on_any_rank,
     raise_together,
 )
+from lightning_parallel.comm.rendezvous import RendezvousError, attempt_store, may_outlive_attempts
 from lightning_parallel.comm.roll_call import ApartError, RollCall
 from lightning_parallel.comm.strict_order import strict_order
 from lightning_parallel.comm.work import (
@@ -49,6 +50,7 @@ from lightning_parallel.comm.work import (
 
 __all__ = [
     "ApartError",
+    "RendezvousError",
     "RollCall",
     "GradientSession",
     "LostRankError",
@@ -68,6 +70,8 @@ __all__ = [
     "all_reduce",
     "all_reduce_",
     "all_to_all",
+    "attempt_store",
+    "may_outlive_attempts",
     "barrier",
     "broadcast_",
     "broadcast_from",

@@ -59,6 +59,7 @@ __all__ = [
     "metric_state_of",
     "move_optimizers",
     "prepared_batch",
+    "process_group_backend_of",
     "reset_optimizers",
     "synchronizes_layers",
     "restore_metric_state",
@@ -84,17 +85,31 @@ __all__ = [
 
 
 def init_process_group(
-    environment: ClusterEnvironment, backend: str, timeout: timedelta | None, device: torch.device | None
+    environment: ClusterEnvironment,
+    backend: str,
+    timeout: timedelta | None,
+    device: torch.device | None,
+    store: torch.distributed.Store | None = None,
 ) -> None:
     """Start the default process group, if there is none, as Lightning's own strategies do, with its log line.
 
     Calling `torch.distributed.init_process_group` instead would miss what Lightning sets for each cluster environment.
+
+    Args:
+        environment, backend, timeout, device: See `connect` in `strategies.processes`.
+        store: Where the processes meet, if not where torch would let them.
     """
     is_new = not torch.distributed.is_initialized()
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device)
+    options: dict[str, Any] = {} if store is None else {"store": store}
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device, **options)
     if is_new and backend != "nccl" and "nccl" in backend:
         # Lightning does so for NCCL alone: torch warns of groups that are left when the process ends.
         atexit.register(_destroy_dist_connection)
+
+
+def process_group_backend_of(strategy: ParallelStrategy) -> str:
+    """Return the backend that a strategy of Lightning is about to start its process group with."""
+    return strategy._get_process_group_backend()  # type: ignore[attr-defined]
 
 
 def strategy_of(launcher: FunctionLauncher) -> Strategy:

@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_parallel.comm import MeshGroups, start_heartbeat, stop_heartbeat
+from lightning_parallel.comm import MeshGroups, may_outlive_attempts, start_heartbeat, stop_heartbeat
 from lightning_parallel.compat import ParallelState
-from lightning_parallel.compat.lightning import PathLike, timeout_of
+from lightning_parallel.compat.lightning import PathLike, process_group_backend_of, timeout_of
 from lightning_parallel.compat.torch import remove_ddp_hooks
 from lightning_parallel.compression import (
     Auto,
@@ -51,6 +51,7 @@ from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA
 from lightning_parallel.strategies.checkpoint_files import SavesFiles
 from lightning_parallel.strategies.compression_parts import PARTS, assemble_state, divide_state
+from lightning_parallel.strategies.processes import connect
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
@@ -180,6 +181,16 @@ def warn_of_dropped_step(module: LightningModule) -> None:
         )
 
 
+def _connect(strategy: Any) -> None:
+    """Connect the processes of a strategy where its launcher's store may know those of an earlier attempt."""
+    # DeepSpeed connects them by itself.
+    if may_outlive_attempts() and not isinstance(strategy, DeepSpeedStrategy):
+        strategy.set_world_ranks()
+        # Lightning will find them connected.
+        backend, timeout = process_group_backend_of(strategy), timeout_of(strategy)
+        connect(strategy.cluster_environment, strategy.root_device, backend, timeout)
+
+
 class SavesCompression(SavesFiles):
     """Base class that saves the state of `compression` in Lightning's checkpoints, next to that of the optimizers.
 
@@ -190,6 +201,7 @@ class SavesCompression(SavesFiles):
 
     @override
     def setup_environment(self) -> None:
+        _connect(self)
         super().setup_environment()
         self._begin_compression()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -111,10 +112,13 @@ def connect(
         # Objects, flags and names pass between the hosts: through a GPU, each would wait for what it computes.
         of_device = dist.Backend.default_device_backend_map.get(device.type, "gloo")
         backend = "gloo" if of_device == "gloo" else f"cpu:gloo,{device.type}:{of_device}"
+    store = None
+    if comm.may_outlive_attempts() and not dist.is_initialized():
+        store = _store_of_attempt(environment, timeout or default_pg_timeout)
     # NCCL is given the device at once, so that it knows it before the first collective. gloo, given one, would try to
     # split its groups as NCCL does, and fail.
     try:
-        init_process_group(environment, backend, timeout, device if "nccl" in backend else None)
+        init_process_group(environment, backend, timeout, device if "nccl" in backend else None, store)
     except RuntimeError as error:
         if "gloo" not in backend or "connect" not in str(error).lower():
             raise
@@ -123,6 +127,15 @@ def connect(
             f"{error}\ngloo could not connect the processes. If hosts have several networks, or their names are those"
             " of 127.0.0.1 or 127.0.1.1, name the network between them in GLOO_SOCKET_IFNAME (see `ip addr`)"
         ) from error
+
+
+def _store_of_attempt(environment: ClusterEnvironment, timeout: timedelta) -> dist.Store:
+    """Return a store that processes of an earlier attempt have not used, though the launcher's is the same."""
+    rank, world_size = environment.global_rank(), environment.world_size()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = environment.main_address, str(environment.main_port)
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    return comm.attempt_store(store, rank, world_size, timeout)
 
 
 def process_groups(mesh: Mesh, device_type: str, timeout: timedelta | None) -> tuple[MeshGroups, DeviceMesh]:

@@ -1,0 +1,90 @@
+"""How the processes of one attempt find each other in a store that has seen others.
+
+A launcher such as torchrun starts all processes again when one has died, and lends them the same store. There gloo
+would find the addresses of the dead ones. So each attempt keeps its keys under a prefix of its own, which its processes
+agree on in that very store: what dead processes have written there must not be taken for an answer.
+
+    hello/r = nonce              each rank says that it is there, by a number that nobody has used
+    welcome/r = nonce prefix     the first rank answers each number that it has not answered yet
+    <prefix>/joined/r            the rank has read the answer to its own number
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from uuid import uuid4
+
+import torch.distributed as dist
+
+__all__ = ["RendezvousError", "attempt_store", "may_outlive_attempts"]
+
+_LOOK_S = 0.02
+"""How often a rank looks for what it waits for."""
+
+
+class RendezvousError(RuntimeError):
+    """Processes have not met in time."""
+
+
+def may_outlive_attempts() -> bool:
+    """Tell whether the launcher lends its store to the processes, rather than the first of them making one."""
+    return dist.is_torchelastic_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def attempt_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """Return the part of `store` that belongs to these processes alone; each of them must call it.
+
+    Args:
+        store: One that processes of earlier attempts may have used.
+        rank: Rank of this process.
+        world_size: How many there are.
+        timeout: How long to wait for the others.
+
+    Raises:
+        RendezvousError: If a process does not come, with its rank.
+    """
+    hall = dist.PrefixStore("lightning_parallel/rendezvous", store)
+    end_s = time.monotonic() + timeout.total_seconds()
+    prefix = _welcome(hall, world_size, end_s) if rank == 0 else _enter(hall, rank, end_s)
+    return dist.PrefixStore(f"lightning_parallel/attempt/{prefix}", store)
+
+
+def _welcome(hall: dist.Store, world_size: int, end_s: float) -> str:
+    """Answer the ranks until all have joined, the living ones after the dead ones whose words are still there."""
+    prefix = uuid4().hex
+    missing = list(range(1, world_size))
+    answered: dict[int, str] = {}
+    while missing := [rank for rank in missing if not hall.check([f"{prefix}/joined/{rank}"])]:
+        for rank in missing:
+            nonce = _read(hall, f"hello/{rank}")
+            if nonce and answered.get(rank) != nonce:
+                hall.set(f"welcome/{rank}", f"{nonce} {prefix}")
+                answered[rank] = nonce
+        if time.monotonic() > end_s:
+            listed = ", ".join(map(str, missing))
+            raise RendezvousError(
+                f"of {world_size} processes, rank {listed} did not come in time. Do all hosts run, with the same"
+                " MASTER_ADDR and MASTER_PORT, and is `timeout` of the strategy as long as their start may differ?"
+            )
+        time.sleep(_LOOK_S)
+    return prefix
+
+
+def _enter(hall: dist.Store, rank: int, end_s: float) -> str:
+    nonce = uuid4().hex
+    hall.set(f"hello/{rank}", nonce)
+    while True:
+        answered, _, prefix = _read(hall, f"welcome/{rank}").partition(" ")
+        if answered == nonce:
+            hall.set(f"{prefix}/joined/{rank}", "")
+            return prefix
+        if time.monotonic() > end_s:
+            raise RendezvousError(f"rank 0 did not answer rank {rank} in time: its process has not come to the store")
+        time.sleep(_LOOK_S)
+
+
+def _read(store: dist.Store, key: str) -> str:
+    # `get` would wait for the key.
+    return store.get(key).decode() if store.check([key]) else ""
