@@ -7,6 +7,7 @@ from lightning_parallel.callbacks.data_sharding import DataShardingMonitor
 from lightning_parallel.callbacks.hang import HangReporter
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.memory import MemoryProfiler
+from lightning_parallel.callbacks.nonfinite import NonFiniteGuard
 from lightning_parallel.callbacks.pipeline_timeline import PipelineTimeline
 from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
 from lightning_parallel.callbacks.report import ProfileReport
@@ -22,6 +23,7 @@ __all__ = [
     "HangReporter",
     "MeasuringCallback",
     "MemoryProfiler",
+    "NonFiniteGuard",
     "PipelineTimeline",
     "ProfileReport",
     "ReplicaDriftMonitor",
