@@ -28,6 +28,7 @@ from lightning_parallel.compat.interrupted import (
     before_each_batch,
     ends_on_sigterm_by_itself,
     hold_sigterm,
+    ignore_sigterm,
     prepare_loader_by,
     restore_by,
     restore_epoch_values,
@@ -60,7 +61,7 @@ class AutoResume(Callback):
     * **On other numbers of processes** the samples of an optimizer step stay the same: `accumulate_grad_batches`
       follows, and what the Trainer counts in batches with it. Sizes of `"auto"` are those of the new mesh.
     * **On SIGTERM**, to one process or to all, every rank ends after the same optimizer step, saves one checkpoint and
-      exits with status 75 (`AutoResume.EXIT_PREEMPTED`).
+      exits with status 75 (`AutoResume.EXIT_PREEMPTED`); another SIGTERM until then is ignored.
     * **A damaged checkpoint** is passed over for the one before it, on all ranks, with a warning.
 
     The folder must be on a file system that all processes share, and be of one `fit`. A run that has ended stays
@@ -350,6 +351,7 @@ class AutoResume(Callback):
         if is_a(exception, SIGTERMException) and self._undo:
             # `SystemExit`, whose `code` is read when it has reached the interpreter.
             exception.code = self.EXIT_PREEMPTED
+            ignore_sigterm(trainer)
             if self._is_between_steps:
                 if trainer.global_step > self._saved_step:
                     self._save(trainer)

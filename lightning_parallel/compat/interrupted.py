@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -21,6 +22,7 @@ __all__ = [
     "fetch_again",
     "go_on_training",
     "hold_sigterm",
+    "ignore_sigterm",
     "loaders_of",
     "prepare_loader_by",
     "restore_by",
@@ -34,6 +36,16 @@ def hold_sigterm(trainer: Trainer, may_end: Callable[[], bool]) -> Callable[[], 
     connector = trainer._signal_connector
     connector.may_end = may_end  # type: ignore[attr-defined]
     return lambda: vars(connector).pop("may_end", None)
+
+
+def ignore_sigterm(trainer: Trainer) -> None:
+    """Ignore SIGTERM from the trainer's teardown on, which gives signals the handlers that they had before the run.
+
+    A process that is ending with a status of its own, by a signal, must not die of the next one.
+    """
+    handlers = trainer._signal_connector._original_handlers
+    if signal.SIGTERM in handlers:
+        handlers[signal.SIGTERM] = signal.SIG_IGN
 
 
 def ends_on_sigterm_by_itself(trainer: Trainer) -> bool:

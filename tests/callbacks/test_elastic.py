@@ -1,0 +1,95 @@
+"""A run goes on with another number of processes: the same samples in each step, or other learning rates."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from lightning_parallel import AutoResume, HybridParallelStrategy
+from tests.callbacks.test_auto_resume import DeepDropping, fit, loader_of
+from tests.harness import RankError, run
+
+STRATEGIES = {
+    "tensor": lambda: HybridParallelStrategy(tensor_parallel_size=2),
+    "pipeline": lambda: HybridParallelStrategy(pipeline_parallel_size=2, balance="uniform"),
+    "ddp": DDPStrategy,
+    "one": lambda: "auto",
+}
+
+
+class Rates(Callback):
+    def __init__(self):
+        self.rates, self.accumulated, self.batches = [], 0, []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.accumulated = trainer.accumulate_grad_batches
+        self.batches.append(trainer.fit_loop.total_batch_idx)
+
+
+def _train(strategy, folder, batch_size, accumulate=1, interrupt=None, rescale=False, loader=None, **options):
+    """Train on these ranks; returns what the first of them has in the end."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    resume, rates = AutoResume(str(folder), every_n_train_steps=2, rescale_learning_rate=rescale), Rates()
+    module, trainer = fit(
+        folder,
+        (loader or loader_of)(batch_size, 32),
+        interrupt,
+        STRATEGIES[strategy](),
+        world,
+        DeepDropping(dropout=0.0),
+        resume=resume,
+        accumulate_grad_batches=accumulate,
+        callbacks=[rates],
+        **options,
+    )
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return weights, trainer.global_step, rates.accumulated, rates.rates, module.seen
+
+
+def _batches_of_sampler(batch_size, length):
+    order = SequentialSampler(range(length))
+    return loader_of(1, length, batch_sampler=type("Own", (BatchSampler,), {})(order, batch_size, False), shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "accumulated"),
+    [
+        ([("tensor", 4, 4, 1), ("tensor", 2, 4, 1)], 2),
+        ([("tensor", 2, 4, 2), ("tensor", 4, 4, 2), ("one", 1, 4, 2)], 2),
+        ([("ddp", 2, 4, 1), ("pipeline", 4, 2, 1)], 2),
+    ],
+)
+def test_the_samples_of_a_step_stay_the_same(attempts, accumulated, tmp_path):
+    expected, steps, *_ = _train("one", tmp_path / "whole", 8)
+    for number, (strategy, world, batch_size, accumulate) in enumerate(attempts):
+        interrupt = None if number == len(attempts) - 1 else 5 + 2 * number
+        arguments = {"strategy": strategy, "folder": tmp_path / "cut", "batch_size": batch_size}
+        arguments |= {"accumulate": accumulate, "interrupt": interrupt}
+        found = _train(**arguments) if world == 1 else run(_train, world, **arguments)[0]
+    weights, reached, last, *_ = found
+    assert (reached, last) == (steps, accumulated)
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_what_does_not_divide_is_refused_or_scaled(tmp_path):
+    run(_train, 4, strategy="ddp", folder=tmp_path, batch_size=2, interrupt=5)
+    with pytest.raises(
+        ValueError, match="8 samples in an optimizer step .4 replicas x batches of 2 x 1 accumulated.; 1"
+    ):
+        _train("one", tmp_path, 3)
+    *_, rates, _ = _train("one", tmp_path, 4, rescale=True)
+    # After the fifth step, of a rate that falls by 3 % in each: half of it, with half of the samples.
+    assert rates[0] == pytest.approx(0.5 * 0.02 * 0.97**5, rel=1e-12)
+    assert rates[1] == pytest.approx(0.5 * 0.02 * 0.97**6, rel=1e-12)
+
+
+def test_batches_of_a_batch_sampler_cannot_be_divided_anew(tmp_path):
+    options = {"strategy": "ddp", "folder": tmp_path, "batch_size": 2, "loader": _batches_of_sampler}
+    run(_train, 2, **options, interrupt=5)
+    with pytest.raises(ValueError, match="the interrupted run had 2 replicas, this one has 1"):
+        _train(**options | {"strategy": "one"})
+    with pytest.raises(RankError, match="the interrupted run read its training data by .'batches'., this one by"):
+        run(_train, 2, **options | {"loader": None})
