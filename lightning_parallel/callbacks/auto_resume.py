@@ -53,7 +53,7 @@ class AutoResume(Callback):
     For `torchrun --max-restarts`, and whatever else starts a script again. It saves into a folder of its own, and
     `trainer.fit(...)` goes on from the newest checkpoint there, whatever `ckpt_path` it is given for the first start.
     With the same number of processes the final weights are those of an undisturbed run bit for bit, dropout included
-    (`num_workers=0`: workers that augment draw other numbers).
+    (with `num_workers=0`, and where an iterable data set of unknown length draws no numbers while it is read).
 
     * **Within an epoch**, samples are neither read again nor left out: the training loader gets a sampler whose order
       depends on the seed and the epoch only. A batch sampler of your own is skipped, and an iterable data set read, up
