@@ -26,7 +26,6 @@ from lightning_parallel.compat.default_group import all_processes
 from lightning_parallel.compat.interrupted import (
     announce_checkpoint,
     before_each_batch,
-    ends_on_sigterm_by_itself,
     hold_sigterm,
     ignore_sigterm,
     prepare_loader_by,
@@ -114,8 +113,7 @@ class AutoResume(Callback):
         self._point: ResumePoint | None = None
         self._clock = SaveClock(None, Group.alone("none"))
         self._saved_step = 0
-        self._is_between_steps = self._is_saving = False
-        self._end_on_sigterm: Callable[[], None] | None = None
+        self._is_saving = False
 
     # ----------------------------------------------------------------------------------------------- begin and end
 
@@ -125,6 +123,8 @@ class AutoResume(Callback):
             return
         self._leave()
         self._forget()
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
         if sum(isinstance(callback, AutoResume) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("a Trainer takes one `AutoResume`: a run goes on from one checkpoint")
         # After the processes have met: all take what the first one finds.
@@ -157,10 +157,11 @@ class AutoResume(Callback):
             announce_checkpoint(trainer, self._found[0])
         prepare_loader_by(trainer, self._point.prepare, patches)
         before_each_batch(trainer, lambda fetcher: self._between_batches(trainer, fetcher), patches)
-        self._undo.append(hold_sigterm(trainer, lambda: self._is_between_steps))
+        # In evaluation replicas end each by itself, and gradients that are accumulated are not in checkpoints.
+        self._undo.append(hold_sigterm(trainer, lambda: self._may_save))
         if not hasattr(trainer.strategy, "begin_batch"):  # ours agree by themselves
             agree = trainer.strategy.reduce_boolean_decision
-            self._end_on_sigterm = agree_on_sigterm(trainer, lambda flag: agree(flag, all=False), patches)
+            agree_on_sigterm(trainer, lambda flag: agree(flag, all=False), patches)
         warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
 
     def _leave(self) -> None:
@@ -267,16 +268,19 @@ class AutoResume(Callback):
     def _between_batches(self, trainer: Trainer, fetcher: Any) -> None:
         """Resume before the first batch, and save where it is time; all of the batch before is over."""
         assert self._point is not None
+        if self not in trainer.callbacks:  # type: ignore[attr-defined]
+            return  # a callback tries something, such as learning rates
         if self._state is not None:
             self._go_on(trainer, fetcher, self._state)
             self._state = None
-        # Gradients that are accumulated are not in checkpoints.
-        self._is_between_steps = self._point.is_between_steps
         step = trainer.global_step
-        if self._is_between_steps and step > self._saved_step and self._is_due(step):
+        if self._may_save and step > self._saved_step and self._is_due(step):
             self._save(trainer)
-        if self._end_on_sigterm is not None and not ends_on_sigterm_by_itself(trainer):
-            self._end_on_sigterm()
+
+    @property
+    def _may_save(self) -> bool:
+        """Whether the run is in training, and no gradients are accumulated; asked between batches."""
+        return self._point is not None and self._point.trainer.training and self._point.is_between_steps
 
     def _is_due(self, step: int) -> bool:
         every = self.every_n_train_steps
@@ -300,13 +304,9 @@ class AutoResume(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._point is not None
-        self._point.begin_epoch()
+        if self._point is not None:
+            self._point.begin_epoch()
         self._epoch_values = {}
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._is_between_steps = False
 
     @override
     def on_train_batch_end(
@@ -343,8 +343,9 @@ class AutoResume(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Without it, a script that fails after `fit` would train the last steps again.
-        self._save(trainer, is_end=True)
-        _ended.add(self._folder.path.resolve())
+        if self._point is not None:
+            self._save(trainer, is_end=True)
+            _ended.add(self._folder.path.resolve())
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -352,9 +353,10 @@ class AutoResume(Callback):
             # `SystemExit`, whose `code` is read when it has reached the interpreter.
             exception.code = self.EXIT_PREEMPTED
             ignore_sigterm(trainer)
-            if self._is_between_steps:
+            if self._may_save:
                 if trainer.global_step > self._saved_step:
                     self._save(trainer)
+                comm.barrier(_world())
                 rank_zero_info(
                     f"AutoResume: told to end, after step {trainer.global_step}; start the script again to go on from"
                     f" {self._folder.path}"

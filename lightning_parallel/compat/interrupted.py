@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable
 from typing import Any, Optional
 
-import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
@@ -17,7 +16,6 @@ __all__ = [
     "announce_checkpoint",
     "batches_done",
     "before_each_batch",
-    "ends_on_sigterm_by_itself",
     "epoch_values",
     "fetch_again",
     "go_on_training",
@@ -46,12 +44,6 @@ def ignore_sigterm(trainer: Trainer) -> None:
     handlers = trainer._signal_connector._original_handlers
     if signal.SIGTERM in handlers:
         handlers[signal.SIGTERM] = signal.SIG_IGN
-
-
-def ends_on_sigterm_by_itself(trainer: Trainer) -> bool:
-    """Tell whether training asks for signals in each batch, as it does where there are several ranks."""
-    is_parallel = torch.distributed.is_available() and torch.distributed.is_initialized() and trainer.world_size > 1
-    return is_parallel and hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
 
 
 def before_each_batch(trainer: Trainer, function: Callable[[Any], None], patches: Patches) -> None:

@@ -193,8 +193,17 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
 
     patches.replace(connector, "_sigterm_notifier_fn", note)
     epoch_loop = trainer.fit_loop.epoch_loop
-    if hasattr(epoch_loop, "_broadcast_sigterm_tensor"):  # not in all supported versions
+    if trainer.world_size > 1 and hasattr(epoch_loop, "_broadcast_sigterm_tensor"):
         patches.replace(epoch_loop, "_broadcast_sigterm_tensor", end_together)
+        return end_together
+    # With one process, and in some of the supported versions, training does not ask.
+    advance = epoch_loop.advance
+
+    def ask_first(data_fetcher: Any) -> None:
+        end_together()
+        advance(data_fetcher)
+
+    patches.replace(epoch_loop, "advance", ask_first)
     return end_together
 
 

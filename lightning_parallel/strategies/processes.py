@@ -378,9 +378,13 @@ class MeshProcesses(SavesFiles):
         assert trainer.state.stage is not None
         flag = self._meet_replica(f"a batch of epoch {trainer.current_epoch} ({trainer.state.stage.value})", flag)
         # In evaluation replicas may have different numbers of batches; each ends by itself.
-        if not trainer.training or self.groups.data_parallel.size == 1:
-            return flag
-        return comm.on_any_rank([flag], self.groups.data_parallel)[0]
+        group = self.groups.replica
+        if trainer.training and self.groups.data_parallel.size > 1:
+            flag, group = comm.on_any_rank([flag], self.groups.data_parallel)[0], self.groups.world
+        if flag:
+            # The store may end with the first process, which must wait until the others have read there.
+            comm.barrier(group)
+        return flag
 
     def _meet_replica(self, place: str, flag: bool) -> bool:
         """Wait for the other ranks of the replica before a batch; tell whether any of them has the flag.
