@@ -585,3 +585,24 @@ def test_functions_are_replaced_for_those_who_hold_them_already():
     patches.undo()
     assert holds_one(3) == (6, 6, 8)
     assert not [name for name in globals() if name.startswith("_replacement")]
+
+
+# -- used by callbacks that let a run go on ----------------------------------------------------------------------------
+
+
+def test_loops_and_connectors_have_what_interrupted_runs_need():
+    trainer = trainer_for()
+    loop = trainer.fit_loop.epoch_loop
+    assert list(inspect.signature(loop.advance).parameters) == ["data_fetcher"]
+    connector = trainer._checkpoint_connector
+    assert list(inspect.signature(connector._restore_modules_and_callbacks).parameters)[0] == "checkpoint_path"
+    assert not inspect.signature(connector.restore_training_state).parameters
+    prepare = inspect.signature(trainer._data_connector._prepare_dataloader).parameters
+    assert list(prepare) == ["dataloader", "shuffle", "mode"]
+    assert callable(trainer._data_connector._requires_distributed_sampler)
+    assert trainer._signal_connector._original_handlers == {}
+    assert trainer._logger_connector._callback_metrics == {}
+    progress = loop.batch_progress
+    assert (
+        vars(progress.current).keys() == {"ready", "started", "processed", "completed"} == vars(progress.total).keys()
+    )

@@ -1,6 +1,9 @@
 """Where training data go on: kinds of loaders, places in an epoch, checkpoints that are damaged or of others."""
 
+import contextlib
+import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -108,6 +111,44 @@ def test_accumulated_batches_and_validation_within_the_epoch(step, tmp_path):
     assert_equal_weights(module, expected)
     assert trainer.global_step == whole.global_step == 15
     assert trainer.optimizers[0].param_groups[0]["lr"] == whole.optimizers[0].param_groups[0]["lr"] < 0.5
+
+
+@pytest.mark.parametrize("where", ["within accumulated batches", "between steps", "in validation"])
+def test_a_signal_is_waited_for_until_the_step_is_over(where, tmp_path):
+    class Signal(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, index):
+            if trainer.current_epoch == 1 and index == {"within accumulated batches": 2, "between steps": 3}.get(where):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_validation_start(self, trainer, module):
+            if where == "in validation" and trainer.current_epoch == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    class Validating(Dropping):
+        def validation_step(self, batch, index):
+            self.net(batch[0])
+
+        def val_dataloader(self):
+            return loader_of(shuffle=False)
+
+    options = {"accumulate_grad_batches": 2, "val_check_interval": 6, "every": 100}
+    expected, _ = fit(tmp_path / "whole", loader_of(), module=Validating(), **options)
+    with patched_signals(), pytest.raises(SystemExit) as caught:
+        fit(tmp_path / "cut", loader_of(), module=Validating(), callbacks=[Signal()], **options)
+    assert caught.value.code == AutoResume.EXIT_PREEMPTED
+    step = 8 if where == "in validation" else 7
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == [f"step-{step:08d}.ckpt"]
+    module, _ = fit(tmp_path / "cut", loader_of(), module=Validating(), **options)
+    assert_equal_weights(module, expected)
+
+
+@contextlib.contextmanager
+def patched_signals():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):

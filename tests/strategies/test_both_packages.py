@@ -6,6 +6,7 @@ import importlib
 import os
 import pickle
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import nn
 
 from lightning_parallel import (
+    AutoResume,
     CommunicationProfiler,
     CompressedDDPStrategy,
     CompressedDeepSpeedStrategy,
@@ -293,3 +295,28 @@ def test_without_the_other_package(tmp_path):
     path.write_text(SCRIPT)
     _, out, err = run_script(path)
     assert "DONE True" in out, err
+
+
+class _Interrupt(twins.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@distributed(world_size=2)
+def test_an_interrupted_run_goes_on(package, tmp_path, group):
+    found = []
+    for folder, interrupted in (("whole", False), ("cut", True), ("cut", False)):
+        callbacks = [
+            AutoResume(str(tmp_path / folder), every_n_train_steps=2),
+            *([_Interrupt()] if interrupted else ()),
+        ]
+        strategy = HybridParallelStrategy(tensor_parallel_size=2, verify="off")
+        trainer, module = trainer_of(package, strategy, 2, group, callbacks=callbacks), project(package)()
+        with pytest.raises(InterruptedError) if interrupted else nullcontext():
+            trainer.fit(module, loader())
+        found.append((trainer.global_step, module.state_dict()))
+    (steps, expected), _, (reached, weights) = found
+    assert reached == steps > 3
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
