@@ -143,7 +143,13 @@ class AutoResume(Callback):
         self._patch(trainer)
 
     def _look(self, trainer: Trainer) -> tuple[Path, list[Path]]:
-        folder = ResumeFolder(Path(self.dirpath or Path(trainer.default_root_dir) / "auto_resume").absolute())
+        base = str(self.dirpath or trainer.default_root_dir)
+        if "://" in base:
+            raise ValueError(
+                f"`AutoResume` renames checkpoints when they are complete, which {base} cannot; name a folder of a file"
+                " system that all processes share: `AutoResume(dirpath=...)`"
+            )
+        folder = ResumeFolder(Path(base if self.dirpath else Path(base) / "auto_resume").absolute())
         folder.create()
         return folder.path, folder.found()
 
@@ -195,10 +201,11 @@ class AutoResume(Callback):
         if self._path is not None:
             rank_zero_info(f"AutoResume: the run goes on from {self._path}")
             self._set_aside_damaged()
+        assert self._point is not None
         if self._state is not None:
-            assert self._point is not None
             self._point.restore(self._state["data"])
-            self._saved_step = self._trainer_step
+        self._saved_step = self._point.trainer.global_step
+        self._clock.restart(self._saved_step)
 
     def _attempt(self, restore: Callable[[], None]) -> Exception | None:
         """Restore; tell on all ranks why it failed on some."""
@@ -260,11 +267,6 @@ class AutoResume(Callback):
 
     # ------------------------------------------------------------------------------------------------- each batch
 
-    @property
-    def _trainer_step(self) -> int:
-        assert self._point is not None
-        return self._point.trainer.global_step
-
     def _between_batches(self, trainer: Trainer, fetcher: Any) -> None:
         """Resume before the first batch, and save where it is time; all of the batch before is over."""
         assert self._point is not None
@@ -291,10 +293,9 @@ class AutoResume(Callback):
     def _go_on(self, trainer: Trainer, fetcher: Any, state: dict[str, Any]) -> None:
         assert self._point is not None
         self._point.go_on(fetcher, state["data"])
-        rank, size = _world().rank, _world().size
-        is_same = len(state["ranks"]) == size
-        # As at a first start, where all processes begin with the same numbers.
-        mine = state["ranks"][rank if is_same else 0]
+        is_same = state["layout"] == _layout(trainer)
+        # In another layout as at a first start, where all processes begin with the same numbers.
+        mine = state["ranks"][_world().rank if is_same else 0]
         if is_same:
             restore_metrics(mine, trainer.lightning_module)
             self._epoch_values = dict(mine["epoch"])
@@ -338,7 +339,7 @@ class AutoResume(Callback):
         if self._is_saving:
             assert self._point is not None
             ranks = comm.all_gather_object(rank_state(trainer, pl_module), _world())
-            checkpoint[_KEY] = {"version": 1, "data": self._point.state(), "ranks": ranks}
+            checkpoint[_KEY] = {"data": self._point.state(), "layout": _layout(trainer), "ranks": ranks}
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -362,6 +363,12 @@ class AutoResume(Callback):
                     f" {self._folder.path}"
                 )
         self._leave()
+
+
+def _layout(trainer: Trainer) -> list[int]:
+    """Return the sizes of the mesh, or the number of processes."""
+    mesh = getattr(trainer.strategy, "mesh", None)
+    return [_world().size] if mesh is None else list(mesh.shape)
 
 
 def _world() -> Group:

@@ -249,6 +249,9 @@ class TrainingData:
             divides: Whether its samples are to be divided among the replicas.
             default: Prepares it as Lightning does.
         """
+        known = next((added for added in self.loaders if added.loader is loader), None)
+        if known is not None:
+            return known  # it was asked for anew, for another epoch
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             added = TrainingLoader(default(), "stateful", None, _nothing)
         elif not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -288,8 +291,12 @@ class TrainingData:
 
         return TrainingLoader(loader, kind, order, undo)
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch at its first batch, in all loaders."""
+    def begin_epoch(self, epoch: int, loaders: list[Any]) -> None:
+        """Begin an epoch at its first batch, in the loaders that are in use; the others are let go."""
+        in_use = {id(loader) for loader in loaders}
+        for loader in [added for added in self.loaders if id(added.loader) not in in_use]:
+            self.loaders.remove(loader)
+            loader.undo()
         for loader in self.loaders:
             if loader.order is not None and loader.order.epoch != epoch:
                 loader.order.begin(epoch)

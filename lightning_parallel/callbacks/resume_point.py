@@ -186,7 +186,7 @@ class ResumePoint:
     def begin_epoch(self) -> None:
         """Begin an epoch at its first sample."""
         self._skipped = self._skipped_batches = 0
-        self._data.begin_epoch(self._epoch)
+        self._data.begin_epoch(self._epoch, loaders_of(self.trainer)[0])
 
     def release(self) -> None:
         """Give loaders and trainer what they had."""

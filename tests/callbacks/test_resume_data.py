@@ -232,6 +232,29 @@ def test_data_that_have_changed_are_refused(tmp_path):
         fit(tmp_path, loader_of(length=40))
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_loaders_that_are_made_anew_in_each_epoch(is_same, tmp_path):
+    class Reloading(Dropping):
+        kept = None
+
+        def train_dataloader(self):
+            self.kept = self.kept if is_same and self.kept else loader_of()
+            return self.kept
+
+    options = {"reload_dataloaders_every_n_epochs": 1}
+    expected, _ = fit(tmp_path / "whole", None, module=Reloading(), **options)
+    assert len({str(batch) for batch in expected.seen}) == 27, "each epoch has an order of its own"
+    fit(tmp_path / "cut", None, 14, module=Reloading(), **options)
+    module, _ = fit(tmp_path / "cut", None, module=Reloading(), **options)
+    assert_equal_weights(module, expected)
+    assert module.seen == expected.seen[12:]
+
+
+def test_folders_that_cannot_rename_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="s3://bucket/run cannot; name a folder"):
+        fit(tmp_path, loader_of(), resume=AutoResume("s3://bucket/run"))
+
+
 def test_the_order_is_that_of_a_distributed_sampler_for_any_number_of_replicas():
     data = Samples(length=22)
     for replicas in (1, 2, 4):
