@@ -1,4 +1,4 @@
-"""The command line `lightning-parallel`: `report`, `timeline`, `simulate`.
+"""The command line `lightning-parallel`: `report`, `timeline`, `simulate`, `checkpoint`.
 
 Drawing a schedule needs neither torch nor Lightning: commands that read a profiled run import them for themselves. (So
 does `lightning_parallel/__init__.py`, eagerly: importing the package registers the names of strategies.)
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the program's name; by default those it was started with.
 
     Returns:
-        The exit status: 0, or 2 for a mistake in the arguments.
+        The exit status: 0, 1 for a damaged checkpoint, or 2 for a mistake in the arguments.
     """
     parser = argparse.ArgumentParser(prog="lightning-parallel", description="Tools around lightning_parallel.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -42,15 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = "draw the pipeline of a profiled run: as planned, and as it happened"
     _timeline_options(commands.add_parser("timeline", help=summary))
     _simulate_options(commands.add_parser("simulate", help="simulate a pipeline schedule and draw it"))
+    _checkpoint_options(commands.add_parser("checkpoint", help="look at sharded checkpoints, check and convert them"))
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        return options.run(options) or 0
     # Mistakes in arguments or files; the message says what was expected, a traceback would only hide it.
     except (ValueError, RuntimeError, OSError) as error:
         # With the status that argparse gives to mistakes which it finds by itself.
         print(f"lightning-parallel {options.command}: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +118,36 @@ def _timeline(options: argparse.Namespace) -> None:
     name = schedule_title(planned.schedule)
     measured = f"{name}: as it happened in step {step['step']}"
     _draw([(f"{name}: as planned", planned), (measured, Timeline.from_dict(step["measured"]))], options)
+
+
+def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Look at sharded checkpoints, check and convert them; paths may be URLs."
+    parser.epilog = "example: lightning-parallel checkpoint merge checkpoints/epoch=0-step=10.ckpt whole.ckpt"
+    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+    inspect = actions.add_parser("inspect", help="show what is in a checkpoint, or list those of a folder")
+    inspect.add_argument("--tensors", action="store_true", help="show all tensors, not only the first of each kind")
+    verify = actions.add_parser("verify", help="read every byte of a checkpoint, or of all in a folder; 1 if damaged")
+    merge = actions.add_parser("merge", help="write one ordinary file, which Lightning loads without this library")
+    reshard = actions.add_parser("reshard", help="write the same checkpoint in another number of files")
+    export = actions.add_parser("export", help="write the weights as Hugging Face's `safetensors` files")
+    for action in (inspect, verify, merge, reshard, export):
+        action.add_argument("path", metavar="PATH", help="folder of a checkpoint, or of several")
+        action.add_argument("--width", type=_columns, help="columns to print (default: the terminal's)")
+    merge.add_argument("output", metavar="OUTPUT.ckpt", help="the file to write")
+    reshard.add_argument("output", metavar="OUTPUT", help="the new checkpoint's folder")
+    reshard.add_argument("--files", type=int, required=True, help="into how many files; each is about as large")
+    export.add_argument("output", metavar="OUTPUT_DIR", help="folder for the weights, beside a `config.json`")
+    export.add_argument("--max-shard-size", default="5GB", help="most bytes of a file (default: %(default)s)")
+    export.add_argument(
+        "--prefix", default="", help="write only names that begin with it, without it, such as `model.` (default: all)"
+    )
+    parser.set_defaults(run=_checkpoint)
+
+
+def _checkpoint(options: argparse.Namespace) -> int:
+    from lightning_parallel.checkpoint.commands import COMMANDS
+
+    return COMMANDS[options.action](options)
 
 
 def _simulate_options(parser: argparse.ArgumentParser) -> None:

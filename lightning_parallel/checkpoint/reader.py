@@ -10,6 +10,7 @@ together. A tensor that is not needed is not read.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, reduce
 from math import prod
@@ -28,7 +29,10 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import DisableTorchFunctionSubclass
 from lightning_parallel.tensor.sharding import Range, Shard
 
-__all__ = ["SavedCheckpoint", "StoredTensor", "bytes_of", "take_part"]
+__all__ = ["SavedCheckpoint", "StoredTensor", "bands_of", "bytes_of", "take_part"]
+
+
+_OWN_PAGES = 1 << 20
 
 _BLOCK = 1 << 20
 """Bytes that are read at a time."""
@@ -120,7 +124,7 @@ class SavedCheckpoint:
         """
         saved = self.manifest.tensors[name]
         shape = torch.Size(saved.shape) if rule is None else rule.local_shape(saved.shape, rank)
-        result = torch.empty(shape, dtype=dtype_named(saved.dtype))
+        result = _new_tensor(shape, dtype_named(saved.dtype))
         for number, part in enumerate(saved.parts):
             if rule is None:
                 self._read_whole(name, number, part, result)
@@ -135,6 +139,10 @@ class SavedCheckpoint:
             return
         block = torch.empty(part.shape(saved.shape), dtype=result.dtype)
         self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
+        block = _new_tensor(part.shape(saved.shape), result.dtype)
+        data = bytes_of(block)
+        self._read_into(part.file, part.begin, data)
+        self._check(name, part, checksum(data))
         for start, stop, at in _with_offsets(part.ranges):
             result.narrow(part.dim, start, stop - start).copy_(block.narrow(part.dim, at, stop - start))
 
@@ -153,6 +161,10 @@ class SavedCheckpoint:
             self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
             if is_same:
                 return
+            block = _new_tensor(shape, result.dtype)
+            data = bytes_of(block)
+            self._read_into(part.file, part.begin, data)
+            self._check(name, part, checksum(data))
             for begin, size, at, _ in slices:
                 _place(result, block.narrow(dim, begin, size), part, dim, at)
             return
@@ -169,7 +181,7 @@ class SavedCheckpoint:
         """Read `size` indices from `begin` of a dimension of a part; returns them, and their share of its checksum."""
         inner = prod(shape[dim + 1 :]) * dtype.itemsize
         outer, stride = prod(shape[:dim]), shape[dim] * inner
-        block = torch.empty((*shape[:dim], size, *shape[dim + 1 :]), dtype=dtype)
+        block = _new_tensor((*shape[:dim], size, *shape[dim + 1 :]), dtype)
         data, run = bytes_of(block), size * inner
         if outer == 1:
             return block, self._read_into(part.file, part.begin + begin * inner, data, begin * inner // WORD)
@@ -276,6 +288,19 @@ def _what_is_at(folder: Folder) -> str:
     return f"a folder without `{MANIFEST}`: its save was not finished" if folder.fs.isdir(folder.path) else "a file"
 
 
+def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor without contents, a large one in pages of its own.
+
+    From the heap, tensors of many sizes that come and go would leave holes in which the next one just does not fit.
+    """
+    size = prod(shape) * dtype.itemsize
+    if size < _OWN_PAGES or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.empty(tuple(shape), dtype=dtype)
+    # Private: a process that is forked must not write into it.
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
 def bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
     """View the memory of a contiguous tensor as bytes."""
     flat = tensor.reshape(-1)
@@ -355,6 +380,8 @@ class StoredTensor(Tensor):
     read: Callable[[], Tensor]
     source: SavedCheckpoint
     stored_name: str
+    rule: Shard | None
+    rank: int
 
     @classmethod
     def of(cls, source: SavedCheckpoint, name: str, rule: Shard | None = None, rank: int = 0) -> StoredTensor:
@@ -363,7 +390,7 @@ class StoredTensor(Tensor):
         shape = saved.shape if rule is None else rule.local_shape(saved.shape, rank)
         found = torch.empty(tuple(shape), dtype=dtype_named(saved.dtype), device="meta").as_subclass(cls)
         found.read = lambda: source.read(name, rule, rank)
-        found.source, found.stored_name = source, name
+        found.source, found.stored_name, found.rule, found.rank = source, name, rule, rank
         return found
 
     @classmethod
@@ -392,3 +419,23 @@ def take_part(value: Tensor, rule: Shard, rank: int) -> Tensor:
             return rule.split(value, rank)  # raises
         return StoredTensor.of(value.source, value.stored_name, rule, rank)
     return rule.split(value, rank)
+
+
+def bands_of(value: Tensor, num_bytes: int) -> Iterator[Tensor]:
+    """Yield a tensor in runs of its first dimension of about `num_bytes`, contiguous and on the CPU.
+
+    Of a stored one, nothing else is in memory. What is read of it is checked by `check_shared_parts`.
+    """
+    row_bytes = value.element_size() * prod(value.shape[1:])
+    step = max(1, num_bytes // max(1, row_bytes))
+    is_cut_elsewhere = isinstance(value, StoredTensor) and value.rule is not None and value.rule.dim != 0
+    # A slice that does not begin with a whole word of the checksum would be read with all around it.
+    if not isinstance(value, StoredTensor) or value.dim() == 0 or row_bytes % WORD or is_cut_elsewhere:
+        yield value.detach().cpu().contiguous()
+        return
+    rows = value.source.manifest.tensors[value.stored_name].shape[0]
+    for first, last in ((0, rows),) if value.rule is None else value.rule.ranges[value.rank]:
+        for start in range(first, last, step):
+            stop = min(last, start + step)
+            rule = Shard(0, (((0, start),), ((start, stop),), ((stop, rows),)))
+            yield value.source.read(value.stored_name, rule, 1)

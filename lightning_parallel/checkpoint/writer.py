@@ -28,7 +28,7 @@ from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum
 from lightning_parallel.checkpoint.document import encode
 from lightning_parallel.checkpoint.folder import Folder, NewFolder, new_key, retried, sync_file, sync_folder
 from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, SavedTensor, check_coverage
-from lightning_parallel.checkpoint.reader import bytes_of
+from lightning_parallel.checkpoint.reader import bands_of, bytes_of
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Range
 
@@ -369,13 +369,15 @@ def _local(part: TensorPart) -> Tensor:
 
 
 def _write_part(stream: Any, file: str, begin: int, part: TensorPart, seen: Callable[[int], None] | None) -> SavedPart:
+    total = size = 0
     # One tensor at a time in the host's memory.
-    data = bytes_of(_local(part).detach().cpu().contiguous())
-    total = 0
-    for at in range(0, len(data), _BLOCK):
-        block = data[at : at + _BLOCK]
-        total = add_checksums(total, checksum(block, at // WORD))
-        stream.write(memoryview(block.data))
-        if seen is not None:
-            seen(len(block))
-    return SavedPart(file, begin, len(data), part.dim, part.ranges, total)
+    for band in bands_of(_local(part), _BLOCK):
+        data = bytes_of(band)
+        for at in range(0, len(data), _BLOCK):
+            block = data[at : at + _BLOCK]
+            total = add_checksums(total, checksum(block, (size + at) // WORD))
+            stream.write(memoryview(block.data))
+            if seen is not None:
+                seen(len(block))
+        size += len(data)
+    return SavedPart(file, begin, size, part.dim, part.ranges, total)

@@ -1,0 +1,221 @@
+"""Writes a sharded checkpoint anew, tensor after tensor: in other files, or as weights for other libraries.
+
+`reshard` keeps everything and cuts it into files of equal size. `export_weights` writes the model's tensors alone, in
+the files and under the names that Hugging Face's libraries read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from uuid import uuid4
+
+from torch import Tensor
+
+from lightning_parallel.checkpoint.document import decode
+from lightning_parallel.checkpoint.folder import Folder, NewFolder
+from lightning_parallel.checkpoint.manifest import Manifest, SavedTensor, check_coverage
+from lightning_parallel.checkpoint.merging import num_bytes_of
+from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor
+from lightning_parallel.checkpoint.writer import TensorPart, write_file
+from lightning_parallel.comm import Group
+from lightning_parallel.tensor.sharding import Range, Shard
+
+__all__ = ["export_weights", "reshard", "size_in_bytes"]
+
+_SMALLEST_CUT = 1 << 16
+"""Bytes below which a tensor stays whole."""
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_INDEX = "model.safetensors.index.json"
+
+Seen = Callable[[int], None]
+
+
+def size_in_bytes(text: str) -> int:
+    """Read a size as Hugging Face writes it: `5GB`, `500MB`, `1.5GiB`, or a number of bytes.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise ValueError(f"expected a size such as 5GB, 500MB or 1GiB, got `{text}`")
+    return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
+
+
+# ------------------------------------------------------------------------------------------------------------- reshard
+
+
+def reshard(saved: SavedCheckpoint, output: str, files: int, seen: Seen | None = None) -> int:
+    """Write `saved` into so many files of about equal size; tensors are whole, or cut along dimension 0.
+
+    Args:
+        saved: The checkpoint.
+        output: Path or URL of the new one, which may be that of the old one.
+        files: Number of files.
+        seen: Called with the number of bytes of each block.
+
+    Returns:
+        The number of files; fewer than asked for, if there is less to write.
+
+    Raises:
+        ValueError: If the checkpoint is damaged, the number makes no sense, or there is something else at `output`.
+    """
+    if files < 1:
+        raise ValueError(f"expected at least 1 file, got {files}")
+    target = Folder.at(output)
+    new = NewFolder.begin(target, uuid4().hex[:12])
+    try:
+        sizes: dict[str, int] = {}
+        tensors = {name: SavedTensor(t.dtype, t.shape, t.is_sharded, ()) for name, t in saved.manifest.tensors.items()}
+        shares = _shares(saved, files)
+        for number, parts in enumerate(shares):
+            file = new.file(number)
+            sizes[file], written = write_file(new.work, file, parts, seen)
+            for name, part in written.items():
+                before = tensors[name]
+                tensors[name] = SavedTensor(before.dtype, before.shape, before.is_sharded, (*before.parts, part))
+        # What was read in slices: together they are the parts that were written.
+        saved.check_shared_parts(Group.alone("reshard"))
+        problems = check_coverage(tensors)
+        if problems:
+            raise RuntimeError("the new checkpoint is not complete, and was not kept:\n" + "\n".join(problems))
+        old = saved.manifest
+        new.commit(Manifest(old.document, tensors, sizes, old.layout, old.versions, old.step, old.created))
+    except BaseException:
+        new.abort()
+        raise
+    return len(shares)
+
+
+def _shares(saved: SavedCheckpoint, files: int) -> list[dict[str, TensorPart]]:
+    """Return what is to be in each file, as tensors that are read when they are written."""
+    total = sum(map(num_bytes_of, saved.manifest.tensors.values()))
+    shares: list[dict[str, TensorPart]] = [{} for _ in range(files)]
+    at = 0
+    for name, tensor in saved.manifest.tensors.items():
+        size = num_bytes_of(tensor)
+        runs = list(_runs(tensor, at, size, total, files))
+        at += size
+        if len(runs) == 1:
+            shares[runs[0][0]][name] = TensorPart(StoredTensor.of(saved, name))
+            continue
+        rule = Shard(0, tuple((rows,) for _, rows in runs))
+        for rank, (file, rows) in enumerate(runs):
+            shares[file][name] = TensorPart(StoredTensor.of(saved, name, rule, rank), 0, (rows,))
+    return [share for share in shares if share] or shares[:1]
+
+
+def _runs(tensor: SavedTensor, at: int, size: int, total: int, files: int) -> Iterator[tuple[int, Range]]:
+    """Yield which rows of a tensor are in which file; `at` is where it begins in the bytes of all."""
+    rows = tensor.shape[0] if tensor.shape else 1
+    if not tensor.is_sharded or size < _SMALLEST_CUT or rows < 2:
+        # With its middle: a rest at the end of a file is not worth a cut.
+        yield min(files - 1, (at + size // 2) * files // max(1, total)), (0, rows)
+        return
+    first, last = at * files // total, min(files - 1, (at + size - 1) * files // total)
+    start = 0
+    for file in range(first, last + 1):
+        end = (file + 1) * total // files
+        stop = rows if file == last else min(rows, round((end - at) * rows / size))
+        if stop > start:
+            yield file, (start, stop)
+        start = max(start, stop)
+
+
+# -------------------------------------------------------------------------------------------------------------- export
+
+
+def export_weights(
+    saved: SavedCheckpoint, output: str, max_shard_size: int, prefix: str = "", seen: Seen | None = None
+) -> tuple[list[str], int]:
+    """Write the model's tensors as `model*.safetensors`, with an index if there are several files.
+
+    Of tensors that are tied the first name alone is written, as transformers does; it ties them again by the config.
+
+    Args:
+        saved: The checkpoint.
+        output: Path or URL of the folder, which may have other files, such as `config.json`.
+        max_shard_size: Most bytes of a file; a larger tensor has one of its own.
+        prefix: Write only tensors whose names begin with it, without it.
+        seen: Called with the number of bytes of each block.
+
+    Returns:
+        The files, and the number of tensors that were left out for their names.
+
+    Raises:
+        ValueError: If the checkpoint is damaged, nothing is to be written, or there are weights in the folder.
+    """
+    state, left_out = _weights(saved, prefix)
+    folder = Folder.at(output)
+    folder.fs.makedirs(folder.path, exist_ok=True)
+    found = sorted(str(path).rpartition("/")[2] for path in folder.fs.ls(folder.path, detail=False))
+    weights = [name for name in found if re.fullmatch(r"(model.*\.safetensors.*|pytorch_model.*\.bin.*)", name)]
+    if weights:
+        raise ValueError(f"expected a folder without weights at {output}, found {', '.join(weights)}; choose another")
+    groups = _file_groups(state, max_shard_size)
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else ["model.safetensors"]
+    key = uuid4().hex[:12]
+    temporary = [f".{key}-{name}" for name in names] if folder.is_local else names
+    try:
+        for file, group in zip(temporary, groups):
+            write_file(folder, file, {name: TensorPart(tensor) for name, tensor in group.items()}, seen)
+        saved.check_shared_parts(Group.alone("export"))
+    except BaseException:
+        for file in temporary:
+            with suppress(OSError):
+                folder.fs.rm(folder.file(file))
+        raise
+    for before, name in zip(temporary, names):
+        if before != name:
+            folder.fs.mv(folder.file(before), folder.file(name))
+    if len(names) > 1:
+        places = {name: file for file, group in zip(names, groups) for name in group}
+        size = sum(_num_bytes(tensor) for tensor in state.values())
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        folder.write(_INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        names = [*names, _INDEX]
+    return names, left_out
+
+
+def _weights(saved: SavedCheckpoint, prefix: str) -> tuple[dict[str, StoredTensor], int]:
+    """Return the model's tensors that are to be written, by name, and how many there are besides them."""
+    content = decode(saved.manifest.document, cache(lambda name: StoredTensor.of(saved, name)))
+    state = content.get("state_dict")
+    if not isinstance(state, Mapping):
+        raise ValueError(f"expected a checkpoint with a `state_dict` at {saved.folder}, found {', '.join(content)}")
+    tensors = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
+    chosen = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+    if not chosen:
+        first = sorted({name.partition(".")[0] + "." for name in tensors})
+        raise ValueError(f"expected tensors whose names begin with `{prefix}`, found those of {', '.join(first)}")
+    complex_ones = [name for name, value in chosen.items() if value.is_complex()]
+    if complex_ones:
+        raise ValueError(
+            f"expected real numbers, found complex ones in `{complex_ones[0]}`, for which there is no form"
+        )
+    first_names: dict[str, str] = {}
+    for name, value in chosen.items():
+        first_names.setdefault(value.stored_name, name)
+    return {name: chosen[name] for name in first_names.values()}, len(tensors) - len(chosen)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _file_groups(state: Mapping[str, StoredTensor], most: int) -> list[dict[str, StoredTensor]]:
+    """Divide tensors over files in their order, as Hugging Face does."""
+    groups: list[dict[str, StoredTensor]] = [{}]
+    size = 0
+    for name, tensor in state.items():
+        if groups[-1] and size + _num_bytes(tensor) > most:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += _num_bytes(tensor)
+    return groups
