@@ -1,5 +1,6 @@
 """Checkpoints that any layout can load: one file with full tensors, or a folder to which each rank writes its part."""
 
+from lightning_parallel.checkpoint.distributed import DistributedCheckpoint, is_distributed_checkpoint
 from lightning_parallel.checkpoint.dummies import remove_dummy_parameters, whole_parameters
 from lightning_parallel.checkpoint.folder import Folder, is_sharded_checkpoint, newest_in
 from lightning_parallel.checkpoint.full import Checkpoints, ModelNames, rules_by_name
@@ -8,6 +9,7 @@ from lightning_parallel.checkpoint.writer import PartialTensor, ShardedWriter, T
 
 __all__ = [
     "Checkpoints",
+    "DistributedCheckpoint",
     "Folder",
     "ModelNames",
     "PartialTensor",
@@ -16,6 +18,7 @@ __all__ = [
     "StoredTensor",
     "TensorPart",
     "as_parts",
+    "is_distributed_checkpoint",
     "is_sharded_checkpoint",
     "newest_in",
     "remove_dummy_parameters",

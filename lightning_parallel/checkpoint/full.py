@@ -240,14 +240,21 @@ class Checkpoints:
                 f"the optimizer state in the checkpoint does not fit: expected parameter groups of {expected}"
                 f" parameters, found {found}. Was `configure_optimizers` changed since it was saved?"
             )
-        index_of = dict(zip(chain.from_iterable(whole), chain.from_iterable(saved)))
+        names = full.get("names", whole)  # which a folder of torch's has: there the order does not count
+        if [sorted(group) for group in names] != [sorted(group) for group in whole]:
+            raise ValueError(
+                "the optimizer state in the checkpoint does not fit: expected parameter groups of the names"
+                f" {whole}, found {names}"
+            )
+        index_of = dict(zip(chain.from_iterable(names), chain.from_iterable(saved)))
         part: dict[int, Any] = {}
         for index, (name, parameter) in enumerate(zip(chain.from_iterable(mine), _parameters(optimizer))):
             entry = full["state"].get(index_of[name])
             # Optimizers make the state of a parameter with its first gradient; it may have had none.
             if entry is not None:
                 part[index] = {key: _read(self._split_like(parameter, name, value)) for key, value in entry.items()}
-        return {**full, "state": part, "param_groups": _numbered(full["param_groups"], whole, mine)}
+        others = {key: value for key, value in full.items() if key != "names"}
+        return {**others, "state": part, "param_groups": _numbered(full["param_groups"], whole, mine)}
 
     def _split_like(self, parameter: Tensor, name: str, value: Any) -> Any:
         rule = self.rules.get(name)

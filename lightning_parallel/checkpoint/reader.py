@@ -14,7 +14,7 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, reduce
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,12 +24,12 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum, checksum_of_runs
 from lightning_parallel.checkpoint.document import decode
 from lightning_parallel.checkpoint.folder import MANIFEST, Folder, find, retried
-from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, SavedTensor, dtype_named
+from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, dtype_named
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import DisableTorchFunctionSubclass
 from lightning_parallel.tensor.sharding import Range, Shard
 
-__all__ = ["SavedCheckpoint", "StoredTensor", "bands_of", "bytes_of", "take_part"]
+__all__ = ["SavedCheckpoint", "StoredTensor", "TensorSource", "bands_of", "bytes_of", "new_tensor", "take_part"]
 
 
 _OWN_PAGES = 1 << 20
@@ -109,6 +109,11 @@ class SavedCheckpoint:
         """Return the checkpoint's dict; tensors of the model and its optimizers are read when they are used."""
         return decode(self.manifest.document, cache(self._tensor))
 
+    def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:
+        """Return the shape and the dtype of a tensor."""
+        saved = self.manifest.tensors[name]
+        return saved.shape, dtype_named(saved.dtype)
+
     def _tensor(self, name: str) -> Tensor:
         if name not in self.manifest.tensors:
             raise ValueError(f"the checkpoint {self.folder} names a tensor `{name}` that it does not hold")
@@ -124,7 +129,7 @@ class SavedCheckpoint:
         """
         saved = self.manifest.tensors[name]
         shape = torch.Size(saved.shape) if rule is None else rule.local_shape(saved.shape, rank)
-        result = _new_tensor(shape, dtype_named(saved.dtype))
+        result = new_tensor(shape, dtype_named(saved.dtype))
         for number, part in enumerate(saved.parts):
             if rule is None:
                 self._read_whole(name, number, part, result)
@@ -140,6 +145,7 @@ class SavedCheckpoint:
         block = torch.empty(part.shape(saved.shape), dtype=result.dtype)
         self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
         block = _new_tensor(part.shape(saved.shape), result.dtype)
+        block = new_tensor(part.shape(saved.shape), result.dtype)
         data = bytes_of(block)
         self._read_into(part.file, part.begin, data)
         self._check(name, part, checksum(data))
@@ -162,6 +168,7 @@ class SavedCheckpoint:
             if is_same:
                 return
             block = _new_tensor(shape, result.dtype)
+            block = new_tensor(shape, result.dtype)
             data = bytes_of(block)
             self._read_into(part.file, part.begin, data)
             self._check(name, part, checksum(data))
@@ -181,7 +188,7 @@ class SavedCheckpoint:
         """Read `size` indices from `begin` of a dimension of a part; returns them, and their share of its checksum."""
         inner = prod(shape[dim + 1 :]) * dtype.itemsize
         outer, stride = prod(shape[:dim]), shape[dim] * inner
-        block = _new_tensor((*shape[:dim], size, *shape[dim + 1 :]), dtype)
+        block = new_tensor((*shape[:dim], size, *shape[dim + 1 :]), dtype)
         data, run = bytes_of(block), size * inner
         if outer == 1:
             return block, self._read_into(part.file, part.begin + begin * inner, data, begin * inner // WORD)
@@ -288,7 +295,7 @@ def _what_is_at(folder: Folder) -> str:
     return f"a folder without `{MANIFEST}`: its save was not finished" if folder.fs.isdir(folder.path) else "a file"
 
 
-def _new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return a tensor without contents, a large one in pages of its own.
 
     From the heap, tensors of many sizes that come and go would leave holes in which the next one just does not fit.
@@ -374,21 +381,31 @@ _FACTS |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous}
 _DEVICE = Tensor.device.__get__
 
 
+class TensorSource(Protocol):
+    """What tensors are read from."""
+
+    def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:
+        """Return the shape and the dtype of a tensor."""
+
+    def read(self, name: str, rule: Shard | None = None, rank: int = 0) -> Tensor:
+        """Read a tensor, or the part of it that `rank` has by `rule`."""
+
+
 class StoredTensor(Tensor):
     """A tensor of a checkpoint, or a rank's part of it, that is read each time that something is computed from it."""
 
     read: Callable[[], Tensor]
-    source: SavedCheckpoint
+    source: TensorSource
     stored_name: str
     rule: Shard | None
     rank: int
 
     @classmethod
-    def of(cls, source: SavedCheckpoint, name: str, rule: Shard | None = None, rank: int = 0) -> StoredTensor:
+    def of(cls, source: TensorSource, name: str, rule: Shard | None = None, rank: int = 0) -> StoredTensor:
         """Return the tensor called `name`, or the part of it that `rank` has by `rule`."""
-        saved: SavedTensor = source.manifest.tensors[name]
-        shape = saved.shape if rule is None else rule.local_shape(saved.shape, rank)
-        found = torch.empty(tuple(shape), dtype=dtype_named(saved.dtype), device="meta").as_subclass(cls)
+        shape, dtype = source.facts(name)
+        shape = shape if rule is None else rule.local_shape(shape, rank)
+        found = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
         found.read = lambda: source.read(name, rule, rank)
         found.source, found.stored_name, found.rule, found.rank = source, name, rule, rank
         return found
@@ -433,7 +450,7 @@ def bands_of(value: Tensor, num_bytes: int) -> Iterator[Tensor]:
     if not isinstance(value, StoredTensor) or value.dim() == 0 or row_bytes % WORD or is_cut_elsewhere:
         yield value.detach().cpu().contiguous()
         return
-    rows = value.source.manifest.tensors[value.stored_name].shape[0]
+    rows = value.source.facts(value.stored_name)[0][0]
     for first, last in ((0, rows),) if value.rule is None else value.rule.ranges[value.rank]:
         for start in range(first, last, step):
             stop = min(last, start + step)

@@ -20,10 +20,12 @@ from typing_extensions import override
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import (
     Checkpoints,
+    DistributedCheckpoint,
     ModelNames,
     SavedCheckpoint,
     ShardedWriter,
     as_parts,
+    is_distributed_checkpoint,
     is_sharded_checkpoint,
 )
 from lightning_parallel.compat import ParallelState
@@ -53,7 +55,7 @@ class MeshCheckpoints(MeshProcesses):
         self._whole: WholeGroups | None = None
         self._is_restored = False
         self._writer: ShardedWriter | None = None
-        self._opened: SavedCheckpoint | None = None
+        self._opened: SavedCheckpoint | DistributedCheckpoint | None = None
 
     def set_checkpoint_format(self, checkpoint_format: CheckpointFormat, async_save: bool) -> None:
         """Set how checkpoints are written.
@@ -262,8 +264,9 @@ class MeshCheckpoints(MeshProcesses):
         # Ranks may name the best checkpoint after their own replica's metric: all take that of rank 0.
         path = self.broadcast(checkpoint_path)
         self._opened = None
-        if self.broadcast(self.is_global_zero and is_sharded_checkpoint(str(path))):
-            checkpoint = self._open_sharded(str(path))
+        kind = self.broadcast(_kind_of(str(path)) if self.is_global_zero else "")
+        if kind:
+            checkpoint = self._open_folder(str(path), is_ours=kind == "sharded")
         else:
             checkpoint = super().load_checkpoint(path, weights_only)
         if self._compression is not None:
@@ -276,15 +279,25 @@ class MeshCheckpoints(MeshProcesses):
             self._check_shared_parts()
         return checkpoint
 
-    def _open_sharded(self, path: str) -> dict[str, Any]:
+    def _open_folder(self, path: str, is_ours: bool) -> dict[str, Any]:
         failure: Exception | None = None
         checkpoint: dict[str, Any] = {}
-        opened = None
+        opened: SavedCheckpoint | DistributedCheckpoint | None = None
         try:
-            opened = SavedCheckpoint.open(path, self.groups.world)
+            if is_ours:
+                opened = SavedCheckpoint.open(path, self.groups.world)
+            else:
+                opened = DistributedCheckpoint.open(path, self.groups.world)
             checkpoint = opened.checkpoint()
         except Exception as error:
             failure = error
         comm.raise_together(failure, self.groups.world)
         self._opened = opened
         return checkpoint
+
+
+def _kind_of(path: str) -> str:
+    """Return what kind of folder is at `path`: "sharded", "distributed", or "" for anything else."""
+    if is_sharded_checkpoint(path):
+        return "sharded"
+    return "distributed" if is_distributed_checkpoint(path) else ""

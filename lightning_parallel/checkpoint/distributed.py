@@ -1,0 +1,213 @@
+"""Reads folders of `torch.distributed.checkpoint`, as Lightning's `ModelParallelStrategy` and `FSDPStrategy` write.
+
+    .metadata         which chunk of which tensor is where     see `compat.distributed_checkpoint`
+    __0_0.distcp      chunks, each an object of `torch.save`
+    meta.pt           the rest of the checkpoint
+
+They are read as our own are: of each tensor what a rank needs, when it is needed. Nothing in them can run code.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel import comm
+from lightning_parallel.checkpoint.folder import Folder, retried
+from lightning_parallel.checkpoint.reader import StoredTensor, new_tensor
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.distributed_checkpoint import DistributedIndex, SavedChunk, SavedPlace, read_index
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["DistributedCheckpoint", "is_distributed_checkpoint"]
+
+_INDEX, _REST = ".metadata", "meta.pt"
+_MODEL = ("state_dict", "model")
+"""The key of the model's state, by `ModelParallelStrategy` and by `FSDPStrategy`."""
+_OPTIMIZER = "optimizer_"
+
+
+def is_distributed_checkpoint(path: str) -> bool:
+    """Tell whether there is a folder of `torch.distributed.checkpoint`."""
+    return Folder.at(path).has(_INDEX)
+
+
+class DistributedCheckpoint:
+    """A folder of `torch.distributed.checkpoint`.
+
+    Args:
+        folder: The folder.
+        index: What is in it.
+        rest: The content of `meta.pt`; None if there is none.
+    """
+
+    def __init__(self, folder: Folder, index: DistributedIndex, rest: bytes | None) -> None:
+        self.folder, self.index = folder, index
+        self._rest = rest
+        self.bytes_read = 0
+
+    @classmethod
+    def open(cls, path: str, group: Group) -> DistributedCheckpoint:
+        """Open a folder; checks that all its files are there.
+
+        Args:
+            path: The folder, as path or URL.
+            group: Ranks that open it together: all get what the first one finds.
+
+        Raises:
+            ValueError: If its index is damaged or unsafe, or files are missing or too short.
+        """
+        folder = Folder.at(path)
+
+        def read() -> tuple[bytes, bytes | None]:
+            return folder.read(_INDEX), folder.read(_REST) if folder.has(_REST) else None
+
+        content, rest = comm.broadcast_from(read, group)
+        index = read_index(content, folder.file(_INDEX))
+        ends: dict[str, int] = {}
+        chunks = chain.from_iterable(chunks for _, _, chunks in index.tensors.values())
+        for place in (*(chunk.place for chunk in chunks), *index.objects.values()):
+            ends[place.file] = max(ends.get(place.file, 0), place.begin + place.num_bytes)
+        for file, end in ends.items():
+            size = folder.size(file)
+            if size is None or size < end:
+                found = "nothing" if size is None else f"{size}"
+                raise ValueError(f"expected {end} bytes in {folder.file(file)}, found {found}: it is damaged")
+        return cls(folder, index, rest)
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Return the checkpoint's dict, as of one process; tensors are read when they are used.
+
+        Raises:
+            ValueError: If it is none of a Trainer, or has values that only code could make.
+        """
+        tree = self._tree()
+        model = next((key for key in _MODEL if key in tree), None)
+        if self._rest is None or model is None:
+            raise ValueError(
+                f"expected a checkpoint of a Trainer in {self.folder}, with `{_REST}` and a `state_dict`, found"
+                f" {', '.join(tree) or 'nothing'}{'' if self._rest else f', and no `{_REST}`'}"
+            )
+        found = self._load(self._rest, _REST)
+        if not isinstance(found, dict):
+            raise ValueError(f"expected a dict in {self.folder.file(_REST)}, found {type(found).__name__}")
+        optimizers = sorted((key for key in tree if key.startswith(_OPTIMIZER)), key=_number)
+        states = [_numbered_state(tree[key]) for key in optimizers]
+        return {**found, "state_dict": tree[model], **({"optimizer_states": states} if states else {})}
+
+    def _tree(self) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for name in (*self.index.tensors, *self.index.objects):
+            path = self.index.paths.get(name, (name,))
+            value = self._object(name) if name in self.index.objects else StoredTensor.of(self, name)
+            inner = tree
+            for key in path[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[path[-1]] = value
+        return tree
+
+    def _object(self, name: str) -> Any:
+        return self._load(self._bytes(self.index.objects[name]), name)
+
+    def _load(self, content: bytes, name: str) -> Any:
+        try:
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            kind = re.search(r"GLOBAL (\S+)", str(error))
+            raise ValueError(
+                f"`{name}` in {self.folder} holds more than tensors, numbers and text, and loading it may run code:"
+                f" {kind[1] if kind else str(error)[:200]}. If you trust who wrote it, call"
+                " `torch.serialization.add_safe_globals([...])` with the classes in it"
+            ) from error
+        except (RuntimeError, EOFError) as error:
+            raise ValueError(f"`{name}` in {self.folder} is damaged: {error}") from error
+
+    def _bytes(self, place: SavedPlace) -> bytes:
+        def read() -> bytes:
+            path = self.folder.file(place.file)
+            with open(path, "rb") if self.folder.is_local else self.folder.fs.open(path, "rb") as stream:
+                stream.seek(place.begin)
+                return bytes(stream.read(place.num_bytes))
+
+        self.bytes_read += place.num_bytes
+        return retried(read)
+
+    # -------------------------------------------------------------------------------------------------------- tensors
+
+    def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:
+        """Return the shape and the dtype of a tensor."""
+        dtype, shape, _ = self.index.tensors[name]
+        return shape, dtype
+
+    def read(self, name: str, rule: Shard | None = None, rank: int = 0) -> Tensor:
+        """Read a tensor, or the part of it that `rank` has by `rule`, chunk after chunk.
+
+        Raises:
+            ValueError: If a chunk is not what the index says.
+        """
+        dtype, shape, chunks = self.index.tensors[name]
+        dim = 0 if rule is None else rule.dim % max(1, len(shape))
+        ranges = ((0, shape[dim] if shape else 1),) if rule is None else rule.ranges[rank]
+        result = new_tensor(shape if rule is None else rule.local_shape(shape, rank), dtype)
+        for chunk in chunks:
+            begin = chunk.offsets[dim] if shape else 0
+            end = begin + (chunk.shape[dim] if shape else 1)
+            loaded: Tensor | None = None
+            at = 0
+            for start, stop in ranges:
+                low, high = max(start, begin), min(stop, end)
+                if low < high:
+                    loaded = self._chunk(name, chunk, dtype) if loaded is None else loaded
+                    _place_chunk(result, loaded, chunk.offsets, dim, (low, high), at + low - start)
+                at += stop - start
+        return result
+
+    def _chunk(self, name: str, chunk: SavedChunk, dtype: torch.dtype) -> Tensor:
+        found = torch.load(io.BytesIO(self._bytes(chunk.place)), map_location="cpu", weights_only=True)
+        if not isinstance(found, Tensor) or found.dtype != dtype or tuple(found.shape) != chunk.shape:
+            what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise ValueError(f"expected {dtype} {list(chunk.shape)} of `{name}` in {chunk.place.file}, found {what}")
+        return found
+
+    def check_shared_parts(self, group: Group) -> None:
+        """Do nothing: these folders have no checksums; torch checks the form of each chunk."""
+
+
+def _place_chunk(
+    result: Tensor, loaded: Tensor, offsets: Sequence[int], dim: int, wanted: tuple[int, int], at: int
+) -> None:
+    """Copy indices `wanted` of `dim` to where they belong; along the other dimensions a chunk is where it was."""
+    if not offsets:
+        result.copy_(loaded)
+        return
+    low, high = wanted
+    target = result.narrow(dim, at, high - low)
+    for other, (offset, size) in enumerate(zip(offsets, loaded.shape)):
+        if other != dim:
+            target = target.narrow(other, offset, size)
+    target.copy_(loaded.narrow(dim, low - offsets[dim], high - low))
+
+
+def _number(key: str) -> int:
+    return int(key.removeprefix(_OPTIMIZER)) if key.removeprefix(_OPTIMIZER).isdigit() else 0
+
+
+def _numbered_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Turn the state of an optimizer by names into that by numbers, which `Optimizer.load_state_dict` takes."""
+    groups = [state["param_groups"][index] for index in range(len(state["param_groups"]))] if state else []
+    names = list(chain.from_iterable(group.get("params", []) for group in groups))
+    position = {name: index for index, name in enumerate(names)}
+    unknown = [name for name in state.get("state", {}) if name not in position]
+    if unknown or len(position) < len(names):
+        raise ValueError(f"expected the state of the optimizer's parameters, found that of {unknown[:3] or names[:3]}")
+    numbered = [{**group, "params": [position[name] for name in group.get("params", [])]} for group in groups]
+    held = {position[name]: entry for name, entry in state.get("state", {}).items()}
+    named = [group.get("params", []) for group in groups]
+    return {"state": dict(sorted(held.items())), "param_groups": numbered, "names": named}

@@ -1,0 +1,165 @@
+"""The index of a folder of `torch.distributed.checkpoint`, read without running anything that it says.
+
+The file `.metadata` is a pickle of torch's classes, one of them private; what torch offers reads it with `pickle.load`,
+which calls whatever function the file names. Here each class that torch puts there becomes an empty one, and any other
+name is an error. The layout is the same in torch 2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+__all__ = ["DistributedIndex", "SavedChunk", "SavedPlace", "read_index"]
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_CLASSES = {
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("TensorStorageMetadata", "TensorProperties")),
+    *((f"{_CHECKPOINT}.metadata", name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata")),
+    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    (f"{_CHECKPOINT}.filesystem", "_StoragePrefix"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    *(("pathlib", name) for name in ("Path", "PurePosixPath", "PureWindowsPath")),
+}
+
+
+@dataclass(frozen=True)
+class SavedPlace:
+    """Where an object of `torch.save` is."""
+
+    file: str
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class SavedChunk:
+    """A box of a tensor: where it begins in each dimension, its shape, and where it is."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    place: SavedPlace
+
+
+@dataclass
+class DistributedIndex:
+    """What is in the folder.
+
+    Attributes:
+        tensors: dtype, shape and chunks of each tensor.
+        objects: Where each of the other values is.
+        paths: The keys under which each value stands in the dict that was saved.
+    """
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], tuple[SavedChunk, ...]]] = field(default_factory=dict)
+    objects: dict[str, SavedPlace] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+class _Plain:
+    """What stands for an object of torch's: its arguments and its state."""
+
+    state: Any = ()
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        return self.state[name]
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return str
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in _CLASSES:
+            # A class of its own for each file, which nothing in a later one meets again.
+            return type(name, (_Plain,), {})
+        raise pickle.UnpicklingError(f"it names `{module}.{name}`, which no index needs, and which could run any code")
+
+
+def read_index(content: bytes, source: str) -> DistributedIndex:
+    """Read a file `.metadata`.
+
+    Args:
+        content: Its bytes.
+        source: Where they are from, for the error message.
+
+    Raises:
+        ValueError: If it is damaged, or has anything in it that torch does not put there; nothing of that is called.
+    """
+    try:
+        metadata = _IndexUnpickler(io.BytesIO(content)).load()
+        return _index(metadata)
+    except Exception as error:  # a damaged pickle raises nearly anything
+        raise ValueError(
+            f"expected an index of `torch.distributed.checkpoint` in {source}: {error or type(error).__name__}"
+        ) from error
+
+
+def _index(metadata: Any) -> DistributedIndex:
+    found = DistributedIndex()
+    places: dict[tuple[str, tuple[int, ...] | None], SavedPlace] = {}
+    for key, info in metadata["storage_data"].items():
+        if info.state.get("transform_descriptors"):
+            raise ValueError(f"`{key['fqn']}` is compressed, by {info['transform_descriptors']}; save without")
+        file = info["relative_path"]
+        if type(file) is not str or not file or "/" in file or "\\" in file or file in (".", ".."):
+            raise ValueError(f"{file!r} is not the name of a file in the folder")
+        offset = key.state.get("offset")
+        place = SavedPlace(file, *_counts((info["offset"], info["length"])))
+        places[str(key["fqn"]), None if offset is None else _counts(offset)] = place
+    for name, described in metadata["state_dict_metadata"].items():
+        if type(described).__name__ == "TensorStorageMetadata":
+            found.tensors[str(name)] = _tensor(str(name), described, places)
+        else:
+            found.objects[str(name)] = places[name, None]
+    for name, path in (metadata.state.get("planner_data") or {}).items():
+        found.paths[str(name)] = tuple(path)
+    return found
+
+
+def _tensor(name: str, described: Any, places: Any) -> tuple[torch.dtype, tuple[int, ...], tuple[SavedChunk, ...]]:
+    properties = described["properties"].state
+    dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"`{name}` has the dtype {dtype!r}")
+    shape, chunks = _counts(described["size"]), []
+    for chunk in described["chunks"]:
+        offsets, sizes = _counts(chunk["offsets"]), _counts(chunk["sizes"])
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise ValueError(f"`{name}` of shape {shape} has a chunk of shape {sizes} at {offsets}")
+        if any(begin + size > most for begin, size, most in zip(offsets, sizes, shape)):
+            raise ValueError(f"`{name}` of shape {shape} has a chunk of shape {sizes} at {offsets}")
+        if (name, offsets) in places:
+            chunks.append(SavedChunk(offsets, sizes, places[name, offsets]))
+        elif prod(sizes):
+            raise ValueError(f"the chunk of `{name}` at {offsets} is nowhere")
+    held = {chunk.offsets: prod(chunk.shape) for chunk in chunks if prod(chunk.shape)}
+    if sum(held.values()) != prod(shape):
+        raise ValueError(f"the chunks of `{name}` have {sum(held.values())} of its {prod(shape)} elements")
+    return dtype, shape, tuple(chunk for chunk in chunks if prod(chunk.shape))
+
+
+def _counts(values: Sequence[Any]) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"expected numbers of at least 0, found {values}")
+    return tuple(values)
