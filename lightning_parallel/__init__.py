@@ -16,6 +16,7 @@ from lightning_parallel.callbacks import (
     Throughput,
 )
 from lightning_parallel.callbacks.measuring import MeasuringCallback
+from lightning_parallel.checkpoint import load_weights
 from lightning_parallel.compression import (
     Auto,
     BlockTopK,
@@ -51,6 +52,7 @@ __all__ = [
     "PipelinePlan",
     "StepValue",
     "compression_hook",
+    "load_weights",
     "BlockTopK",
     "Cast",
     "CommunicationProfiler",

@@ -5,6 +5,8 @@ from lightning_parallel.checkpoint.dummies import remove_dummy_parameters, whole
 from lightning_parallel.checkpoint.folder import Folder, is_sharded_checkpoint, newest_in
 from lightning_parallel.checkpoint.full import Checkpoints, ModelNames, rules_by_name
 from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, take_part
+from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, TensorSource
+from lightning_parallel.checkpoint.weights import load_weights
 from lightning_parallel.checkpoint.writer import PartialTensor, ShardedWriter, TensorPart, as_parts
 
 __all__ = [
@@ -17,9 +19,11 @@ __all__ = [
     "ShardedWriter",
     "StoredTensor",
     "TensorPart",
+    "TensorSource",
     "as_parts",
     "is_distributed_checkpoint",
     "is_sharded_checkpoint",
+    "load_weights",
     "newest_in",
     "remove_dummy_parameters",
     "rules_by_name",

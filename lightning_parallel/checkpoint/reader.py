@@ -26,7 +26,7 @@ from lightning_parallel.checkpoint.document import decode
 from lightning_parallel.checkpoint.folder import MANIFEST, Folder, find, retried
 from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, dtype_named
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, dispatch_modes_suspended
 from lightning_parallel.tensor.sharding import Range, Shard
 
 __all__ = ["SavedCheckpoint", "StoredTensor", "TensorSource", "bands_of", "bytes_of", "new_tensor", "take_part"]
@@ -302,7 +302,7 @@ def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """
     size = prod(shape) * dtype.itemsize
     if size < _OWN_PAGES or not hasattr(mmap, "MAP_PRIVATE"):
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     # Private: a process that is forked must not write into it.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(tuple(shape))
@@ -406,7 +406,13 @@ class StoredTensor(Tensor):
         shape, dtype = source.facts(name)
         shape = shape if rule is None else rule.local_shape(shape, rank)
         found = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
-        found.read = lambda: source.read(name, rule, rank)
+
+        def read() -> Tensor:
+            # Where operations are recorded, as while a model is built, reading is none of them.
+            with dispatch_modes_suspended():
+                return source.read(name, rule, rank)
+
+        found.read = read
         found.source, found.stored_name, found.rule, found.rank = source, name, rule, rank
         return found
 

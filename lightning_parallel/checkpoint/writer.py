@@ -32,12 +32,13 @@ from lightning_parallel.checkpoint.reader import bands_of, bytes_of
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Range
 
-__all__ = ["PartialTensor", "ShardedWriter", "TensorPart", "as_parts", "write_file"]
+__all__ = ["SAFETENSORS_DTYPES", "PartialTensor", "ShardedWriter", "TensorPart", "as_parts", "write_file"]
 
 _BLOCK = 1 << 20
 """Bytes that are hashed and written at a time."""
 REPORT_EVERY_S = 10.0
 _SAFETENSORS_DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -342,7 +343,7 @@ def write_file(
         size = local.numel() * local.element_size()
         shape = [*local.shape, 2] if local.is_complex() else [*local.shape]
         key = name if part.ranges is None else f"{name}[{part.dim}: {', '.join(f'{a}..{b}' for a, b in part.ranges)}]"
-        header[key] = {"dtype": _SAFETENSORS_DTYPES[local.dtype], "shape": shape, "data_offsets": [at, at + size]}
+        header[key] = {"dtype": SAFETENSORS_DTYPES[local.dtype], "shape": shape, "data_offsets": [at, at + size]}
         at += size
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)

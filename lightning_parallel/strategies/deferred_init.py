@@ -19,7 +19,7 @@ Small tensors are made at once, and data that the user brings (numpy arrays, che
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,12 +30,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_parallel import comm
-from lightning_parallel.comm import MeshGroups
+from lightning_parallel.checkpoint import SavedCheckpoint, TensorSource
+from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import ParallelState, patched
 from lightning_parallel.compat.initialization import initialize_tensors, set_data
 from lightning_parallel.compat.torch import buffers_of, mark_as_parameter, move_tensor_hooks, swap_tensor_impl
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.random_streams import random_state_kept
+from lightning_parallel.strategies.deferred_reads import read_part
 from lightning_parallel.strategies.deferred_records import META, StorageLayout, memory_reused
 from lightning_parallel.strategies.deferred_tensor import BuildMode, DeferredTensor, is_deferred, materialize
 from lightning_parallel.tensor.plan import Sharding, materialize_shards
@@ -197,22 +199,27 @@ def materialize_owned(
         return owned is None or not isinstance(tensor, nn.Parameter) or id(tensor) in owned
 
     were_deferred = set(held.parameters)
+    sources: dict[TensorSource, None] = {}
+    failure: Exception | None = None
     for key in list(held.parameters):
         # Taken out one by one, so that each record is freed before the next tensor is made.
         parameter, deferred = held.parameters.pop(key)
         # Also where this rank holds nothing of it: the broadcast needs all ranks.
         if is_shared:
             full = _shared(deferred, groups)
-        elif holds(parameter):
-            full = materialize(deferred)
-        else:
-            continue
-        if holds(parameter):
-            rule: Any = getattr(parameter, "shard_rule", None)
-            local = full if rule is None else rule.split(full, groups.tensor_parallel.rank)
-            # A slice would keep the full tensor alive.
-            set_data(parameter, local.clone() if local.untyped_storage().nbytes() > _num_bytes(local) else local)
-        del full
+            if holds(parameter):
+                _set_part(parameter, full, groups.tensor_parallel)
+            del full
+        elif holds(parameter) and failure is None:
+            try:
+                source = _make_part(parameter, deferred, groups.tensor_parallel)
+                if source is not None:
+                    sources[source] = None
+            except Exception as error:
+                failure = error
+    # A file may be damaged, or missing on one host.
+    comm.raise_together(failure, groups.world)
+    _check_sources(sources, groups)
 
     # The user's own tensors on the meta device: every module initialises itself, in the order of one process.
     def wanted(tensor: Tensor) -> bool:
@@ -226,6 +233,39 @@ def materialize_owned(
         materialize_shards(module, device, sharding, groups.tensor_parallel, wanted=wanted, holds=holds)
     else:
         initialize_tensors(module, device, wanted=wanted, keep=lambda tensor, full: full if holds(tensor) else None)
+
+
+def _make_part(parameter: nn.Parameter, deferred: Tensor, group: Group) -> TensorSource | None:
+    """Give a parameter what this rank holds of it; returns what it was read from, if it was."""
+    found = read_part(deferred, getattr(parameter, "shard_rule", None), group.rank)
+    if found is None:
+        _set_part(parameter, materialize(deferred), group)
+        return None
+    set_data(parameter, found[0])
+    return found[1]
+
+
+def _set_part(parameter: nn.Parameter, full: Tensor, group: Group) -> None:
+    rule: Any = getattr(parameter, "shard_rule", None)
+    local = full if rule is None else rule.split(full, group.rank)
+    # A slice would keep the full tensor alive.
+    set_data(parameter, local.clone() if local.untyped_storage().nbytes() > _num_bytes(local) else local)
+
+
+def _check_sources(sources: Iterable[TensorSource], groups: MeshGroups) -> None:
+    """Compare checksums of what the ranks of a stage have read together.
+
+    Raises:
+        ValueError: On every rank, if a file is damaged.
+    """
+    failure: Exception | None = None
+    for source in sources:
+        try:
+            if isinstance(source, SavedCheckpoint):
+                source.check_shared_parts(groups.tensor_parallel)
+        except ValueError as error:
+            failure = error
+    comm.raise_together(failure, groups.world)
 
 
 def _shared(deferred: Tensor, groups: MeshGroups) -> Tensor:

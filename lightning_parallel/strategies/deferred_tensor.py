@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.checkpoint import StoredTensor
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
@@ -18,6 +19,7 @@ from lightning_parallel.compat.torch import (
     mark_as_parameter,
     pytree,
 )
+from lightning_parallel.strategies.deferred_reads import read_later_as_meta
 from lightning_parallel.strategies.deferred_records import (
     META,
     RecordedOperation,
@@ -95,6 +97,11 @@ class DeferredTensor(Tensor):
 
     def __init__(self, *args: Any) -> None:
         pass
+
+    @classmethod
+    def read_later(cls, stored: StoredTensor) -> DeferredTensor:
+        """Return a tensor whose data are read from a file when they are made."""
+        return cls(read_later_as_meta(stored))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:

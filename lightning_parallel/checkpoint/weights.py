@@ -1,0 +1,253 @@
+"""Initial weights from a file, for a module of any size: what a rank does not own is not read.
+
+`load_weights` gives each tensor of the file to the module by `load_state_dict`. Under the mesh strategies parameters
+that are built in `configure_model` have no data yet: they remember where theirs are, and a rank reads the part that it
+owns when it is known. Elsewhere they are read at once, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.checkpoint.distributed import DistributedCheckpoint, is_distributed_checkpoint
+from lightning_parallel.checkpoint.document import decode
+from lightning_parallel.checkpoint.folder import is_sharded_checkpoint
+from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, new_tensor
+from lightning_parallel.checkpoint.writer import SAFETENSORS_DTYPES
+from lightning_parallel.comm import Group
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["WeightFiles", "load_weights", "stored_weights"]
+
+_SAFETENSORS, _INDEX, _BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items() if not dtype.is_complex} | {
+    "C64": torch.complex64,
+    "C128": torch.complex128,
+}
+
+
+def load_weights(module: nn.Module, path: str | os.PathLike[str], *, prefix: str = "", strict: bool = True) -> None:
+    """Give `module` the weights of a file, when it is built: in `configure_model`, in `__init__`, or before a run.
+
+    In `configure_model` under the mesh strategies nothing is read yet, and each rank reads later what it owns. Values
+    are converted to the dtype of the module's tensors.
+
+    Args:
+        module: The module, such as `self` or `self.model`.
+        path: A `safetensors` file, a folder of Hugging Face with such files, a sharded checkpoint, a folder of
+            `torch.distributed.checkpoint`, or a file of `torch.save` (`.ckpt`, `.pt`, `.bin`).
+        prefix: Use only names of the file that begin with it, without it: `"model."` for the weights of `self.model`
+            in a checkpoint of a LightningModule.
+        strict: Refuse missing and unexpected names. Names of one tied parameter are there if one of them is.
+
+    Raises:
+        FileNotFoundError: If there is nothing of these at `path`.
+        ValueError: If names or shapes do not fit, with all of them, or the file is damaged or unsafe.
+    """
+    state = module.state_dict(keep_vars=True)
+    found = {name[len(prefix) :]: value for name, value in stored_weights(path).items() if name.startswith(prefix)}
+    if not found:
+        raise ValueError(f"expected weights whose names begin with `{prefix}` in {path}, found none")
+    _check_shapes(module, state, found, path)
+    values = {name: _deferred(value, state.get(name)) for name, value in found.items()}
+    try:
+        result = module.load_state_dict(values, strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit `{type(module).__name__}`: {error}") from error
+    loaded = {id(state[name]) for name in values if name in state}
+    missing = [name for name in result.missing_keys if id(state.get(name)) not in loaded]
+    if strict and (missing or result.unexpected_keys):
+        raise ValueError(_misfit(module, path, [], missing, result.unexpected_keys))
+
+
+def _deferred(value: Any, target: Any) -> Any:
+    """Return what `target` is to be given: a deferred tensor for a deferred one, whose class knows how to make it."""
+    make = getattr(type(target), "read_later", None)
+    return make(value) if make is not None and isinstance(value, StoredTensor) else value
+
+
+def _check_shapes(module: nn.Module, state: Mapping[str, Any], found: Mapping[str, Any], path: Any) -> None:
+    shapes, meta = [], []
+    for name, value in found.items():
+        target = state.get(name)
+        if not isinstance(target, Tensor) or not isinstance(value, Tensor):
+            continue
+        if target.shape != value.shape and not nn.parameter.is_lazy(target):
+            shapes.append(f"{name}: expected {list(target.shape)}, found {list(value.shape)}")
+        if target.is_meta and not hasattr(type(target), "read_later"):
+            meta.append(name)
+    if shapes:
+        missing = [name for name in state if name not in found]
+        raise ValueError(_misfit(module, path, shapes, missing, [name for name in found if name not in state]))
+    if meta:
+        raise ValueError(
+            f"expected tensors with memory, found {len(meta)} on the meta device (`{meta[0]}`, ...), into which nothing"
+            " can be loaded; build the model without `torch.device('meta')`: in `configure_model` it takes no memory"
+        )
+
+
+def _misfit(
+    module: nn.Module, path: Any, shapes: Sequence[str], missing: Sequence[str], unexpected: Sequence[str]
+) -> str:
+    parts = [f"the weights in {path} do not fit `{type(module).__name__}`"]
+    kinds = (("other shapes", shapes), ("missing in the file", missing), ("unexpected in the file", unexpected))
+    parts += [f"  {kind}:\n" + "\n".join(f"    {name}" for name in names) for kind, names in kinds if names]
+    return "\n".join(
+        [*parts, "`prefix=` chooses names of the file, and `strict=False` leaves out what is on one side only"]
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def stored_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the weights at `path` by name, as tensors that are read when they are used.
+
+    Raises:
+        FileNotFoundError, ValueError: See `load_weights`.
+    """
+    text = os.fspath(path)
+    if is_sharded_checkpoint(text):
+        saved = SavedCheckpoint.open(text)
+        content = decode(saved.manifest.document, cache(lambda name: StoredTensor.of(saved, name)))
+        return dict(content["state_dict"])
+    if is_distributed_checkpoint(text):
+        return dict(DistributedCheckpoint.open(text, Group.alone("weights")).checkpoint()["state_dict"])
+    files = _files_at(Path(text))
+    if files[0].suffix != ".safetensors":
+        return _loaded(files[0])
+    source = WeightFiles(files)
+    return {name: StoredTensor.of(source, name) for name in source.entries}
+
+
+def _files_at(path: Path) -> list[Path]:
+    if path.is_file() and path.name.endswith(".index.json"):
+        path = path.parent
+    if path.is_file():
+        return [path]
+    if (path / _INDEX).is_file():
+        try:
+            names = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"expected an index of `safetensors` files in {path / _INDEX}: {error}") from error
+        wrong = [name for name in names if name != Path(name).name or not (path / name).is_file()]
+        if wrong or not names:
+            raise ValueError(f"expected the files that {path / _INDEX} names, found no {', '.join(wrong) or 'names'}")
+        return [path / name for name in names]
+    for name in (_SAFETENSORS, _BIN):
+        if (path / name).is_file():
+            return [path / name]
+    what = f"a folder without `{_SAFETENSORS}`" if path.is_dir() else "nothing"
+    raise FileNotFoundError(
+        f"expected weights at {path}: a file, a folder of Hugging Face or a checkpoint; found {what}"
+        + ("" if path.is_dir() else ". `huggingface_hub.snapshot_download(name)` gives the folder of a model")
+    )
+
+
+class WeightFiles:
+    """Files of `safetensors`.
+
+    Args:
+        files: The files.
+
+    Attributes:
+        entries: For each tensor file, dtype, shape and first byte.
+        bytes_read: Bytes of tensors that were read so far.
+
+    Raises:
+        ValueError: If one is damaged, or has a dtype that torch does not know.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.entries: dict[str, tuple[Path, torch.dtype, tuple[int, ...], int]] = {}
+        self.bytes_read = 0
+        for file in files:
+            self._add(file)
+
+    def _add(self, file: Path) -> None:
+        size = file.stat().st_size
+        try:
+            with open(file, "rb") as stream:
+                begin = 8 + int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(begin - 8) if begin <= size else b"")
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+                first, last = entry["data_offsets"]
+                if last - first != math.prod(shape) * dtype.itemsize or first < 0 or begin + last > size:
+                    raise ValueError(f"`{name}` is said to be at {first} to {last} of {size - begin} bytes")
+                self.entries[name] = (file, dtype, shape, begin + first)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"expected a `safetensors` file in {file}: {type(error).__name__}: {error}") from error
+
+    def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:
+        """Return the shape and the dtype of a tensor."""
+        _, dtype, shape, _ = self.entries[name]
+        return shape, dtype
+
+    def read(self, name: str, rule: Shard | None = None, rank: int = 0) -> Tensor:
+        """Read a tensor, or the part of it that `rank` has by `rule`."""
+        file, dtype, shape, begin = self.entries[name]
+        if math.prod(shape) == 0:
+            return torch.empty(shape if rule is None else rule.local_shape(shape, rank), dtype=dtype, device="cpu")
+        # Only pages of the file that are copied from are read; nobody writes them, but torch warns of those it cannot.
+        mapped = np.memmap(file, np.uint8, "c", begin, (math.prod(shape) * dtype.itemsize,))
+        part = _part_of(torch.from_numpy(mapped).view(dtype).view(shape), rule, rank)
+        self.bytes_read += part.numel() * part.element_size()
+        return part
+
+
+class _LoadedWeights:
+    """Tensors that `torch.load` has mapped."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:
+        return self.tensors[name].shape, self.tensors[name].dtype
+
+    def read(self, name: str, rule: Shard | None = None, rank: int = 0) -> Tensor:
+        return _part_of(self.tensors[name], rule, rank)
+
+
+def _part_of(mapped: Tensor, rule: Shard | None, rank: int) -> Tensor:
+    if rule is None:
+        return new_tensor(mapped.shape, mapped.dtype).copy_(mapped)
+    part, at = new_tensor(rule.local_shape(mapped.shape, rank), mapped.dtype), 0
+    for start, stop in rule.ranges[rank]:
+        part.narrow(rule.dim, at, stop - start).copy_(mapped.narrow(rule.dim, start, stop - start))
+        at += stop - start
+    return part
+
+
+def _loaded(file: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        raise ValueError(
+            f"{file} holds more than tensors, numbers and text, and loading it may run code:"
+            f" {kind[1] if kind else str(error)[:200]}. If you trust who wrote it, call"
+            " `torch.serialization.add_safe_globals([...])` with the classes in it"
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"expected a file of `torch.save`, of torch 1.6 or later, in {file}: {error}") from error
+    state = content.get("state_dict", content) if isinstance(content, Mapping) else None
+    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"expected a state dict, or a checkpoint with one, in {file}, found {type(content).__name__}")
+    source = _LoadedWeights({name: value for name, value in state.items() if isinstance(value, Tensor)})
+    stored = {name: StoredTensor.of(source, name) for name in source.tensors}
+    return {str(name): stored.get(name, value) for name, value in state.items()}
