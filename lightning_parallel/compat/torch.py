@@ -101,6 +101,7 @@ __all__ = [
     "sharded_flat_parameters",
     "storage_address",
     "swap_tensor_impl",
+    "to_copy",
     "unsafe_view",
     "version_of",
     "workers_of",
@@ -307,6 +308,10 @@ def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
 
 # A reshape that autograd does not treat as a view: the result of a custom function may then be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+# What `tensor.to(...)` is to the dispatcher; no operator without the underscore converts a dtype.
+to_copy = torch.ops.aten._to_copy
 
 
 # The counter of a tensor's in-place changes, which autograd checks too: no public name says if a tensor changed.

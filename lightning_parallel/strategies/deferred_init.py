@@ -19,7 +19,7 @@ Small tensors are made at once, and data that the user brings (numpy arrays, che
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,6 +199,25 @@ def materialize_owned(
         return owned is None or not isinstance(tensor, nn.Parameter) or id(tensor) in owned
 
     were_deferred = set(held.parameters)
+    _make_parameters(held, groups, holds, is_shared)
+
+    # The user's own tensors on the meta device: every module initialises itself, in the order of one process.
+    def wanted(tensor: Tensor) -> bool:
+        return id(tensor) not in were_deferred
+
+    for owner, name, buffer in held.buffers:
+        # Back on meta, to be initialised together with the parameters of their module.
+        buffers_of(owner)[name] = buffer
+    held.buffers.clear()
+    if sharding is not None:
+        materialize_shards(module, device, sharding, groups.tensor_parallel, wanted=wanted, holds=holds)
+    else:
+        initialize_tensors(module, device, wanted=wanted, keep=lambda tensor, full: full if holds(tensor) else None)
+
+
+def _make_parameters(
+    held: PendingInitialization, groups: MeshGroups, holds: Callable[[Tensor], bool], is_shared: bool
+) -> None:
     sources: dict[TensorSource, None] = {}
     failure: Exception | None = None
     for key in list(held.parameters):
@@ -220,19 +239,6 @@ def materialize_owned(
     # A file may be damaged, or missing on one host.
     comm.raise_together(failure, groups.world)
     _check_sources(sources, groups)
-
-    # The user's own tensors on the meta device: every module initialises itself, in the order of one process.
-    def wanted(tensor: Tensor) -> bool:
-        return id(tensor) not in were_deferred
-
-    for owner, name, buffer in held.buffers:
-        # Back on meta, to be initialised together with the parameters of their module.
-        buffers_of(owner)[name] = buffer
-    held.buffers.clear()
-    if sharding is not None:
-        materialize_shards(module, device, sharding, groups.tensor_parallel, wanted=wanted, holds=holds)
-    else:
-        initialize_tensors(module, device, wanted=wanted, keep=lambda tensor, full: full if holds(tensor) else None)
 
 
 def _make_part(parameter: nn.Parameter, deferred: Tensor, group: Group) -> TensorSource | None:

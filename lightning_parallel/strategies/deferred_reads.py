@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint.reader import StoredTensor, TensorSource, take_part
-from lightning_parallel.compat.torch import forbid_data_access
+from lightning_parallel.compat.torch import forbid_data_access, to_copy
 from lightning_parallel.strategies.deferred_records import (
     META,
     RecordedOperation,
@@ -28,7 +28,7 @@ from lightning_parallel.tensor.sharding import Shard
 __all__ = ["read_later_as_meta", "read_part", "stored_origin"]
 
 _aten = torch.ops.aten
-_CONVERSIONS = {_aten._to_copy, _aten.clone, _aten.copy_}
+_CONVERSIONS = {to_copy, _aten.clone, _aten.copy_}
 
 
 class RecordedRead(RecordedOperation):
