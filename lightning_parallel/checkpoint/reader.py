@@ -142,13 +142,8 @@ class SavedCheckpoint:
         if part.ranges is None or len(saved.parts) == 1 and part.ranges == ((0, saved.shape[part.dim]),):
             self._check(name, part, self._read_into(part.file, part.begin, bytes_of(result)))
             return
-        block = torch.empty(part.shape(saved.shape), dtype=result.dtype)
-        self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
-        block = _new_tensor(part.shape(saved.shape), result.dtype)
         block = new_tensor(part.shape(saved.shape), result.dtype)
-        data = bytes_of(block)
-        self._read_into(part.file, part.begin, data)
-        self._check(name, part, checksum(data))
+        self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
         for start, stop, at in _with_offsets(part.ranges):
             result.narrow(part.dim, start, stop - start).copy_(block.narrow(part.dim, at, stop - start))
 
@@ -163,15 +158,10 @@ class SavedCheckpoint:
         if not _is_in_words(shape, dim, slices, result.element_size()) or _is_all(slices, shape[dim]):
             is_whole = _is_all(slices, shape[dim]) and (part.ranges is None or part.dim == dim)
             is_same = is_whole and shape == result.shape and all(begin == at for begin, _, at, _ in slices)
-            block = result if is_same else torch.empty(shape, dtype=result.dtype)
+            block = result if is_same else new_tensor(shape, result.dtype)
             self._check(name, part, self._read_into(part.file, part.begin, bytes_of(block)))
             if is_same:
                 return
-            block = _new_tensor(shape, result.dtype)
-            block = new_tensor(shape, result.dtype)
-            data = bytes_of(block)
-            self._read_into(part.file, part.begin, data)
-            self._check(name, part, checksum(data))
             for begin, size, at, _ in slices:
                 _place(result, block.narrow(dim, begin, size), part, dim, at)
             return

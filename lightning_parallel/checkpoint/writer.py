@@ -37,7 +37,6 @@ __all__ = ["SAFETENSORS_DTYPES", "PartialTensor", "ShardedWriter", "TensorPart",
 _BLOCK = 1 << 20
 """Bytes that are hashed and written at a time."""
 REPORT_EVERY_S = 10.0
-_SAFETENSORS_DTYPES = {
 SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",

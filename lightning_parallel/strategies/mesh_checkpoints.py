@@ -237,7 +237,7 @@ class MeshCheckpoints(MeshProcesses):
         Raises:
             Exception: On every rank, if it could not be written, unless another error has ended the run.
         """
-        if self._opened is not None:
+        if isinstance(self._opened, SavedCheckpoint):
             self._opened.close()
         writer, self._writer, self._opened = self._writer, None, None
         if writer is None:
