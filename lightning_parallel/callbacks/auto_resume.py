@@ -322,16 +322,28 @@ class AutoResume(Callback):
         """Save a checkpoint, and remove old ones; every rank must call it."""
         place = self._folder.place(trainer.global_step, is_end)
         # One that is written by a thread is complete some time later.
-        is_async = is_a(trainer.strategy.checkpoint_io, AsyncCheckpointIO)
+        is_async = is_a(trainer.strategy.checkpoint_io, AsyncCheckpointIO) or getattr(
+            trainer.strategy, "async_saves", False
+        )
         self._is_saving = True
         try:
             trainer.save_checkpoint(place if is_async else self._folder.aside(place))
         finally:
             self._is_saving = False
-        if not is_async:
+        if is_async:
+            self._drop_later(trainer, place)
+        else:
             comm.broadcast_from(lambda: self._folder.commit(place, self.keep), _world())
         self._saved_step = trainer.global_step
         self._clock.restart(self._saved_step)
+
+    def _drop_later(self, trainer: Trainer, place: Path) -> None:
+        """Remove old checkpoints once that at `place` is written: strategies keep the order of what they are told."""
+        if not trainer.is_global_zero:
+            return
+        older = [path for path in self._folder.found() if path != place]
+        for path in older[self.keep - 1 :]:
+            trainer.strategy.remove_checkpoint(path)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import AutoResume, CompressedDDPStrategy, HybridParallelStrategy, PowerSGD
+from lightning_parallel import AutoResume, CompressedDDPStrategy, HybridParallelStrategy, PowerSGD, TopK
 from tests.harness import distributed
 from tests.strategies.models import Samples, trainer_for
 
@@ -118,6 +118,16 @@ STRATEGIES = {
     "pipeline x data": lambda: HybridParallelStrategy(pipeline_parallel_size=2, balance="uniform"),
     "pipeline x tensor": lambda: HybridParallelStrategy(
         pipeline_parallel_size=2, tensor_parallel_size=2, balance="uniform"
+    ),
+    "sharded, in the background": lambda: HybridParallelStrategy(
+        pipeline_parallel_size=2,
+        tensor_parallel_size=2,
+        balance="uniform",
+        checkpoint_format="sharded",
+        async_save=True,
+    ),
+    "sharded, compressed": lambda: HybridParallelStrategy(
+        tensor_parallel_size=2, checkpoint_format="sharded", compression=TopK(0.1, min_numel=1)
     ),
     "data": HybridParallelStrategy,
     # Otherwise DDP arranges its buckets anew after the first step, and then sums four gradients in another order.

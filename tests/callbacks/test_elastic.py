@@ -13,6 +13,10 @@ from tests.harness import RankError, run
 STRATEGIES = {
     "tensor": lambda: HybridParallelStrategy(tensor_parallel_size=2),
     "pipeline": lambda: HybridParallelStrategy(pipeline_parallel_size=2, balance="uniform"),
+    "sharded hybrid": lambda: HybridParallelStrategy(
+        tensor_parallel_size=2, pipeline_parallel_size=2, balance="uniform", checkpoint_format="sharded"
+    ),
+    "sharded": lambda: HybridParallelStrategy(checkpoint_format="sharded"),
     "ddp": DDPStrategy,
     "one": lambda: "auto",
 }
@@ -59,6 +63,7 @@ def _batches_of_sampler(batch_size, length):
         ([("tensor", 4, 4, 1), ("tensor", 2, 4, 1)], 2),
         ([("tensor", 2, 4, 2), ("tensor", 4, 4, 2), ("one", 1, 4, 2)], 2),
         ([("ddp", 2, 4, 1), ("pipeline", 4, 2, 1)], 2),
+        ([("sharded hybrid", 4, 4, 2), ("sharded", 2, 4, 2), ("sharded", 1, 4, 2)], 2),
     ],
 )
 def test_the_samples_of_a_step_stay_the_same(attempts, accumulated, tmp_path):
