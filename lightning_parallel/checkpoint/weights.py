@@ -173,15 +173,17 @@ class WeightFiles:
     def __init__(self, files: Sequence[Path]) -> None:
         self.entries: dict[str, tuple[Path, torch.dtype, tuple[int, ...], int]] = {}
         self.bytes_read = 0
+        # Kept open: they may be removed or replaced before they are read.
+        self._streams = {file: open(file, "rb") for file in files}  # noqa: SIM115
         for file in files:
             self._add(file)
 
     def _add(self, file: Path) -> None:
         size = file.stat().st_size
         try:
-            with open(file, "rb") as stream:
-                begin = 8 + int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(begin - 8) if begin <= size else b"")
+            stream = self._streams[file]
+            begin = 8 + int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(begin - 8) if begin <= size else b"")
             for name, entry in header.items():
                 if name == "__metadata__":
                     continue
@@ -204,7 +206,7 @@ class WeightFiles:
         if math.prod(shape) == 0:
             return torch.empty(shape if rule is None else rule.local_shape(shape, rank), dtype=dtype, device="cpu")
         # Only pages of the file that are copied from are read; nobody writes them, but torch warns of those it cannot.
-        mapped = np.memmap(file, np.uint8, "c", begin, (math.prod(shape) * dtype.itemsize,))
+        mapped = np.memmap(self._streams[file], np.uint8, "c", begin, (math.prod(shape) * dtype.itemsize,))
         part = _part_of(torch.from_numpy(mapped).view(dtype).view(shape), rule, rank)
         self.bytes_read += part.numel() * part.element_size()
         return part

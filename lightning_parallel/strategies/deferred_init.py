@@ -37,6 +37,7 @@ from lightning_parallel.compat.initialization import initialize_tensors, set_dat
 from lightning_parallel.compat.torch import buffers_of, mark_as_parameter, move_tensor_hooks, swap_tensor_impl
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.random_streams import random_state_kept
+from lightning_parallel.strategies.deferred_files import files_deferred
 from lightning_parallel.strategies.deferred_reads import read_part
 from lightning_parallel.strategies.deferred_records import META, StorageLayout, memory_reused
 from lightning_parallel.strategies.deferred_tensor import BuildMode, DeferredTensor, is_deferred, materialize
@@ -66,7 +67,13 @@ def deferred_init(device: torch.device | str | None = None, threshold: int = THR
         device: Where tensors are made for which the code gives no device, as by `with torch.device(device)`.
         threshold: Number of elements above which a tensor is deferred.
     """
-    with memory_reused(), _parameter_subclasses_made(), _AssignmentMode(), BuildMode(threshold):
+    with (
+        memory_reused(),
+        _parameter_subclasses_made(),
+        files_deferred(threshold),
+        _AssignmentMode(),
+        BuildMode(threshold),
+    ):
         if device is None:
             yield
         else:

@@ -115,10 +115,15 @@ class MeshCheckpoints(MeshProcesses):
         Returns:
             Values on rank zero only. For a sharded checkpoint tensors without data, which know what this rank writes.
         """
+        if not self.is_sharded:
+            return self.full_state_dict()
         if self._is_restored:
-            full = self.module.state_dict()
-            return as_parts(full, self.is_global_zero) if self.is_sharded else full
+            return as_parts(self.module.state_dict(), self.is_global_zero)
         return self._saved.gather_state()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the full state dict, values on rank zero only; called on every rank."""
+        return self.module.state_dict() if self._is_restored else self.checkpoints.gather_state()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -91,7 +91,7 @@ class SpawnLauncher(FunctionLauncher):
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
         # Every rank takes part, though only the first one returns it.
-        full = strategy_of(self).checkpoints.gather_state()  # type: ignore[attr-defined]
+        full = strategy_of(self).full_state_dict()  # type: ignore[attr-defined]
         module = trainer.lightning_module
         with patched(module, "state_dict", lambda *_, **__: full):
             return super()._collect_rank_zero_results(trainer, results)
