@@ -178,7 +178,7 @@ class Run:
         self._wait(started, lambda: self._is_at(step, processes), f"step {step}")
         folder = self.folder / "auto_resume"
         if number % 3 == 2:
-            self._wait(started, lambda: any(folder.glob(".partial-step*")), "a checkpoint")
+            self._wait(started, lambda: any(folder.glob(".partial-*")), "a checkpoint")
         else:
             time.sleep(self.random.uniform(0, 2 * self.options.pause))
         rank = self.random.randrange(processes)

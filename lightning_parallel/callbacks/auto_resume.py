@@ -321,19 +321,19 @@ class AutoResume(Callback):
     def _save(self, trainer: Trainer, is_end: bool = False) -> None:
         """Save a checkpoint, and remove old ones; every rank must call it."""
         place = self._folder.place(trainer.global_step, is_end)
-        # One that is written by a thread is complete some time later.
-        is_async = is_a(trainer.strategy.checkpoint_io, AsyncCheckpointIO) or getattr(
-            trainer.strategy, "async_saves", False
-        )
+        strategy = trainer.strategy
+        # One that is written by a thread is complete some time later; a sharded one is whole or not there.
+        is_async = is_a(strategy.checkpoint_io, AsyncCheckpointIO) or getattr(strategy, "async_saves", False)
+        is_aside = not is_async and not getattr(strategy, "is_sharded", False)
         self._is_saving = True
         try:
-            trainer.save_checkpoint(place if is_async else self._folder.aside(place))
+            trainer.save_checkpoint(self._folder.aside(place) if is_aside else place)
         finally:
             self._is_saving = False
         if is_async:
             self._drop_later(trainer, place)
         else:
-            comm.broadcast_from(lambda: self._folder.commit(place, self.keep), _world())
+            comm.broadcast_from(lambda: self._folder.commit(place, self.keep, is_aside), _world())
         self._saved_step = trainer.global_step
         self._clock.restart(self._saved_step)
 

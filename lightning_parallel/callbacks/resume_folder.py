@@ -52,8 +52,15 @@ class ResumeFolder:
                 places.append((int(match[1]), bool(match[2]), path))
         return [path for *_, path in sorted(places, reverse=True)]
 
-    def commit(self, place: Path, keep: int) -> None:
-        """Give a complete checkpoint its name; then remove all but the newest `keep`."""
+    def commit(self, place: Path, keep: int, is_aside: bool) -> None:
+        """Give a complete checkpoint that is aside its name; then remove all but the newest `keep`."""
+        if is_aside:
+            self._rename(place)
+        found = self.found()
+        for path in found[max(keep, found.index(place) + 1) :]:
+            self.drop(path)
+
+    def _rename(self, place: Path) -> None:
         written = self.aside(place)
         replaced = written.with_name(f"{_ASIDE}replaced-{place.name}")
         if place.exists():
@@ -61,9 +68,6 @@ class ResumeFolder:
             place.rename(replaced)
         written.rename(place)
         _remove(replaced)
-        found = self.found()
-        for path in found[max(keep, found.index(place) + 1) :]:
-            self.drop(path)
 
     def drop(self, path: Path) -> None:
         """Remove a checkpoint, which stops being one before its files are gone."""

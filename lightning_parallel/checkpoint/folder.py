@@ -134,7 +134,7 @@ class Folder:
 
     def remove(self) -> None:
         """Remove it, the manifest first: a checkpoint that is removed in part is none."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):  # it may be a file, of the other format
             self.fs.rm(self.file(MANIFEST))
         with suppress(FileNotFoundError):
             self.fs.rm(self.path, recursive=True)

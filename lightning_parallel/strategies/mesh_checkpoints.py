@@ -21,6 +21,7 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint import (
     Checkpoints,
     DistributedCheckpoint,
+    Folder,
     ModelNames,
     SavedCheckpoint,
     ShardedWriter,
@@ -224,10 +225,12 @@ class MeshCheckpoints(MeshProcesses):
 
     @override
     def begin_batch(self, flag: bool) -> bool:
-        failed = self._writer is not None and self._writer.failure is not None
+        # In evaluation replicas may have different numbers of batches: the next step of training will tell.
+        is_training = self.module.trainer.training
+        failed = is_training and self._writer is not None and self._writer.failure is not None
         is_set = super().begin_batch(flag or failed)
         # Ranks learn of a failed save one after the other, and stop at the same step.
-        if is_set and self.async_saves and self.module.trainer.training:
+        if is_set and self.async_saves and is_training:
             self._raise_failed_save(failed)
         return is_set
 
@@ -303,6 +306,8 @@ class MeshCheckpoints(MeshProcesses):
 
 def _kind_of(path: str) -> str:
     """Return what kind of folder is at `path`: "sharded", "distributed", or "" for anything else."""
-    if is_sharded_checkpoint(path):
-        return "sharded"
-    return "distributed" if is_distributed_checkpoint(path) else ""
+    if is_distributed_checkpoint(path):
+        return "distributed"
+    # Also a folder that is none, to say so.
+    folder = Folder.at(path)
+    return "sharded" if folder.fs.isdir(folder.path) or is_sharded_checkpoint(path) else ""

@@ -168,6 +168,25 @@ def test_a_save_in_the_background_holds_the_step_at_which_it_was_asked_for(group
         torch.testing.assert_close(tensor * 1, expected[name], rtol=1e-10, atol=1e-12)
 
 
+@distributed(world_size=2)
+def test_what_is_no_checkpoint_is_said_to_be_none(group):
+    folder = shared_folder(group)
+    with pytest.raises((FileNotFoundError, RuntimeError), match="its save was not finished"):
+        fit(Deep(), strategy(), 2, ckpt_path=folder, **QUICK)
+    # Of a run that wrote files.
+    (folder / "file.ckpt").touch()
+    comm.barrier(group)
+    save = SaveAt(folder / "a.ckpt")
+
+    class Remove(Callback):
+        def on_train_end(self, trainer, pl_module):
+            trainer.strategy.remove_checkpoint(folder / "file.ckpt")
+
+    fit(Deep(), strategy(), 2, callbacks=[save, Remove()], max_epochs=1, **QUICK)
+    comm.barrier(group)
+    assert names_in(folder) == ["a.ckpt"]
+
+
 class Wider(Deep):
     """Has one layer of another width."""
 
