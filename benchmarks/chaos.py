@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --kills 10 --seed 0 --strategy hybrid
     python benchmarks/chaos.py --kills 6 --strategy tensor --elastic     # goes on with another number of processes
+    python benchmarks/chaos.py --kills 6 --format async                  # sharded, written while training goes on
 
 Every third kill waits until a checkpoint is being written. Exits with 1 if the weights differ.
 """
@@ -86,7 +87,8 @@ def train(options: argparse.Namespace) -> None:
     if options.strategy == "ddp":
         strategy = DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
     else:
-        sharded = {} if options.format == "full" else {"checkpoint_format": options.format}
+        sharded = {} if options.format == "full" else {"checkpoint_format": "sharded"}
+        sharded |= {"async_save": True} if options.format == "async" else {}
         sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
         strategy = HybridParallelStrategy(**sizes, **sharded, balance="uniform", verify="off")
     generator = torch.Generator().manual_seed(3)
@@ -216,7 +218,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--strategy", choices=sorted(SIZES), default="hybrid")
-    parser.add_argument("--format", choices=("full", "sharded"), default="full")
+    parser.add_argument("--format", choices=("full", "sharded", "async"), default="full")
     parser.add_argument("--elastic", action="store_true", help="go on with another number of processes")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--every", type=int, default=3, help="steps between two checkpoints")

@@ -71,7 +71,7 @@ def test_killed_ranks_are_started_again_by_torchrun(tmp_path):
     whole = _start(tmp_path / "whole", "hybrid", 4)
     folder = tmp_path / "killed"
     folder.mkdir()
-    started = start_script(Path(__file__).with_name("launched.py"), folder, "sharded")
+    started = start_script(Path(__file__).with_name("launched.py"), folder, "async")
     for rank, step in ((2, 5), (0, 11)):
         _wait_for_step(folder, [started] * 4, step)
         process = int((folder / f"{rank}.progress").read_text().split()[0])
