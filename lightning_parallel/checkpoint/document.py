@@ -4,7 +4,8 @@ What JSON has no form for is an object with one key, a tag that begins with `$`:
 
     {"$tensor": "state_dict/layers.0.weight"}     {"$tuple": [...]}     {"$dict": [[key, value], ...]}     ...
 
-A tensor's name is its path in the dict, and the first of them if it stands at several.
+A tensor's name is its path in the dict, and the first of them if it stands at several. Where keys such as `1` and
+`"1"` give two tensors one path, the second name ends with an apostrophe.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ __all__ = ["decode", "encode"]
 
 _FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set, str)}
 """Of a `defaultdict`."""
-_OPTIONAL = "hyper_parameters"
-"""Entry that is not needed to resume, and in which people keep objects of any kind."""
+_OPTIONAL = {"hyper_parameters", "hparams_type", "datamodule_hyper_parameters", "datamodule_hparams_type"}
+"""Entries that are not needed to resume, and in which people keep objects of any kind."""
+_NUMPY_KINDS = "biufcMm"
+"""Of numpy's values that have a form; its text and bytes are Python's."""
 
 _LEFT_OUT = object()
 
@@ -67,18 +70,32 @@ class _Encoder:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if isinstance(value, Tensor):
             return {"$tensor": self._name(value, path)}
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.itemsize <= _widest(value):
             copy = torch.from_numpy(np.array(value, order="C", dtype=value.dtype.newbyteorder("=")))
             return {"$array": self._name(copy, path)}
         if isinstance(value, (Mapping, list, tuple, set, frozenset, deque, Namespace)):
             return self._encode_container(value, path)
-        for kind, tag, pack in _SCALARS:
-            if isinstance(value, kind):
-                return {tag: pack(value)}
-        if path.split("/")[0] == _OPTIONAL:
+        packed = self._encode_scalar(value)
+        if packed is not None:
+            return packed
+        if path.split("/")[0] in _OPTIONAL:
             self.left_out.append(path)
             return _LEFT_OUT
         self.problems.append(f"{path}: {type(value).__module__}.{type(value).__qualname__}")
+        return None
+
+    def _encode_scalar(self, value: Any) -> Any:
+        """Return the form of a single value; None if there is none."""
+        if isinstance(value, Enum):
+            try:
+                plain, tensors, _ = encode({"value": value.value})
+            except TypeError:
+                return None
+            return None if tensors else {"$enum": [type(value).__module__, type(value).__qualname__, plain["value"]]}
+        for kind, tag, pack in _SCALARS:
+            is_other = isinstance(value, np.generic) and value.dtype.kind not in _NUMPY_KINDS
+            if isinstance(value, kind) and not (kind is np.generic and is_other):
+                return {tag: pack(value)}
         return None
 
     def _name(self, tensor: Tensor, path: str) -> str:
@@ -87,6 +104,8 @@ class _Encoder:
             if tensor.layout != torch.strided or tensor.is_quantized:
                 self.problems.append(f"{path}: a tensor of layout {tensor.layout} and dtype {tensor.dtype}")
                 return path
+            while path in self.tensors:
+                path += "'"
             self._names[id(tensor)] = path
             self.tensors[path] = tensor
         return self._names[id(tensor)]
@@ -120,9 +139,10 @@ class _Encoder:
             encoded: Any = {key: entry for key, entry in entries.items() if entry is not _LEFT_OUT}
         else:
             pairs = [
-                [self.encode(key, _join(path, "(key)")), _none_if_left_out(self.encode(entry, _join(path, key)))]
+                [self.encode(key, _join(path, "(key)")), self.encode(entry, _join(path, key))]
                 for key, entry in value.items()
             ]
+            pairs = [pair for pair in pairs if not any(one is _LEFT_OUT for one in pair)]
             encoded = {"$dict": pairs}
         if isinstance(value, Counter):
             return {"$counter": encoded}
@@ -133,6 +153,11 @@ class _Encoder:
 
 def _none_if_left_out(entry: Any) -> Any:
     return None if entry is _LEFT_OUT else entry
+
+
+def _widest(array: np.ndarray[Any, Any]) -> int:
+    """Return the most bytes of an element that torch has a dtype for."""
+    return 16 if array.dtype.kind == "c" else 8
 
 
 def _join(path: str, key: Any) -> str:
@@ -198,18 +223,12 @@ def _numpy_scalar(value: np.generic) -> list[str]:
 
 def _read_numpy_scalar(value: list[str]) -> Any:
     dtype = np.dtype(value[0])
-    if dtype.kind not in "biufcMm":
+    if dtype.kind not in _NUMPY_KINDS:
         raise ValueError(value[0])
     return np.frombuffer(base64.b64decode(value[1]), dtype)[0]
 
 
-def _plain_enum(value: Enum) -> list[Any]:
-    encoder = _Encoder()
-    return [type(value).__module__, type(value).__qualname__, encoder.encode(value.value, "")]
-
-
 _SCALARS: list[tuple[type, str, Callable[[Any], Any]]] = [
-    (Enum, "$enum", _plain_enum),
     (np.generic, "$numpy", _numpy_scalar),
     (int, "$int", int),
     (float, "$float", repr),

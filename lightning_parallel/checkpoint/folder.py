@@ -133,7 +133,10 @@ class Folder:
         sync_folder(self.path)
 
     def remove(self) -> None:
-        """Remove it, the manifest first: a checkpoint that is removed in part is none."""
+        """Remove it, the manifest first: a checkpoint that is removed in part is none. Of a link, the link alone."""
+        if self.is_local and os.path.islink(self.path):
+            os.unlink(self.path)
+            return
         with suppress(FileNotFoundError, NotADirectoryError):  # it may be a file, of the other format
             self.fs.rm(self.file(MANIFEST))
         with suppress(FileNotFoundError):

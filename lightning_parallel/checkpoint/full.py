@@ -341,6 +341,8 @@ class Checkpoints:
         """Return a tensor without data, with what this rank is to write of it."""
         part, rank = TensorPart(), self.tensor_group.rank
         replica, replicas = (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.size)
+        if isinstance(key, str) and key not in self.names.parameters:
+            tag = 0  # a buffer: between two steps replicas may have others, and the first one's count
         # Ranks that hold the same take turns, so that all of them write about as much.
         is_mine = self.pipeline_group.rank == place.stage and tag % replicas == replica
         if is_mine and place.shard is not None:

@@ -37,6 +37,7 @@ __all__ = ["SAFETENSORS_DTYPES", "PartialTensor", "ShardedWriter", "TensorPart",
 _BLOCK = 1 << 20
 """Bytes that are hashed and written at a time."""
 REPORT_EVERY_S = 10.0
+_MOST_PENDING = 1
 SAFETENSORS_DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -147,6 +148,9 @@ class ShardedWriter:
         """
         snapshot, failure = None, None
         left_out: list[str] = []
+        # A slow disk must not fill the memory with copies: one is written, and one may wait.
+        while len(self._pending) > _MOST_PENDING or (self._pending and self._pending[0].done()):
+            self._pending.pop(0).result()
         try:
             snapshot, left_out = self._snapshot(checkpoint, Folder.at(path, storage_options))
         except Exception as error:

@@ -214,6 +214,9 @@ class MeshCheckpoints(MeshProcesses):
                 f"The checkpoint has no {', '.join(f'`{name}`' for name in left_out)}: a sharded checkpoint holds"
                 " numbers, text and tensors. `self.save_hyperparameters(ignore=[...])` leaves them out."
             )
+        if self.module.trainer.state.status != TrainerStatus.RUNNING:
+            # After a run nothing waits for it any more.
+            self.end_saves()
         self.together(lambda: self.save_beside(filepath))
 
     @override

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+from enum import Enum
 from math import prod
 from pathlib import Path
 
@@ -277,6 +278,37 @@ def test_what_has_no_form_is_refused_with_its_path(tmp_path):
     left_out = ShardedWriter(Group.alone("world"), {}).save(state, str(tmp_path / "a.ckpt"))
     assert left_out == ["hyper_parameters/f"]
     assert SavedCheckpoint.open(str(tmp_path / "a.ckpt")).checkpoint() == {"hyper_parameters": {"lr": 0.1}}
+
+
+class Kinds(Enum):
+    NAMED = 1
+    OF_OBJECTS = (print,)
+
+
+def test_values_come_back_as_they_were_or_are_left_out(tmp_path):
+    """Keys that read alike share a path, and no tensor; what a file could not give back is not written to it."""
+    one, other = torch.tensor([1.0]), torch.tensor([2.0])
+    odd = {Kinds.OF_OBJECTS: 1, Kinds.NAMED: 2, print: 3, "object": Kinds.OF_OBJECTS, "text": np.str_("x")}
+    state = {
+        "alike": {1: one, "1": other, "a/b": one.clone(), "a": {"b": other.clone()}},
+        "hyper_parameters": odd,
+        "hparams_type": dict,
+        "datamodule_hyper_parameters": {"transform": print, "size": 4},
+    }
+    left_out = ShardedWriter(Group.alone("world"), {}).save(state, str(tmp_path / "a.ckpt"))
+    found = SavedCheckpoint.open(str(tmp_path / "a.ckpt")).checkpoint()
+    assert [*found["alike"].values()] == [one, other, one, {"b": other}]
+    assert found["hyper_parameters"] == {Kinds.NAMED: 2, "text": "x"}
+    assert found["datamodule_hyper_parameters"] == {"size": 4}
+    assert {path.partition("/")[0] for path in left_out} == state.keys() - {"alike"}
+
+
+def test_removing_a_link_leaves_what_it_leads_to(checkpoint, tmp_path):
+    link = tmp_path / "last.ckpt"
+    link.symlink_to(checkpoint, target_is_directory=True)
+    Folder.at(str(link)).remove()
+    assert not link.is_symlink()
+    SavedCheckpoint.open(str(checkpoint))
 
 
 def test_memory_of_fsspec_holds_checkpoints():

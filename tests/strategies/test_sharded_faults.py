@@ -4,6 +4,7 @@ import os
 import subprocess
 import tempfile
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -185,6 +186,36 @@ def test_what_is_no_checkpoint_is_said_to_be_none(group):
     fit(Deep(), strategy(), 2, callbacks=[save, Remove()], max_epochs=1, **QUICK)
     comm.barrier(group)
     assert names_in(folder) == ["a.ckpt"]
+
+
+@distributed(world_size=2)
+def test_buffers_are_those_of_the_first_replica_and_a_save_after_the_run_is_waited_for(group):
+    path = shared_folder(group) / "a.ckpt"
+
+    class Buffered(Deep):
+        def __init__(self):
+            super().__init__()
+            for name in "abc":
+                self.register_buffer(name, torch.zeros(2))
+
+        def on_train_end(self):
+            for name in "abc":
+                getattr(self, name).fill_(1.0 + group.rank)
+            self.trainer.save_checkpoint(path)
+
+    data = HybridParallelStrategy(checkpoint_format="sharded", async_save=True)
+    trainer = fit(Buffered(), data, 2, 2, max_epochs=1, **QUICK)
+    found = SavedCheckpoint.open(str(path)).checkpoint()["state_dict"]
+    assert [(found[name] * 1).tolist() for name in "abc"] == [[1.0, 1.0]] * 3
+    real = writer._write_part
+
+    def slow(*args, **kwargs):
+        time.sleep(0.01)
+        return real(*args, **kwargs)
+
+    with patched(writer, "_write_part", slow):
+        trainer.save_checkpoint(path.with_name("b.ckpt"))
+    assert SavedCheckpoint.open(str(path.with_name("b.ckpt"))).manifest.step == 2
 
 
 class Wider(Deep):
