@@ -202,6 +202,7 @@ class Checkpoints:
         held = list(zip(chain.from_iterable(mine), _parameters(optimizer)))
         values: dict[tuple[str, str], Any] = {}
         shards: dict[tuple[str, str], Shard] = {}
+        failure: Exception | None = None
         for index, (name, parameter) in enumerate(held):
             for key, value in state["state"].get(index, {}).items():
                 values[name, key] = value
@@ -209,8 +210,10 @@ class Checkpoints:
                     # The parameter is whole after a run, when the optimizer still has the state of its shard.
                     local = self.rules[name].local_shape(parameter.shape, self.tensor_group.rank)
                     if value.shape not in (parameter.shape, local):
-                        raise _not_elementwise(optimizer, name, parameter, key, value)
+                        failure = failure or _not_elementwise(optimizer, name, parameter, key, value)
                     shards[name, key] = self.rules[name]
+        # A stage may be the only one with such a parameter; the others would wait for it.
+        comm.raise_together(failure, self.pipeline_group)
         gathered = self._gather(values, shards, order=())
         position = {name: index for index, name in enumerate(chain.from_iterable(whole))}
         full: dict[int, Any] = {index: {} for index in sorted({position[name] for name, _ in gathered})}
