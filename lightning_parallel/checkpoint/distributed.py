@@ -10,11 +10,12 @@ They are read as our own are: of each tensor what a rank needs, when it is neede
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import re
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -26,12 +27,41 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.distributed_checkpoint import DistributedIndex, SavedChunk, SavedPlace, read_index
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["DistributedCheckpoint", "is_distributed_checkpoint"]
+__all__ = ["DistributedCheckpoint", "is_distributed_checkpoint", "load_safely"]
 
 _INDEX, _REST = ".metadata", "meta.pt"
 _MODEL = ("state_dict", "model")
 """The key of the model's state, by `ModelParallelStrategy` and by `FSDPStrategy`."""
 _OPTIMIZER = "optimizer_"
+
+
+def load_safely(content: IO[bytes] | os.PathLike[str], name: str, is_mapped: bool = False) -> Any:
+    """Return what `torch.save` wrote, if loading it cannot run code.
+
+    Args:
+        content: The file, or an open one.
+        name: What it is, for the error message.
+        is_mapped: Leave the bytes of tensors in the file until they are used.
+
+    Raises:
+        ValueError: If it may run code, is damaged, or something else.
+    """
+    try:
+        return torch.load(content, map_location="cpu", weights_only=True, mmap=is_mapped or None)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle raises nearly anything
+        kind = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if kind is None:
+            text = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
+            what = f"{type(error).__name__}: {text[:400]}"
+            raise ValueError(
+                f"expected in {name} what `torch.save` of torch 1.6 or later writes, found {what}"
+            ) from error
+        raise ValueError(
+            f"{name} holds more than tensors, numbers and text, and loading it may run code: {kind[1]}. If you trust"
+            " who wrote it, call `torch.serialization.add_safe_globals([...])` with the classes in it"
+        ) from error
 
 
 def is_distributed_checkpoint(path: str) -> bool:
@@ -95,7 +125,7 @@ class DistributedCheckpoint:
                 f"expected a checkpoint of a Trainer in {self.folder}, with `{_REST}` and a `state_dict`, found"
                 f" {', '.join(tree) or 'nothing'}{'' if self._rest else f', and no `{_REST}`'}"
             )
-        found = self._load(self._rest, _REST)
+        found = load_safely(io.BytesIO(self._rest), f"`{_REST}` in {self.folder}")
         if not isinstance(found, dict):
             raise ValueError(f"expected a dict in {self.folder.file(_REST)}, found {type(found).__name__}")
         optimizers = sorted((key for key in tree if key.startswith(_OPTIMIZER)), key=_number)
@@ -114,20 +144,10 @@ class DistributedCheckpoint:
         return tree
 
     def _object(self, name: str) -> Any:
-        return self._load(self._bytes(self.index.objects[name]), name)
+        return self._load(name, self.index.objects[name])
 
-    def _load(self, content: bytes, name: str) -> Any:
-        try:
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            kind = re.search(r"GLOBAL (\S+)", str(error))
-            raise ValueError(
-                f"`{name}` in {self.folder} holds more than tensors, numbers and text, and loading it may run code:"
-                f" {kind[1] if kind else str(error)[:200]}. If you trust who wrote it, call"
-                " `torch.serialization.add_safe_globals([...])` with the classes in it"
-            ) from error
-        except (RuntimeError, EOFError) as error:
-            raise ValueError(f"`{name}` in {self.folder} is damaged: {error}") from error
+    def _load(self, name: str, place: SavedPlace) -> Any:
+        return load_safely(io.BytesIO(self._bytes(place)), f"`{name}` in {self.folder.file(place.file)}")
 
     def _bytes(self, place: SavedPlace) -> bytes:
         def read() -> bytes:
@@ -170,7 +190,7 @@ class DistributedCheckpoint:
         return result
 
     def _chunk(self, name: str, chunk: SavedChunk, dtype: torch.dtype) -> Tensor:
-        found = torch.load(io.BytesIO(self._bytes(chunk.place)), map_location="cpu", weights_only=True)
+        found = self._load(name, chunk.place)
         if not isinstance(found, Tensor) or found.dtype != dtype or tuple(found.shape) != chunk.shape:
             what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"expected {dtype} {list(chunk.shape)} of `{name}` in {chunk.place.file}, found {what}")

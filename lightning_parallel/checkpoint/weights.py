@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -21,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.checkpoint.distributed import DistributedCheckpoint, is_distributed_checkpoint
+from lightning_parallel.checkpoint.distributed import DistributedCheckpoint, is_distributed_checkpoint, load_safely
 from lightning_parallel.checkpoint.document import decode
 from lightning_parallel.checkpoint.folder import is_sharded_checkpoint
 from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, new_tensor
@@ -236,17 +234,7 @@ def _part_of(mapped: Tensor, rule: Shard | None, rank: int) -> Tensor:
 
 
 def _loaded(file: Path) -> dict[str, Any]:
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        kind = re.search(r"GLOBAL (\S+)", str(error))
-        raise ValueError(
-            f"{file} holds more than tensors, numbers and text, and loading it may run code:"
-            f" {kind[1] if kind else str(error)[:200]}. If you trust who wrote it, call"
-            " `torch.serialization.add_safe_globals([...])` with the classes in it"
-        ) from error
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"expected a file of `torch.save`, of torch 1.6 or later, in {file}: {error}") from error
+    content = load_safely(file, str(file), is_mapped=True)
     state = content.get("state_dict", content) if isinstance(content, Mapping) else None
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"expected a state dict, or a checkpoint with one, in {file}, found {type(content).__name__}")

@@ -213,6 +213,26 @@ def test_what_is_damaged_or_leads_elsewhere_is_named(folder, tmp_path):
     with pytest.raises(ValueError, match="64 of its 128 elements"):
         opened(copy)
     (copy / ".metadata").write_bytes((Path(folder) / ".metadata").read_bytes())
+    index, chunks = read_index((copy / ".metadata").read_bytes(), "test"), (copy / "__1_0.distcp").read_bytes()
+    name, place = next(
+        (name, chunk.place)
+        for name, (_, _, chunks) in index.tensors.items()
+        for chunk in chunks
+        if chunk.place.file == "__1_0.distcp"
+    )
+    torch.save(Bomb(tmp_path / "trace"), copy / "bomb.pt")
+    bomb = (copy / "bomb.pt").read_bytes()
+    for content, expected in (
+        (bomb, "holds more than tensors"),
+        (b"\xff" * len(bomb), "expected in .* what `torch.save`"),
+    ):
+        damaged = bytearray(chunks)
+        damaged[place.begin : place.begin + place.num_bytes] = content.ljust(place.num_bytes, b"\0")[: place.num_bytes]
+        (copy / "__1_0.distcp").write_bytes(damaged)
+        with pytest.raises(ValueError, match=expected) as raised:
+            opened(copy).read(name)
+        assert f"`{name}` in {copy}/__1_0.distcp" in str(raised.value)
+    assert not (tmp_path / "trace").exists()
     (copy / "__1_0.distcp").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"expected \d+ bytes in .*__1_0.distcp, found 2"):
         opened(copy)

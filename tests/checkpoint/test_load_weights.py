@@ -179,6 +179,11 @@ def test_files_that_are_none_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"may run code: .*system.*add_safe_globals"):
         load_weights(model, tmp_path / "bomb.ckpt")
     assert not (tmp_path / "trace").exists()
+    torch.save(model.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for wrong in (b"", b"\xff" * 16, (tmp_path / "bomb.ckpt").read_bytes()[:-40], (tmp_path / "old.pt").read_bytes()):
+        (tmp_path / "damaged.ckpt").write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"expected in .*damaged.ckpt what `torch.save` of torch 1.6 or later"):
+            load_weights(model, tmp_path / "damaged.ckpt")
     with pytest.raises(FileNotFoundError, match="snapshot_download"):
         load_weights(model, "gpt2")
     (tmp_path / "empty").mkdir()
