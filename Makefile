@@ -13,7 +13,7 @@ train: .venv/installed
 	@cd examples/gpt && ../../$(BIN)/python main.py fit --config base.yaml --config hybrid.yaml --config profile.yaml
 
 test: .venv/browser
-	@echo "About 2,700 tests, many with 2 to 4 processes each: 7 minutes were measured on 2 cores, 14 beside other work."
+	@echo "About 2,700 tests, many with 2 to 4 processes each: 8 minutes were measured on 2 cores, 11 beside other work."
 	$(BIN)/python -m pytest -q -m "not gpu" -n auto --dist worksteal
 
 test-gpu: .venv/installed
@@ -41,7 +41,7 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 bench: .venv/installed
-	for name in tensor_parallel strategies data_parallel pipeline compression_kernels profiling step_path; do \
+	for name in tensor_parallel strategies data_parallel pipeline compression_kernels profiling step_path checkpoint; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; done
 
 clean:
