@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.default_group import all_processes
+from lightning_parallel.compat.precision import norms_of
 from lightning_parallel.compat.twins import Callback
 
 __all__ = ["NonFiniteAction", "NonFiniteGuard"]
@@ -71,9 +72,9 @@ class NonFiniteGuard(Callback):
             return
         gradients = list(_gradients(pl_module))
         # One number, for which the host waits.
-        largest = [torch.linalg.vector_norm(value, math.inf) for _, value in gradients]
+        largest = norms_of([value for _, value in gradients], math.inf)
         values = [loss.abs().max() for loss in losses] + largest
-        is_finite = not values or bool(torch.stack([value.isfinite() for value in values]).all())
+        is_finite = not values or bool(torch.stack(values).isfinite().all())
         world = Group.of(all_processes())
         if not comm.on_any_rank([not is_finite], world)[0]:
             return
