@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum
-from lightning_parallel.checkpoint.folder import MANIFEST, Folder, find, newest_in, retried
+from lightning_parallel.checkpoint.folder import MANIFEST, Folder, checkpoints_in, find, newest_in, retried
 from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, SavedTensor
 from lightning_parallel.checkpoint.merging import merge_checkpoint, num_bytes_of
 from lightning_parallel.checkpoint.reader import SavedCheckpoint
@@ -79,13 +79,13 @@ def _opened(path: str) -> SavedCheckpoint:
     folder = find(Folder.at(path))
     if folder is None:
         return SavedCheckpoint.open(path)  # raises
-    return SavedCheckpoint(folder, Manifest.from_json(folder.read(MANIFEST), folder.file(MANIFEST)))
+    return SavedCheckpoint(folder, folder.manifest())
 
 
 def _list_of(folder: Folder, several: list[Folder]) -> Table:
     table = _table("checkpoint", "step", "saved", "layout", "files", "size", title=f"{folder}, the newest first")
     for one in several:
-        manifest = Manifest.from_json(one.read(MANIFEST), one.file(MANIFEST))
+        manifest = one.manifest()
         size = size_text(sum(manifest.files.values()))
         row = (str(manifest.step), _time(manifest.created), _layout(manifest), str(len(manifest.files)), size)
         table.add_row(one.name, *row)
@@ -165,7 +165,7 @@ def _other_entries(manifest: Manifest) -> Table:
 def _verify(options: argparse.Namespace) -> int:
     console = Console(width=options.width, highlight=False)
     folder = Folder.at(options.path)
-    found = [folder] if folder.has(MANIFEST) else list(_folders_in(folder))
+    found = [folder] if folder.has(MANIFEST) else list(checkpoints_in(folder))
     if not found:
         SavedCheckpoint.open(options.path)  # raises
     status = 0
@@ -180,19 +180,9 @@ def _verify(options: argparse.Namespace) -> int:
     return status
 
 
-def _folders_in(folder: Folder) -> Iterator[Folder]:
-    """Yield the checkpoints in a folder, also those whose manifest is damaged."""
-    if not folder.fs.isdir(folder.path):
-        return
-    for path in sorted(folder.fs.ls(folder.path, detail=False)):
-        one = Folder(folder.fs, str(path).rstrip("/"))
-        if not one.name.startswith(".") and one.has(MANIFEST):
-            yield one
-
-
 def _problems_of(folder: Folder) -> list[str]:
     try:
-        saved = SavedCheckpoint(folder, Manifest.from_json(folder.read(MANIFEST), folder.file(MANIFEST)))
+        saved = SavedCheckpoint(folder, folder.manifest())
     except ValueError as error:
         return [str(error)]
     total = sum(part.num_bytes for tensor in saved.manifest.tensors.values() for part in tensor.parts)

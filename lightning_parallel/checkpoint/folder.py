@@ -35,14 +35,30 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_parallel.checkpoint.manifest import Manifest
 
-__all__ = ["LATEST", "MANIFEST", "Folder", "NewFolder", "is_sharded_checkpoint", "new_key", "newest_in", "retried"]
+__all__ = [
+    "ABANDONED_S",
+    "LATEST",
+    "MANIFEST",
+    "TRANSIENT",
+    "Folder",
+    "NewFolder",
+    "checkpoints_in",
+    "find",
+    "is_sharded_checkpoint",
+    "new_key",
+    "newest_in",
+    "retried",
+    "sync_file",
+    "sync_folder",
+]
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
-_ABANDONED_S = 3600.0
+ABANDONED_S = 3600.0
 """Age at which what a process on another machine has begun counts as left behind, if nothing in it has changed."""
-_TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EBUSY}
+TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EBUSY}
+"""Errors of storage that may pass."""
 _PAUSES_S = (0.5, 1.0, 2.0)
 
 T = TypeVar("T")
@@ -54,7 +70,7 @@ def retried(function: Callable[[], T]) -> T:
         try:
             return function()
         except OSError as error:
-            if error.errno not in _TRANSIENT:
+            if error.errno not in TRANSIENT:
                 raise
             time.sleep(pause)
     return function()
@@ -101,6 +117,14 @@ class Folder:
         """Return the content of a file."""
         return bytes(retried(lambda: self.fs.cat_file(self.file(name))))
 
+    def manifest(self) -> Manifest:
+        """Return what the checkpoint in it holds.
+
+        Raises:
+            ValueError: If its manifest is damaged.
+        """
+        return Manifest.from_json(self.read(MANIFEST), self.file(MANIFEST))
+
     def has(self, name: str) -> bool:
         """Tell whether there is such a file."""
         return bool(self.fs.exists(self.file(name)))
@@ -124,13 +148,13 @@ class Folder:
                 stream.write(content)
                 sync_file(stream)
             os.replace(temporary, self.file(name))
+            sync_folder(self.path)
 
         try:
             retried(write)
         finally:
             with suppress(OSError):
                 os.unlink(temporary)
-        sync_folder(self.path)
 
     def remove(self) -> None:
         """Remove it, the manifest first: a checkpoint that is removed in part is none. Of a link, the link alone."""
@@ -150,14 +174,22 @@ def sync_file(stream: Any) -> None:
         os.fsync(stream.fileno())
 
 
-def sync_folder(path: str) -> None:
-    """Wait until the names in a folder are on the disk."""
-    with suppress(OSError):  # some network file systems have no such thing
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Wait until the names in a folder are on the disk.
+
+    Raises:
+        OSError: If it is gone, or the storage fails in a way that may pass.
+    """
+    try:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        # Some network file systems have no such thing.
+        if error.errno in TRANSIENT or error.errno == errno.ENOENT:
+            raise
 
 
 # ------------------------------------------------------------------------------------------------------------ writing
@@ -245,14 +277,14 @@ class NewFolder:
         else:
             self.work.write(MANIFEST, manifest.to_json())
             _rename(self.work.path, self.target.path)
-            sync_folder(self.target.parent.path)
+            retried(lambda: sync_folder(self.target.parent.path))
         entry = {"checkpoint": self.target.name, "step": manifest.step, "created": manifest.created}
         self.target.parent.write(LATEST, json.dumps(entry).encode())
 
 
 def _manifest_of(folder: Folder) -> Manifest | None:
     try:
-        return Manifest.from_json(folder.read(MANIFEST), str(folder))
+        return folder.manifest()
     except (OSError, ValueError):
         return None
 
@@ -347,7 +379,7 @@ def _is_abandoned(path: str) -> bool:
         newest = max(os.stat(path).st_mtime, *(entry.stat().st_mtime for entry in inner), 0.0)
     except OSError:
         return False
-    return time.time() - newest > _ABANDONED_S
+    return time.time() - newest > ABANDONED_S
 
 
 # ------------------------------------------------------------------------------------------------------------ finding
@@ -375,11 +407,18 @@ def find(folder: Folder) -> Folder | None:
     return None
 
 
-def newest_in(folder: Folder) -> Iterator[Folder]:
-    """Yield the sharded checkpoints in a folder, the newest first."""
+def checkpoints_in(folder: Folder) -> Iterator[Folder]:
+    """Yield the sharded checkpoints in a folder by name, also those whose manifest is damaged."""
     if not folder.fs.isdir(folder.path):
         return
-    inner = [Folder(folder.fs, str(path).rstrip("/")) for path in folder.fs.ls(folder.path, detail=False)]
-    found = [(one, _manifest_of(one)) for one in inner if not one.name.startswith(".") and one.has(MANIFEST)]
+    for path in sorted(folder.fs.ls(folder.path, detail=False)):
+        one = Folder(folder.fs, str(path).rstrip("/"))
+        if not one.name.startswith(".") and one.has(MANIFEST):
+            yield one
+
+
+def newest_in(folder: Folder) -> Iterator[Folder]:
+    """Yield the sharded checkpoints in a folder, the newest first."""
+    found = [(one, _manifest_of(one)) for one in checkpoints_in(folder)]
     dated = [(manifest.step, manifest.created, one) for one, manifest in found if manifest is not None]
     yield from (one for _, _, one in sorted(dated, key=lambda entry: entry[:2], reverse=True))

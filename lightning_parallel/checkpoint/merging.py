@@ -63,7 +63,7 @@ def merge_checkpoint(saved: SavedCheckpoint, output: str, seen: Callable[[int], 
         _Merged(saved, temporary, seen or (lambda count: None)).write()
         if target.is_local:
             os.replace(temporary, target.path)
-            sync_folder(target.parent.path)
+            retried(lambda: sync_folder(target.parent.path))
         else:
             retried(lambda: target.fs.put_file(str(temporary), target.path))
     finally:

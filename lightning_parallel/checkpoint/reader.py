@@ -132,12 +132,12 @@ class SavedCheckpoint:
         result = new_tensor(shape, dtype_named(saved.dtype))
         for number, part in enumerate(saved.parts):
             if rule is None:
-                self._read_whole(name, number, part, result)
+                self._read_whole(name, part, result)
             else:
                 self._read_slices(name, number, result, rule, rank)
         return result
 
-    def _read_whole(self, name: str, number: int, part: SavedPart, result: Tensor) -> None:
+    def _read_whole(self, name: str, part: SavedPart, result: Tensor) -> None:
         saved = self.manifest.tensors[name]
         if part.ranges is None or len(saved.parts) == 1 and part.ranges == ((0, saved.shape[part.dim]),):
             self._check(name, part, self._read_into(part.file, part.begin, bytes_of(result)))

@@ -16,11 +16,11 @@ from uuid import uuid4
 from torch import Tensor
 
 from lightning_parallel.checkpoint.document import decode
-from lightning_parallel.checkpoint.folder import Folder, NewFolder
+from lightning_parallel.checkpoint.folder import Folder, NewFolder, new_key
 from lightning_parallel.checkpoint.manifest import Manifest, SavedTensor, check_coverage
 from lightning_parallel.checkpoint.merging import num_bytes_of
 from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor
-from lightning_parallel.checkpoint.writer import TensorPart, write_file
+from lightning_parallel.checkpoint.writer import SAFETENSORS_DTYPES, TensorPart, write_file
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Range, Shard
 
@@ -67,7 +67,7 @@ def reshard(saved: SavedCheckpoint, output: str, files: int, seen: Seen | None =
     if files < 1:
         raise ValueError(f"expected at least 1 file, got {files}")
     target = Folder.at(output)
-    new = NewFolder.begin(target, uuid4().hex[:12])
+    new = NewFolder.begin(target, new_key())
     try:
         sizes: dict[str, int] = {}
         tensors = {name: SavedTensor(t.dtype, t.shape, t.is_sharded, ()) for name, t in saved.manifest.tensors.items()}
@@ -193,11 +193,14 @@ def _weights(saved: SavedCheckpoint, prefix: str) -> tuple[dict[str, StoredTenso
     if not chosen:
         first = sorted({name.partition(".")[0] + "." for name in tensors})
         raise ValueError(f"expected tensors whose names begin with `{prefix}`, found those of {', '.join(first)}")
-    complex_ones = [name for name, value in chosen.items() if value.is_complex()]
-    if complex_ones:
-        raise ValueError(
-            f"expected real numbers, found complex ones in `{complex_ones[0]}`, for which there is no form"
-        )
+    others = [
+        (name, value.dtype)
+        for name, value in chosen.items()
+        if value.is_complex() or value.dtype not in SAFETENSORS_DTYPES
+    ]
+    if others:
+        name, dtype = others[0]
+        raise ValueError(f"expected dtypes that `safetensors` has, found {dtype} in `{name}`")
     first_names: dict[str, str] = {}
     for name, value in chosen.items():
         first_names.setdefault(value.stored_name, name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -164,12 +165,15 @@ class ShardedWriter:
         return left_out
 
     def remove(self, path: str) -> None:
-        """Remove the checkpoint at `path`, after those that are being written; on the first rank only."""
+        """Remove the checkpoint at `path`, after those that are being written; on the first rank only.
+
+        It warns if that is not possible: an error would end the first rank alone, for which the others would wait.
+        """
         if self._thread is None:
-            Folder.at(path).remove()
+            _remove(path)
         else:
             # What it makes room for was perhaps not written.
-            self._pending.append(self._thread.submit(lambda: None if self._failure else Folder.at(path).remove()))
+            self._pending.append(self._thread.submit(lambda: None if self._failure else _remove(path)))
 
     @property
     def failure(self) -> Exception | None:
@@ -301,6 +305,13 @@ class ShardedWriter:
         )
 
 
+def _remove(path: str) -> None:
+    try:
+        Folder.at(path).remove()
+    except OSError as error:
+        warnings.warn(f"Cannot remove the checkpoint {path}: {error}. It takes space until it is removed", stacklevel=2)
+
+
 def _copied(part: TensorPart) -> TensorPart:
     assert part.local is not None
     if part.local.device.type == "cpu":
@@ -344,9 +355,9 @@ def write_file(
     for name in names:
         local, part = _local(parts[name]), parts[name]
         size = local.numel() * local.element_size()
-        shape = [*local.shape, 2] if local.is_complex() else [*local.shape]
+        dtype, shape = _stored_as(local)
         key = name if part.ranges is None else f"{name}[{part.dim}: {', '.join(f'{a}..{b}' for a, b in part.ranges)}]"
-        header[key] = {"dtype": SAFETENSORS_DTYPES[local.dtype], "shape": shape, "data_offsets": [at, at + size]}
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
         at += size
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
@@ -365,6 +376,13 @@ def write_file(
 
     found = retried(write)
     return 8 + len(head) + at, found
+
+
+def _stored_as(local: Tensor) -> tuple[str, list[int]]:
+    """Return a dtype and a shape for the header of the file; the manifest has the tensor's own."""
+    if local.dtype not in SAFETENSORS_DTYPES:
+        return "U8", [*local.shape, local.element_size()]
+    return SAFETENSORS_DTYPES[local.dtype], [*local.shape, 2] if local.is_complex() else [*local.shape]
 
 
 def _local(part: TensorPart) -> Tensor:

@@ -37,6 +37,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parallel import comm
+from lightning_parallel.checkpoint.folder import ABANDONED_S, TRANSIENT, sync_folder
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import (
     PathLike,
@@ -55,13 +56,10 @@ RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0)
 """Waits before a write is tried again after an error that may pass."""
 
 # ENOENT: somebody has removed the folder, or our file in it, meanwhile.
-_TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ENOENT, errno.ESTALE, errno.ETIMEDOUT}
+_TRANSIENT = TRANSIENT | {errno.ENOENT}
 
 # No part of the target's name: Lightning looks for "last" and for versions of `hpc_ckpt_` inside of names.
 _PREFIX, _SUFFIX = ".saving-", ".tmp"
-
-_ABANDONED_S = 3600.0
-"""Age from which a hidden file is removed whose writer's lock may not be seen here: it is of another host."""
 
 _ZIP_HEAD, _PICKLE_HEAD = b"PK\x03\x04", b"\x80"
 _IS_FOLDER = 0x10
@@ -110,7 +108,7 @@ class StagedFile:
             raise self._failure
         os.fsync(self._file)
         os.replace(self.path, target)
-        _flush_folder(target.parent)
+        sync_folder(target.parent)
 
     def __enter__(self) -> StagedFile:
         return self
@@ -212,25 +210,12 @@ def _remove_if_left(path: Path, now: float) -> None:
     try:
         is_ours = _lock(file)
         is_free = is_ours and path.name.startswith(_beginning(path.parent))
-        # A writer that waits for its disk changes nothing for a while.
-        is_old = now - os.fstat(file).st_mtime > _ABANDONED_S
+        # The lock of a writer on another host may not be seen here; one that waits for its disk changes nothing.
+        is_old = now - os.fstat(file).st_mtime > ABANDONED_S
         if is_free or (is_ours is not False and is_old):
             path.unlink()
     finally:
         os.close(file)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Flush the names in `folder` to the disk, where the file system can."""
-    try:
-        file = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
-    except OSError as error:
-        if error.errno in _TRANSIENT:
-            raise
 
 
 # ---------------------------------------------------------------------------------------------------------- reading

@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import random
+import shutil
+from contextlib import suppress
 from enum import Enum
-from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,9 @@ from lightning_parallel.checkpoint import SavedCheckpoint, ShardedWriter, as_par
 from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum, checksum_of_runs
 from lightning_parallel.checkpoint.folder import LATEST, MANIFEST, Folder
 from lightning_parallel.checkpoint.manifest import Manifest, SavedTensor, check_coverage
-from lightning_parallel.checkpoint.writer import TensorPart, write_file
+from lightning_parallel.checkpoint.reader import bytes_of
+from lightning_parallel.checkpoint.rewriting import reshard
+from lightning_parallel.checkpoint.writer import SAFETENSORS_DTYPES, TensorPart, write_file
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 from tests.harness import start_script
@@ -125,16 +129,39 @@ def test_checksums_of_parts_add_up_and_see_every_word():
     assert checksum(data.reshape(-1)) != whole
 
 
-def test_the_library_reads_the_files(tmp_path):
+def every_dtype():
+    """Yield each dtype whose tensors torch can copy, with one (8, 3) of random bytes."""
+    numbers = np.random.RandomState(0)
+    for dtype in sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str):
+        count = 24 * dtype.itemsize
+        found = numbers.randint(0, 2 if dtype == torch.bool else 256, count, dtype=np.uint8)
+        with suppress(NotImplementedError, RuntimeError):
+            yield dtype, torch.from_numpy(found).view(dtype).view(8, 3).clone()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_the_library_reads_the_files_and_every_dtype_comes_back(tmp_path):
     from safetensors.torch import load_file
 
-    parts = {f"t/{dtype}": TensorPart(torch.ones(3, 5).to(dtype)) for dtype in DTYPES if not dtype.is_complex}
+    tensors = dict(every_dtype())
+    assert {torch.float8_e4m3fnuz, torch.complex32, torch.complex128, torch.uint64} <= tensors.keys()
+    parts = {str(dtype): TensorPart(tensor) for dtype, tensor in tensors.items()}
     parts["empty"], parts["scalar"] = TensorPart(torch.zeros(0, 3)), TensorPart(torch.tensor(2.5))
     write_file(Folder.at(str(tmp_path)), "a.safetensors", parts)
     found = load_file(tmp_path / "a.safetensors")
     assert found.keys() == parts.keys()
     for name, part in parts.items():
-        assert torch.equal(found[name], part.local)
+        is_named = not part.local.is_complex() and part.local.dtype in SAFETENSORS_DTYPES
+        assert not is_named or found[name].dtype == part.local.dtype
+        assert np.array_equal(bytes_of(found[name]), bytes_of(part.local)), name
+    for dtype, tensor in tensors.items():
+        for before in (None, Shard.even(0, 8, 2)):
+            checkpoint = saved(str(tmp_path / "saved"), tensor, before)
+            whole, column = checkpoint.read("x"), checkpoint.read("x", Shard.even(1, 3, 3), 2)
+            assert whole.dtype == column.dtype == dtype
+            assert np.array_equal(bytes_of(whole), bytes_of(tensor)), dtype
+            assert np.array_equal(bytes_of(column), bytes_of(tensor[:, 2:].contiguous())), dtype
+            checkpoint.close()
 
 
 # --------------------------------------------------------------------------------------------------------- the folder
@@ -303,6 +330,41 @@ def test_values_come_back_as_they_were_or_are_left_out(tmp_path):
     assert {path.partition("/")[0] for path in left_out} == state.keys() - {"alike"}
 
 
+def test_what_a_killed_reshard_has_left_is_removed(checkpoint):
+    left = []
+
+    def seen(count):
+        # As of a process that had this one's number before it.
+        (written,) = checkpoint.parent.glob(".partial-*") if not left else left[1:]
+        name, _, start = written.name.rpartition("-")
+        left[:] = [shutil.copytree(written, written.with_name(f"{name}-{int(start) - 1}"), dirs_exist_ok=True), written]
+
+    reshard(SavedCheckpoint.open(str(checkpoint)), str(checkpoint.parent / "b.ckpt"), 1, seen)
+    assert left[0].is_dir()
+    write(checkpoint)
+    assert files_of(checkpoint.parent) == ["a.ckpt", "b.ckpt", LATEST]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_cannot_be_removed_is_told_and_stays(checkpoint, monkeypatch, is_late):
+    # The other ranks are not asked, and would wait for the first one if it raised.
+    saving = ShardedWriter(Group.alone("world"), {}, in_background=is_late)
+
+    def refused(folder):
+        raise PermissionError(errno.EACCES, "Permission denied", folder.path)
+
+    monkeypatch.setattr(Folder, "remove", refused)
+
+    def remove():
+        saving.remove(str(checkpoint))
+        saving.wait()
+
+    with pytest.warns(UserWarning, match=r"Cannot remove the checkpoint .*a.ckpt: .*Permission denied"):
+        remove()
+    saving.close()
+    assert value_at(checkpoint) == 1.0
+
+
 def test_removing_a_link_leaves_what_it_leads_to(checkpoint, tmp_path):
     link = tmp_path / "last.ckpt"
     link.symlink_to(checkpoint, target_is_directory=True)
@@ -318,9 +380,6 @@ def test_memory_of_fsspec_holds_checkpoints():
     assert value_at("memory://saved") == 2.0
     fs = Folder.at("memory://saved/a.ckpt").fs
     assert len(fs.ls("/saved/a.ckpt")) == 2
-    full = torch.randn(8, 6)
-    checkpoint = saved("/tmp/unused", full, None)
-    assert prod(checkpoint.manifest.tensors["x"].shape) == 48
 
 
 def test_two_runs_that_write_to_one_folder_leave_a_whole_checkpoint(tmp_path):
@@ -354,6 +413,17 @@ def test_storage_that_fails_for_a_moment_is_tried_again(checkpoint, monkeypatch)
     assert value_at(checkpoint) == 2.0
     failures += [errno.EIO] * 9
     with pytest.raises(OSError, match="for a moment"):
+        write(checkpoint, 3.0)
+    assert value_at(checkpoint) == 2.0
+    failures.clear()
+
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, "of the folder")
+        os.fsync(descriptor)
+
+    monkeypatch.setattr(folder, "os", SimpleNamespace(**{**vars(os), "fsync": fsync}))
+    with pytest.raises(OSError, match="of the folder"):
         write(checkpoint, 3.0)
     assert value_at(checkpoint) == 2.0
     assert files_of(checkpoint.parent) == ["a.ckpt", LATEST]

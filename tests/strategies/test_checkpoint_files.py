@@ -27,6 +27,7 @@ from lightning_parallel import (
     TopK,
     comm,
 )
+from lightning_parallel.checkpoint import folder as sharded_folder
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import innermost_io
 from lightning_parallel.strategies import checkpoint_files
@@ -84,9 +85,12 @@ def failing(function, code, times=None):
     return call
 
 
+@contextmanager
 def system(**functions):
-    """Let the module under test alone see other functions of `os`."""
-    return patched(checkpoint_files, "os", SimpleNamespace(**{**vars(os), **functions}))
+    """Let the module under test, and what flushes folders for it, alone see other functions of `os`."""
+    changed = SimpleNamespace(**{**vars(os), **functions})
+    with patched(checkpoint_files, "os", changed), patched(sharded_folder, "os", changed):
+        yield
 
 
 @contextmanager
@@ -221,6 +225,7 @@ def test_a_local_path_may_be_a_url(tmp_path):
 
 WRITER = """
 import os, signal, sys, types, torch
+from lightning_parallel.checkpoint import folder
 from lightning_parallel.strategies import checkpoint_files
 
 signal.alarm(100)
@@ -248,7 +253,7 @@ functions = {**vars(os), **{name: until_killed(name) for name in counts}}
 io = checkpoint_files.SafeCheckpointIO()
 io.save_checkpoint(state(1), path)
 if moment != "any":
-    checkpoint_files.os = types.SimpleNamespace(**functions)
+    checkpoint_files.os = folder.os = types.SimpleNamespace(**functions)
 print("ready", flush=True)
 version = 2
 while True:
