@@ -38,6 +38,7 @@ from lightning_parallel.strategies import (
     CompressedFSDPStrategy,
     CompressedModelParallelStrategy,
     HybridParallelStrategy,
+    LocalSGDStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "DataShardingMonitor",
     "HangReporter",
     "HybridParallelStrategy",
+    "LocalSGDStrategy",
     "MemoryProfiler",
     "NonFiniteGuard",
     "PipelineParallelStrategy",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from statistics import fmean
 from typing import Any, Optional
@@ -35,10 +35,12 @@ class CompressionAccumulator(Accumulator):
     Args:
         reducer: Observed until `close`.
         warmup_steps: First steps that are not counted.
+        replaced: Returns the means of gradients that a step of the reducer replaces; more than one under local SGD.
     """
 
-    def __init__(self, reducer: Reducer, warmup_steps: int = 0) -> None:
+    def __init__(self, reducer: Reducer, warmup_steps: int = 0, replaced: Callable[[], float] = lambda: 1.0) -> None:
         self._reducer = reducer
+        self._replaced = replaced
         # The reducer's thread appends, the training thread takes: a deque is safe for both.
         self._new: deque[Outcome] = deque()
         self._to_warm_up = warmup_steps
@@ -109,6 +111,7 @@ class CompressionAccumulator(Accumulator):
             for key, value in row.items():
                 total[key] += value
                 sent[key] += value
+        sent["dense_bytes"] *= self._replaced()
         if outcome.compression_error is None:
             return {**sent, **seconds}
         # The empty label stands for all parameters together.
@@ -125,6 +128,7 @@ class CompressionAccumulator(Accumulator):
         rows = {}
         for label, total in self._bytes.items():
             num_bytes = {key: value / self._steps for key, value in total.items()}
+            num_bytes["dense_bytes"] *= self._replaced()
             rows[label] = {**num_bytes, **self._error(label), **_norm_of(self._residuals, self._names[label])}
         sent = {key: sum(row[key] for row in rows.values()) for key in ("dense_bytes", "sent_bytes")}
         times = {key: value / self._timed for key, value in self._seconds.items()} if self._timed else {}
@@ -170,7 +174,8 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
 
     | key | meaning |
     |---|---|
-    | `dense_bytes` | bytes that one rank would send for plain means, by a bandwidth-optimal all-reduce |
+    | `dense_bytes` | bytes that one rank would send for plain means, by a bandwidth-optimal all-reduce; under local |
+    | | SGD, where a step of the compressor is an exchange, for those of all optimizer steps since the last one |
     | `sent_bytes` | bytes that one rank sends |
     | `ratio` | `dense_bytes / sent_bytes` |
     | `encode`, `wire`, `decode` | seconds before, in and after collectives, of the slowest rank; on a CPU only |
@@ -221,7 +226,8 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
             )
         # A comparison is a collective, so that all ranks have to request it in the same steps.
         comm.agree("`every_n_steps` of CompressionMonitor", self.every_n_steps, self.open_session.group)
-        return CompressionAccumulator(reducer, self.warmup_steps)
+        strategy: Any = trainer.strategy
+        return CompressionAccumulator(reducer, self.warmup_steps, lambda: getattr(strategy, "steps_per_exchange", 1.0))
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

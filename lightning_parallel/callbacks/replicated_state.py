@@ -66,7 +66,12 @@ class StateEntry:
 def collect_state(trainer: Trainer, module: LightningModule) -> dict[StateKey, StateEntry]:
     """Collect parameters, buffers, optimizer state and options of the optimizers' parameter groups."""
     found: dict[StateKey, StateEntry] = {}
+    # Under local SGD replicas differ between two exchanges: then only what one of them holds twice is compared.
+    differing: frozenset[str] = getattr(trainer.strategy, "differing", frozenset())
+    replica = str(_mesh_place(trainer, "data_parallel")) if differing else ""
     for key, entry in _entries(trainer, module):
+        if key.kind in differing:
+            key = key._replace(shard=f"{key.shard} of replica {replica}")
         # Ranks at the same coordinate of the sharded mesh dimensions hold the same shard.
         if isinstance(entry.value, DTensor):
             key = key._replace(shard=f"{key.shard}{_coordinate(entry.value)}")
@@ -151,8 +156,14 @@ def _rule_shards(trainer: Trainer) -> ShardOf:
 
 
 def _stage(trainer: Trainer) -> str:
+    place = _mesh_place(trainer, "pipeline_parallel")
+    return "" if place is None else f"stage {place}"
+
+
+def _mesh_place(trainer: Trainer, axis: str) -> int | None:
+    """Return this rank's position along an axis; None under strategies without a mesh."""
     mesh = getattr(trainer.strategy, "mesh", None)
-    return f"stage {mesh.coordinate(trainer.global_rank).pipeline_parallel}" if isinstance(mesh, Mesh) else ""
+    return getattr(mesh.coordinate(trainer.global_rank), axis) if isinstance(mesh, Mesh) else None
 
 
 def _unshared_buffers(trainer: Trainer, module: LightningModule) -> set[str]:

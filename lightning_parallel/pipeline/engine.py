@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -289,6 +289,19 @@ class PipelineEngine:
         gradients[self.group.rank] = mine
         # In the order of the ranks, so that all get the same bits.
         parameter.grad = torch.stack([gradients[rank][:-1] for rank in tied.ranks]).sum(0).view_as(parameter)
+
+    @torch.no_grad()
+    def share_tied(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy what the first owner of each tied parameter has under its name to the other owners, in place."""
+        for tag, (name, tied) in enumerate(self.tied.items()):
+            if self.group.rank not in tied.ranks or name not in tensors:
+                continue
+            first, *others = tied.ranks
+            tensor = tensors[name].contiguous()
+            sent = [(tensor, rank) for rank in others] if self.group.rank == first else []
+            received = [] if self.group.rank == first else [(tensor, first)]
+            comm.exchange(sent, received, self.group, _TIED_TAG + tag).wait()
+            tensors[name].copy_(tensor)
 
     def _run(
         self,

@@ -8,6 +8,7 @@ from lightning_parallel.compat.twins import share_strategies
 from lightning_parallel.strategies.compressed import NAMED_COMPRESSORS, CompressedDDPStrategy, with_compressor
 from lightning_parallel.strategies.compressed_deepspeed import CompressedDeepSpeedStrategy
 from lightning_parallel.strategies.compressed_fsdp import CompressedFSDPStrategy, CompressedModelParallelStrategy
+from lightning_parallel.strategies.local_sgd import LocalSGDStrategy
 from lightning_parallel.strategies.parallel import (
     HybridParallelStrategy,
     PipelineParallelStrategy,
@@ -20,6 +21,7 @@ __all__ = [
     "CompressedFSDPStrategy",
     "CompressedModelParallelStrategy",
     "HybridParallelStrategy",
+    "LocalSGDStrategy",
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
 ]
@@ -28,6 +30,7 @@ _NAMES: dict[str, tuple[Callable[[], Strategy], str]] = {
     "tensor_parallel": (TensorParallelStrategy, "Layers divided over ranks, data over replicas"),
     "pipeline_parallel": (PipelineParallelStrategy, "Runs of layers on stages, data over replicas"),
     "hybrid_parallel": (HybridParallelStrategy, "Tensor x pipeline x data parallelism"),
+    "local_sgd": (LocalSGDStrategy, "Replicas that take local steps, and average their drift now and then"),
 }
 for _family, _compressed, _description in (
     ("ddp", CompressedDDPStrategy, "DDP with compressed gradients"),
@@ -38,7 +41,7 @@ for _family, _compressed, _description in (
         _NAMES[f"{_family}_{_ending}"] = (with_compressor(_compressed, _build), _description)
 
 # What one tries on the command line of LightningCLI; Lightning looks names up in lower case.
-for _kind in (TensorParallelStrategy, PipelineParallelStrategy, HybridParallelStrategy):
+for _kind in (TensorParallelStrategy, PipelineParallelStrategy, HybridParallelStrategy, LocalSGDStrategy):
     _NAMES[f"lightning_parallel.{_kind.__name__}".lower()] = (_kind, "The same, by its class")
 
 for _name, (_make, _description) in _NAMES.items():

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_parallel.comm import MeshGroups, may_outlive_attempts, start_heartbeat, stop_heartbeat
+from lightning_parallel.comm import Group, MeshGroups, may_outlive_attempts, start_heartbeat, stop_heartbeat
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import PathLike, process_group_backend_of, timeout_of
 from lightning_parallel.compat.torch import remove_ddp_hooks
@@ -389,11 +389,16 @@ def with_compressor(strategy: Callable[[Reducer], Strategy], build: Callable[[],
 
 
 def gradient_reducer(
-    module: nn.Module, groups: MeshGroups, sharding: Sharding | None, rules: Mapping[str, Shard], options: Any
+    module: nn.Module,
+    groups: MeshGroups,
+    data: Group,
+    sharding: Sharding | None,
+    rules: Mapping[str, Shard],
+    options: Any,
 ) -> GradientReducer:
-    """Return what reduces the module's gradients over the replicas, for one `fit`; `options` are of its compression."""
+    """Return what reduces the module's gradients over `data`, for one `fit`; `options` are of its compression."""
     names = frozenset() if sharding is None else sharding.partial
     # Gradients of whole parameters inside a divided region are sums over the tensor axis.
     prepare = partial(reduce_partial_, rules=rules, group=groups.tensor_parallel) if names else None
     parameters = dict(module.named_parameters())
-    return GradientReducer(parameters, groups.data_parallel, **options, prepare=prepare, prepare_names=names)
+    return GradientReducer(parameters, data, **options, prepare=prepare, prepare_names=names)

@@ -46,6 +46,7 @@ def divide_state(state: State, module: nn.Module, rules: Mapping[str, Shard], gr
     }
     # The ranks of a replica hold different parameters; those at the same position of others hold the same.
     everyone = comm.all_gather_object(mine, groups.replica)
+    _fill_in(slots, mine, everyone, module, rules, groups)
     divided: dict[str, Any] = {key: value for key, value in state.items() if key not in slots}
     divided |= {"layout": PARTS, "model": _sizes(groups), "replicas": groups.data_parallel.size, "by_name": {}}
     divided["by_position"] = [{} for _ in everyone]
@@ -64,6 +65,31 @@ def divide_state(state: State, module: nn.Module, rules: Mapping[str, Shard], gr
                     stacked = _stacked(tensor, slot, shape, dtype, groups)
                     divided["by_position"][position].setdefault(slot, {})[name] = stacked
     return divided
+
+
+def _fill_in(
+    slots: dict[str, Any],
+    mine: dict[str, Any],
+    everyone: list[dict[str, Any]],
+    module: nn.Module,
+    rules: Mapping[str, Shard],
+    groups: MeshGroups,
+) -> None:
+    """Add zeros for shards without a value, where those of other ranks have one: by its shape a shard is sent whole."""
+    parameters, width = dict(module.named_parameters()), groups.tensor_parallel.size
+    stage = groups.replica.rank // width
+    for theirs in everyone[stage * width : (stage + 1) * width]:
+        for slot, named in theirs.items():
+            for name, described in named.items():
+                _, dtype, is_elementwise = described
+                if is_elementwise and name in parameters and name not in mine.get(slot, {}):
+                    parameter, rule = parameters[name], rules.get(name)
+                    rank = groups.tensor_parallel.rank
+                    shape = parameter.shape if rule is None else rule.local_shape(parameter.shape, rank)
+                    zeros = torch.zeros(shape, dtype=dtype, device=parameter.device)
+                    slots[slot] = {**slots.get(slot, {}), name: zeros}
+                    mine.setdefault(slot, {})[name] = described
+    everyone[groups.replica.rank] = mine
 
 
 def _is_slot(value: Any) -> bool:

@@ -172,8 +172,7 @@ class MeshStrategy(MeshCheckpoints):
         if fitting:
             self.setup_optimizers(trainer)
             self.check_optimizers()
-            options = {} if self._compression is None else self._compression.reducer_options()
-            self._reducer = gradient_reducer(module, self.groups, self._sharding, self._rules, options)
+            self._reducer = self.make_reducer()
             self._is_first_batch = True
             self._audit = None if self._sharding is None else StepAudit(module, self._sharding, self.verify != "off")
         self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
@@ -245,6 +244,12 @@ class MeshStrategy(MeshCheckpoints):
         with self._whole.shown(lambda: self.optimizers):
             super().setup_optimizers(trainer)
         self._whole.follow(trainer, self._patches)
+
+    def make_reducer(self) -> GradientReducer:
+        """Return what averages the gradients over the replicas, for one `fit`; every rank must call it."""
+        options = {} if self._compression is None else self._compression.reducer_options()
+        data = self.groups.data_parallel
+        return gradient_reducer(self.module, self.groups, data, self._sharding, self._rules, options)
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
@@ -406,9 +411,13 @@ class MeshStrategy(MeshCheckpoints):
             if self._compression is not None:
                 self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.end_step(optimizer)
+        return output
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Do what replicas do together after a step of `optimizer`."""
         # As DistributedDataParallel does, but after the step: validation sees what the next training step will.
         replicas.share_buffers(self.module, self.groups.data_parallel)
-        return output
 
     @contextmanager
     @override

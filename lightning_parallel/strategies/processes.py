@@ -359,6 +359,11 @@ class MeshProcesses(SavesFiles):
         agree_on_loaders(trainer, self._raise_on_all, patches)
         return agree_on_sigterm(trainer, self.begin_batch, patches)
 
+    @property
+    def replicas_meet(self) -> bool:
+        """Whether replicas wait for each other before this batch."""
+        return True
+
     def _raise_on_all(self, failure: Exception | None) -> None:
         if isinstance(failure, ValueError) and "rank should be in the interval" in str(failure):
             failure = ValueError(
@@ -380,6 +385,8 @@ class MeshProcesses(SavesFiles):
         # In evaluation replicas may have different numbers of batches; each ends by itself.
         group = self.groups.replica
         if trainer.training and self.groups.data_parallel.size > 1:
+            if not self.replicas_meet:
+                return False  # whoever has the flag will ask again
             flag, group = comm.on_any_rank([flag], self.groups.data_parallel)[0], self.groups.world
         if flag:
             # The store may end with the first process, which must wait until the others have read there.

@@ -1,0 +1,285 @@
+"""Local SGD: replicas take optimizer steps of their own, and average now and then how far they have drifted.
+
+    a     anchor: the parameters on which all replicas last agreed
+    x     a replica's parameters, after local steps
+    d     mean over the replicas of a - x, by a reducer that may compress it, with its error feedback
+    a'    a - d, or a step of the outer optimizer from a with d as gradient
+
+Afterwards x = a'. An exchange that runs beside further steps keeps what these change: x = a' + (x now - x then).
+
+    steps      1   2   3   4   5   6   7   8          every_n_steps = 4, two fragments, overlap_steps = 1
+    fragment 0             [---]           [---]      [ drift is sent    ] mean is taken
+    fragment 1     [---]           [---]
+
+Sources: local SGD, arXiv 1805.09767; an outer optimizer, DiLoCo, arXiv 2311.08105; fragments and overlap, Streaming
+DiLoCo, arXiv 2501.18512; compressed drifts with error feedback, SparseLoCo, arXiv 2508.15706.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel import comm
+from lightning_parallel.comm import GradientSession, Group, InlineExecutor, MeanReducer, ThreadExecutor
+
+__all__ = ["DriftExchange"]
+
+
+class _Fragment:
+    """Parameters whose drifts are exchanged together.
+
+    Attributes:
+        steps: Local steps since its drift was last sent.
+        age: Local steps since then, while the answer is awaited; None otherwise.
+        start: The parameters when it was sent.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.steps = 0
+        self.age: int | None = None
+        self.start: dict[str, Tensor] = {}
+        self.means: Callable[[], Mapping[str, Tensor]] | None = None
+
+
+class DriftExchange:
+    """Averages the drift of replicas from their anchor every `every_n_steps` local steps.
+
+    Replicas must begin equal, and call `count_step` and `flush` after the same steps.
+
+    Args:
+        parameters: The parameters by name, those that are trained and those that may be.
+        group: The replicas.
+        reducer: Computes the mean of the drifts.
+        outer: Makes the optimizer of the outer step from the parameters; None for the plain mean.
+        every_n_steps: Local steps between two exchanges of a parameter.
+        fragments: Number of parts in which the parameters are exchanged, one after the other.
+        overlap_steps: Local steps from the sending of a drift to the taking of its mean; 0 waits for it.
+        side_group: An extra group of the same replicas that nobody else uses, where exchanges overlap with steps.
+        replica_group: Ranks that hold the rest of the model.
+        first: Parameters that belong to the first fragment: those that several ranks of a replica hold.
+        complete: Called with the means of a fragment, on every rank, to make equal what several ranks hold.
+        on_return: Called when this replica has returned to the anchor, as its drift was not finite: what else it
+            remembers of its steps may not be finite either.
+
+    Attributes:
+        outer: The optimizer of the outer step, if there is one.
+        exchanged: Exchanges of all parameters so far.
+        failed: Exchanges whose mean was not finite, so that they changed nothing.
+        returned: How often this replica has returned to the anchor.
+        counted: Local steps so far.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: Group,
+        reducer: MeanReducer,
+        outer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+        *,
+        every_n_steps: int,
+        fragments: int = 1,
+        overlap_steps: int = 0,
+        side_group: Group | None = None,
+        replica_group: Group | None = None,
+        first: Collection[str] = (),
+        complete: Callable[[Mapping[str, Tensor]], None] = lambda means: None,
+        on_return: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.every_n_steps = every_n_steps
+        self.overlap_steps = overlap_steps
+        self._parameters = dict(parameters)
+        self._num_fragments = fragments
+        self._replica_group = replica_group
+        self._first = frozenset(first)
+        self._complete = complete
+        self._on_return = on_return
+        self.outer = None if outer is None else outer(list(self._parameters.values()))
+        self.exchanged = self.failed = self.returned = self.counted = 0
+        device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
+        overlaps = overlap_steps > 0 and side_group is not None
+        # Without a verdict of the whole replica, for which the thread would ask in a group in use: whether
+        # means are taken is agreed on here.
+        self._session = GradientSession(
+            reducer,
+            side_group if overlaps and side_group is not None else group,
+            ThreadExecutor(device) if overlaps else InlineExecutor(),
+            device=device,
+        )
+        self._anchor: dict[str, Tensor] = {}
+        self._fragments: list[_Fragment] = []
+        self._position = 0  # local steps since the cycle of exchanges began
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether there is an anchor."""
+        return bool(self._fragments)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the parameters of all replicas are equal now."""
+        return all(fragment.steps == 0 and fragment.age is None for fragment in self._fragments)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Take the parameters, equal on all replicas now, as the anchor; called before the first local step.
+
+        Called again it adds parameters that are trained since: what all replicas have frozen does not drift.
+        """
+        added = [name for name, value in self._parameters.items() if value.requires_grad and name not in self._anchor]
+        if not added:
+            return
+        # Those that are anchored may have drifted, and the fragments are divided anew.
+        self.flush()
+        for name in added:
+            self._anchor[name] = self._parameters[name].detach().clone(memory_format=torch.preserve_format)
+        sizes = {name: self._anchor[name].numel() for name in self._parameters if name in self._anchor}
+        self._fragments = [_Fragment(names) for names in _divided(sizes, self._num_fragments, self._first)]
+        self._position = 0
+
+    @torch.no_grad()
+    def count_step(self) -> bool:
+        """Count a local step, and begin and end the exchanges that are due; return whether one began or ended."""
+        self.counted += 1
+        self._position += 1
+        changed = False
+        for fragment in self._fragments:
+            fragment.steps += 1
+            if fragment.age is not None:
+                fragment.age += 1
+                if fragment.age >= self.overlap_steps:
+                    self._end(fragment)
+                    changed = True
+        count = len(self._fragments)
+        due = [
+            fragment
+            for index, fragment in enumerate(self._fragments)
+            if (self._position - index * self.every_n_steps // count) % self.every_n_steps == 0
+        ]
+        for fragment in due:
+            self._begin(fragment)
+            if self.overlap_steps == 0:
+                self._end(fragment)
+        if self._position % self.every_n_steps == 0:
+            self.exchanged += 1
+            if self.overlap_steps == 0:
+                self._session.finish()  # a step of the reducer is one exchange of all parameters
+        return changed or bool(due)
+
+    @torch.no_grad()
+    def flush(self) -> bool:
+        """Exchange all that has drifted, now; afterwards all replicas are equal. Return whether anything was."""
+        for fragment in self._fragments:
+            if fragment.age is not None:
+                self._end(fragment)
+        drifted = [fragment for fragment in self._fragments if fragment.steps > 0]
+        if drifted:
+            # A session takes a parameter once in a step of its reducer, and these may have been in the open one.
+            self._session.finish()
+            for fragment in drifted:
+                self._begin(fragment)
+            for fragment in drifted:
+                self._end(fragment)
+            self.exchanged += 1
+        if self._fragments:
+            self._session.finish()
+        self._position = 0
+        return bool(drifted)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._session.close()
+
+    # ---------------------------------------------------------------------------------------------------- exchanges
+
+    def _begin(self, fragment: _Fragment) -> None:
+        """Send the drift of a fragment."""
+        drift = {name: self._anchor[name] - self._parameters[name].detach() for name in fragment.names}
+        if self._is_any_nonfinite(drift.values()):
+            self._return_to_anchor()
+            for value in drift.values():
+                value.zero_()
+        if self.overlap_steps > 0:
+            fragment.start = {name: self._parameters[name].detach().clone() for name in fragment.names}
+        fragment.steps, fragment.age = 0, 0
+        # A stage may have nothing in a fragment, and takes part in what the replica agrees on all the same.
+        fragment.means = self._session.add(drift) if drift else dict
+
+    def _end(self, fragment: _Fragment) -> None:
+        """Take the mean of the drifts of a fragment, and go on from the new anchor."""
+        assert fragment.means is not None
+        means = fragment.means()
+        self._complete(means)
+        moved = {name: self._parameters[name].detach() - start for name, start in fragment.start.items()}
+        # Equal on all replicas. A codec may have overflowed, as that of fp16 at 65504.
+        if self._is_any_nonfinite(means.values()):
+            self.failed += 1
+        else:
+            self._step(means)
+        for name in fragment.names:
+            self._parameters[name].copy_(self._anchor[name])
+            if name in moved:
+                self._parameters[name].add_(moved[name])
+        fragment.age, fragment.means, fragment.start = None, None, {}
+
+    def _step(self, means: Mapping[str, Tensor]) -> None:
+        """Move the anchor by the mean drifts."""
+        if self.outer is None:
+            for name, mean in means.items():
+                self._anchor[name].sub_(mean)
+            return
+        # The outer optimizer knows the parameters themselves, so that its state is saved by their names.
+        with self._only_gradients(means):
+            for name in means:
+                self._parameters[name].copy_(self._anchor[name])
+            self.outer.step()
+            for name in means:
+                self._anchor[name].copy_(self._parameters[name])
+
+    @contextmanager
+    def _only_gradients(self, gradients: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let the parameters have no other gradients than these inside the block."""
+        before = {name: parameter.grad for name, parameter in self._parameters.items()}
+        try:
+            for name, parameter in self._parameters.items():
+                parameter.grad = gradients.get(name)
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.grad = before[name]
+
+    def _is_any_nonfinite(self, tensors: Iterable[Tensor]) -> bool:
+        """Tell whether a tensor holds a value that is not finite, on any rank of this replica."""
+        # The largest absolute value, as a norm of finite values may be infinite.
+        largest = [torch.linalg.vector_norm(tensor, float("inf")) for tensor in tensors if tensor.numel()]
+        is_finite = not largest or bool(torch.stack([value.float() for value in largest]).isfinite().all())
+        group = self._replica_group
+        return not is_finite if group is None or group.size == 1 else comm.on_any_rank([not is_finite], group)[0]
+
+    def _return_to_anchor(self) -> None:
+        self.returned += 1
+        for name, value in self._anchor.items():
+            self._parameters[name].copy_(value)
+        for fragment in self._fragments:
+            # What is on its way was sent before, and was finite; what moved since is forgotten.
+            fragment.start = {name: self._anchor[name].clone() for name in fragment.start}
+        self._on_return()
+
+
+def _divided(sizes: Mapping[str, int], count: int, first: Collection[str]) -> list[list[str]]:
+    """Divide names, in order, into `count` runs of about equal size; those of `first` go into the first run."""
+    runs: list[list[str]] = [[name for name in sizes if name in first], *([] for _ in range(count - 1))]
+    others = {name: size for name, size in sizes.items() if name not in first}
+    total, filled = sum(others.values()), 0
+    for name, size in others.items():
+        # By its middle, so that a large tensor at a border goes where more of it belongs.
+        runs[min(count - 1, int(count * (filled + size / 2) / max(1, total)))].append(name)
+        filled += size
+    return runs

@@ -1,0 +1,395 @@
+"""Local SGD: replicas that take steps of their own, and average how far they have drifted. The strategy, its state.
+
+A checkpoint is that of the mesh strategies, of the parameters on which the replicas agree, with
+
+    "local_sgd": {"steps": optimizer steps, "scalers": [of each replica],
+                  "outer": state of the outer optimizer,
+                  "optimizers": state of the optimizers of all replicas}
+
+`optimizer_states`, which any strategy reads, has those of the first replica.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Literal, Optional, Union
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.lightning import PathLike, move_optimizers
+from lightning_parallel.compression import Dense, Reducer, check_reducer
+from lightning_parallel.compression.compressor import check_integer
+from lightning_parallel.compression.compressor_state import gather_states
+from lightning_parallel.data_parallel import DriftExchange, GradientReducer
+from lightning_parallel.mesh import DATA
+from lightning_parallel.strategies import replicas
+from lightning_parallel.strategies.compressed import gradient_reducer
+from lightning_parallel.strategies.compression_parts import assemble_state, divide_state
+from lightning_parallel.strategies.optimization import check_optimizers
+from lightning_parallel.strategies.parallel import HybridParallelStrategy
+
+__all__ = ["LocalSGDStrategy", "OuterOptimizer"]
+
+KEY = "local_sgd"
+
+# As `OptimizerCallable` of LightningCLI, which builds it from a class path and arguments.
+OuterOptimizer = Union[Literal["average", "nesterov"], Callable[[Iterable], Optimizer]]
+_OUTER: dict[str, Optional[Callable[[Iterable], Optimizer]]] = {
+    "average": None,
+    "nesterov": partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+}
+
+
+class LocalSGDStrategy(HybridParallelStrategy):
+    """Lets each replica take optimizer steps of its own, and averages the replicas every `every_n_steps` steps.
+
+    For slow links: nothing is sent in most steps, and what is sent, the drift of the parameters since the replicas
+    agreed last, can be compressed with the error feedback of any compressor. Replicas are processes, or those of a
+    tensor- and pipeline-parallel mesh, as in `HybridParallelStrategy`.
+
+    Before validation, checkpoints and the end of `fit` the replicas exchange what has drifted so far, so that all of
+    these see one model. There, replicas may also join and leave: a run resumed with as many of them goes on bit for
+    bit; among others each begins with the mean of their optimizers' state. In between, replicas have parameters,
+    optimizer state and, under `16-mixed`, loss scales of their own. Metrics that are not synchronised are those of the
+    replica, and a signal to end (SIGTERM) is heeded at the next exchange.
+
+    A replica whose drift is not finite returns to the parameters on which all agreed last, with a new optimizer state;
+    the others go on. With `every_n_steps=1`, no compression and SGD this is DDP.
+
+    Args:
+        every_n_steps: Optimizer steps between two exchanges.
+        compression: Compressor of the drifts; None sends them as they are.
+        outer_optimizer: What is done with the mean drift. `average`: the replicas are averaged. `nesterov`: SGD with
+            Nesterov momentum (learning rate 0.7, momentum 0.9), which pays with many exchanges. Or a function from
+            parameters to an optimizer, to which the mean drift is the gradient.
+        fragments: Exchange the parameters in so many parts, at different steps: smaller messages, the same bytes.
+        overlap_steps: Take the mean so many steps after the drift was sent, while training goes on; what was changed
+            meanwhile is kept. 0 waits for it; `every_n_steps` is asynchronous, one exchange late.
+        start_step: Optimizer steps in which gradients are averaged, as in DDP, before local steps begin.
+        data_parallel_size, pipeline_parallel_size, tensor_parallel_size: See `HybridParallelStrategy`.
+        kwargs: Those of `HybridParallelStrategy`.
+
+    Raises:
+        TypeError: If `compression` is no compressor, or `outer_optimizer` neither a name nor a function.
+        ValueError: If a number is out of range.
+
+    Source: local SGD, https://arxiv.org/abs/1805.09767; DiLoCo, https://arxiv.org/abs/2311.08105; Streaming DiLoCo,
+    https://arxiv.org/abs/2501.18512; SparseLoCo, https://arxiv.org/abs/2508.15706
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 30,
+        compression: Optional[Reducer] = None,
+        outer_optimizer: OuterOptimizer = "average",
+        *,
+        fragments: int = 1,
+        overlap_steps: int = 0,
+        start_step: int = 0,
+        data_parallel_size: Union[Literal["auto"], int] = "auto",
+        pipeline_parallel_size: Union[Literal["auto"], int] = 1,
+        tensor_parallel_size: Union[Literal["auto"], int] = 1,
+        **kwargs: Any,
+    ) -> None:
+        check_integer("every_n_steps", every_n_steps, least=1)
+        check_integer("fragments", fragments, least=1)
+        check_integer("overlap_steps", overlap_steps, least=0)
+        check_integer("start_step", start_step, least=0)
+        for name, value in (("fragments", fragments), ("overlap_steps", overlap_steps)):
+            if value > every_n_steps:
+                raise ValueError(f"`{name}` must be at most `every_n_steps` ({every_n_steps}), got {value}")
+        if isinstance(outer_optimizer, str):
+            if outer_optimizer not in _OUTER:
+                names = " or ".join(map(repr, _OUTER))
+                raise ValueError(f"`outer_optimizer` must be {names} or a function, got {outer_optimizer!r}")
+        elif isinstance(outer_optimizer, Optimizer) or not callable(outer_optimizer):
+            raise TypeError(
+                "`outer_optimizer` must be a function from parameters to an optimizer, such as"
+                f" `lambda parameters: SGD(parameters, lr=0.7)`, got {outer_optimizer!r}"
+            )
+        if compression is not None:
+            check_reducer(compression)
+        super().__init__(
+            data_parallel_size=data_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+            compression=Dense() if compression is None else compression,
+            **kwargs,
+        )
+        self.every_n_steps = every_n_steps
+        self.fragments = fragments
+        self.overlap_steps = overlap_steps
+        self.start_step = start_step
+        self._make_outer = _OUTER[outer_optimizer] if isinstance(outer_optimizer, str) else outer_optimizer
+        self._exchange: DriftExchange | None = None
+        self._averages_gradients = False  # what the present reducer does
+        self._taken: Counter[int] = Counter()  # steps of each optimizer, by `id`
+        self._step_count = self._restored_steps = 0
+        self._meets = True
+        self._restored: Mapping[str, Any] = {}
+
+    # ------------------------------------------------------------------------------------------------------- set-up
+
+    @override
+    def make_reducer(self) -> GradientReducer:
+        complex_names = [name for name, value in self.module.named_parameters() if value.is_complex()]
+        if complex_names:
+            raise ValueError(f"`{complex_names[0]}` is complex, which is not supported by LocalSGDStrategy")
+        data, engine = self.groups.data_parallel, self.engine
+        assert self.compression is not None
+        self._step_count = self._restored_steps = 0
+        self._meets, self._taken, self._restored = True, Counter(), {}
+        self._exchange = DriftExchange(
+            dict(self.module.named_parameters()),
+            data,
+            self.compression,
+            self._make_outer,
+            every_n_steps=self.every_n_steps,
+            fragments=self.fragments,
+            overlap_steps=self.overlap_steps if data.size > 1 else 0,
+            side_group=self.groups.extra(DATA, KEY) if self.overlap_steps and data.size > 1 else None,
+            replica_group=self.groups.replica,
+            first=() if engine is None else engine.tied,
+            complete=(lambda means: None) if engine is None else engine.share_tied,
+            on_return=self._begin_anew,
+        )
+        if self._exchange.outer is not None:
+            names, is_cut = self.parameter_names, self.engine is not None
+            check_optimizers([self._exchange.outer], names, self._rules, is_cut, self.groups.world)
+        return self._local_reducer(averages=False)
+
+    def _local_reducer(self, averages: bool) -> GradientReducer:
+        """Return what completes the gradients of a replica, and averages them over all where local steps wait."""
+        self._averages_gradients = averages
+        data = self.groups.data_parallel if averages else Group.alone(DATA)
+        return gradient_reducer(self.module, self.groups, data, self._sharding, self._rules, {})
+
+    @override
+    def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_warming_up != self._averages_gradients and self._reducer is not None:
+            self._reducer.close()
+            self._reducer = self._local_reducer(averages=self._is_warming_up)
+        if not self._is_warming_up and self._exchange is not None and self.groups.data_parallel.size > 1:
+            self._exchange.begin()
+        super()._begin_step(args, kwargs)
+        assert self.compression is not None
+        self.compression.scale = 1.0  # drifts are without the loss scale
+
+    @property
+    def _is_warming_up(self) -> bool:
+        return self._step_count < self.start_step
+
+    @override
+    def teardown(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+            assert self.compression is not None
+            self.compression.leave_device()
+        super().teardown()
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    @property
+    def differing(self) -> frozenset[str]:
+        """What may differ between replicas now: none, or some of `parameter`, `buffer` and `optimizer`."""
+        if self._exchange is None or not self._exchange.is_begun:
+            return frozenset()
+        return frozenset({"optimizer"} if self._exchange.agrees else {"optimizer", "parameter", "buffer"})
+
+    @property
+    def steps_per_exchange(self) -> float:
+        """Local steps for each exchange so far."""
+        exchange = self._exchange
+        return 1.0 if exchange is None or not exchange.exchanged else exchange.counted / exchange.exchanged
+
+    @override
+    def end_step(self, optimizer: Optimizer) -> None:
+        # Of several optimizers, which step in turn, the one that has taken most steps counts.
+        self._taken[id(optimizer)] += 1
+        if self._taken[id(optimizer)] <= self._step_count - self._restored_steps:
+            return
+        exchange, was_warming_up = self._exchange, self._is_warming_up
+        self._step_count += 1
+        if was_warming_up or exchange is None or not exchange.is_begun:
+            super().end_step(optimizer)
+            return
+        failed = exchange.failed
+        if exchange.count_step():
+            self._meet(failed)
+
+    def _meet(self, failed: int) -> None:
+        """Do what else replicas do when they exchange their drifts."""
+        assert self._exchange is not None
+        self._meets = True
+        replicas.share_buffers(self.module, self.groups.data_parallel)
+        if self._exchange.failed > failed:
+            rank_zero_warn(
+                "The mean drift of the replicas was not finite (fp16 ends at 65504): they have returned to the"
+                f" parameters on which they agreed before. So far this has happened {self._exchange.failed} times."
+            )
+
+    def agree(self) -> None:
+        """Exchange what has drifted since the last exchange; every rank must call it. Then all replicas are equal."""
+        exchange = self._exchange
+        if exchange is not None and exchange.is_begun:
+            failed = exchange.failed
+            if exchange.flush():
+                self._meet(failed)
+
+    def _begin_anew(self) -> None:
+        """Forget the state of the optimizers, which may not be finite either."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        assert self._exchange is not None
+        if self.groups.replica.rank == 0 and self._exchange.returned & (self._exchange.returned - 1) == 0:
+            # On this replica, which the others know nothing of.
+            warnings.warn(
+                f"Replica {self.groups.data_parallel.rank} had a parameter that was not finite and returned to those on"
+                f" which all replicas agreed; so far {self._exchange.returned} times.",
+                stacklevel=2,
+            )
+
+    @property
+    @override
+    def replicas_meet(self) -> bool:
+        meets, self._meets = self._meets or self._is_warming_up, False
+        return meets
+
+    @override
+    def on_validation_start(self) -> None:
+        self.agree()
+        super().on_validation_start()
+
+    @override
+    def on_train_end(self) -> None:
+        self.agree()
+        super().on_train_end()
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the full state dict of the model on which all replicas agree; called on every rank."""
+        self.agree()
+        return super().lightning_module_state_dict()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
+        if "optimizer_states" in checkpoint and self._exchange is not None:
+            checkpoint[KEY] = self._state()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _state(self) -> dict[str, Any]:
+        assert self._exchange is not None
+        data, outer = self.groups.data_parallel, self._exchange.outer
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scalers = comm.all_gather_object(None if scaler is None else scaler.state_dict(), data)
+        state: dict[str, Any] = {"steps": self._step_count, "scalers": scalers}
+        if outer is not None:
+            state["outer"] = self._saved.gather_optimizer(outer)
+        mine = self._optimizer_slots()
+        if self.is_sharded:
+            state["optimizers"] = divide_state(mine, self.module, self._rules, self.groups)
+        else:
+            # The first replica's are those of `optimizer_states`.
+            everyone = gather_states(mine if data.rank > 0 else {}, self.groups.world)
+            state["optimizers"] = {"layout": self._sizes_of_mesh, "ranks": everyone}
+        return state
+
+    def _optimizer_slots(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors in the state of this replica's optimizers, by optimizer and key, then by parameter."""
+        names = self.parameter_names
+        slots: dict[str, dict[str, Tensor]] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            for parameter, entry in optimizer.state.items():
+                for key, value in entry.items():
+                    if isinstance(value, Tensor) and id(parameter) in names:
+                        slots.setdefault(f"{number}.{key}", {})[names[id(parameter)]] = value.detach()
+        return slots
+
+    @override
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
+            self._restored = checkpoint.get(KEY, {})
+            if not self._restored:
+                rank_zero_info("The checkpoint is of another strategy: local steps begin at step 0.")
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        state = self._restored
+        if not state or self._exchange is None:
+            return
+        failure: Exception | None = None
+        try:
+            self._restore(state)
+        except (RuntimeError, ValueError, OSError) as error:
+            failure = error
+        # A rank whose part does not fit must not leave the others waiting in the next collective.
+        comm.raise_together(failure, self.groups.world)
+        self._check_shared_parts()
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        assert self._exchange is not None
+        self._step_count = self._restored_steps = int(state["steps"])
+        data, outer = self.groups.data_parallel, self._exchange.outer
+        if outer is not None and "outer" in state:
+            outer.load_state_dict(self.checkpoints.scatter_optimizer(state["outer"], outer))
+            move_optimizers([outer], self.root_device)
+        elif outer is not None or "outer" in state:
+            rank_zero_warn("The checkpoint is of another outer optimizer, which begins anew.")
+        scalers, scaler = state["scalers"], getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and data.rank < len(scalers) and scalers[data.rank] is not None:
+            scaler.load_state_dict(scalers[data.rank])
+        saved = state["optimizers"]
+        if "by_name" in saved:
+            same_division = saved["model"] == self._sizes_of_mesh[1:]
+            saved = saved if same_division else {**saved, "by_position": []}
+            mine = assemble_state(saved, self.module, self._rules, self.groups)
+        else:
+            mine = self._part_of(saved["layout"], saved["ranks"])
+        for number, optimizer in enumerate(self.optimizers):
+            for parameter, entry in optimizer.state.items():
+                name = self.parameter_names.get(id(parameter), "")
+                for key, value in entry.items():
+                    found = mine.get(f"{number}.{key}", {}).get(name)
+                    if isinstance(value, Tensor) and found is not None:
+                        entry[key] = found.to(value)
+
+    @property
+    def _sizes_of_mesh(self) -> list[int]:
+        groups = self.groups
+        return [groups.data_parallel.size, groups.pipeline_parallel.size, groups.tensor_parallel.size]
+
+    def _part_of(self, layout: list[int], ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of this rank's optimizers from that of all ranks, which the first replica's lack."""
+        data, replica = self.groups.data_parallel, self.groups.replica
+        if layout == self._sizes_of_mesh:
+            return ranks[data.rank * replica.size + replica.rank]
+        if layout[1:] != self._sizes_of_mesh[1:]:
+            rank_zero_warn(
+                f"The checkpoint is of replicas of {' x '.join(map(str, layout[1:]))} ranks (pipeline x tensor); in"
+                " other ones, the optimizers of all replicas begin with the state of the first replica."
+            )
+            return {}
+        first, others = self._optimizer_slots(), [ranks[r * replica.size + replica.rank] for r in range(1, layout[0])]
+        return {
+            slot: {
+                name: torch.stack([value, *(other[slot][name].to(value) for other in others)]).mean(0)
+                for name, value in named.items()
+            }
+            for slot, named in first.items()
+        }

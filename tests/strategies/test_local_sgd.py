@@ -1,0 +1,374 @@
+"""Local SGD against a simulation of its replicas in one process; what is sent, what is saved, what goes wrong."""
+
+import copy
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback
+from torch import nn
+
+from lightning_parallel import (
+    CompressionMonitor,
+    HybridParallelStrategy,
+    LocalSGDStrategy,
+    PowerSGD,
+    Quantize,
+    ReplicaDriftMonitor,
+    TopK,
+    comm,
+)
+from lightning_parallel.tracing import Recorder, activate
+from tests.harness import distributed
+from tests.strategies.models import Net, loader, trainer_for
+from tests.strategies.test_pipeline_checkpoint import Tied
+
+BATCHES = 4  # of an epoch; training takes two
+
+
+def simulate(module, replicas, every, outer=None, start=0, overlap=0, fragments=1, epochs=2):
+    """Train replicas one after the other as the source of each method has it; returns their parameters at the end.
+
+    Written from the papers, on lists of tensors: an exchange takes the mean of the parameters, not of drifts.
+    """
+    models = [copy.deepcopy(module) for _ in range(replicas)]
+    optimizers = [model.configure_optimizers() for model in models]
+    optimizers = [found[0][0] if isinstance(found, tuple) else found for found in optimizers]
+    values = [list(model.parameters()) for model in models]
+    anchor = [value.detach().clone() for value in values[0]]
+    outer_optimizer = None if outer is None else outer(anchor)
+    count = len(anchor)
+    parts = [range(count * part // fragments, count * (part + 1) // fragments) for part in range(fragments)]
+    sent, step = {}, 0
+
+    def send(part):
+        sent[part] = step, [[values[r][i].detach().clone() for i in parts[part]] for r in range(replicas)]
+
+    def take(part):
+        _, snapshots = sent.pop(part)
+        for position, i in enumerate(parts[part]):
+            mean = torch.stack([snapshot[position] for snapshot in snapshots]).mean(0)
+            if outer_optimizer is None:
+                anchor[i].copy_(mean)
+            else:
+                anchor[i].grad = anchor[i] - mean
+        if outer_optimizer is not None:
+            outer_optimizer.step()
+            outer_optimizer.zero_grad()
+        for r in range(replicas):
+            for position, i in enumerate(parts[part]):
+                values[r][i].data = anchor[i] + (values[r][i].detach() - snapshots[r][position])
+
+    for _ in range(epochs):
+        for batches in zip(*(loader(replicas, replica) for replica in range(replicas))):
+            for model, batch in zip(models, batches):
+                model.zero_grad()
+                F.cross_entropy(model.forward(batch[0]), batch[1]).backward()
+            if step < start:
+                for gradients in zip(*([value.grad for value in found] for found in values)):
+                    mean = torch.stack(gradients).mean(0)
+                    for gradient in gradients:
+                        gradient.copy_(mean)
+            for optimizer in optimizers:
+                optimizer.step()
+            step += 1
+            if step == start:
+                for value, new in zip(anchor, values[0]):
+                    value.copy_(new.detach())
+            if step <= start:
+                continue
+            for part in [part for part, (begun, _) in sent.items() if step - begun >= overlap]:
+                take(part)
+            for part in range(fragments):
+                if (step - start - part * every // fragments) % every == 0:
+                    send(part)
+                    if overlap == 0:
+                        take(part)
+    for part in list(sent):
+        take(part)
+    for part in range(fragments):  # the end of `fit`
+        send(part)
+        take(part)
+    return dict(zip((name for name, _ in module.named_parameters()), anchor))
+
+
+class Plain(Net):
+    """Logs nothing: what is sent is that of the strategy."""
+
+    def __init__(self, optimizer="sgd", **kwargs):
+        super().__init__(**kwargs)
+        self.optimizer = optimizer
+        self.double()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, index):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        if self.optimizer == "adam":
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return super().configure_optimizers()
+
+
+def fit(module, group, replicas=2, ckpt_path=None, callbacks=(), validates=False, **options):
+    trainer_options = {key: options.pop(key) for key in ("max_epochs", "accumulate_grad_batches") if key in options}
+    strategy = LocalSGDStrategy(**options)
+    trainer = trainer_for(strategy, group.size, callbacks=list(callbacks), **trainer_options)
+    mine = loader(replicas, group.rank * replicas // group.size)
+    trainer.fit(module, mine, mine if validates else None, ckpt_path=ckpt_path)
+    return trainer
+
+
+def assert_near(module, expected, message=""):
+    found = dict(module.named_parameters())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].detach(), value, rtol=1e-10, atol=1e-12, msg=f"{message} {name}")
+
+
+def assert_equal_everywhere(module, group):
+    mine = [value.detach() for value in module.parameters()]
+    for other in comm.all_gather_object(mine, group):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other))
+
+
+def nesterov(parameters):
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@distributed(world_size=2)
+def test_replicas_train_as_their_simulation(group):
+    cases = {
+        "average": ({}, {}),
+        "nesterov": ({"outer_optimizer": "nesterov"}, {"outer": nesterov}),
+        "late": ({"overlap_steps": 3, "outer_optimizer": nesterov}, {"overlap": 3, "outer": nesterov}),
+        "beside": ({"overlap_steps": 1}, {"overlap": 1}),
+        "after dense steps": ({"start_step": 2}, {"start": 2}),
+    }
+    for name, (options, simulated) in cases.items():
+        module = Plain()
+        expected = simulate(module, 2, 3, **simulated)
+        fit(module, group, every_n_steps=3, **options)
+        assert_near(module, expected, name)
+        assert_equal_everywhere(module, group)
+
+
+@distributed(world_size=2)
+def test_fragments_are_exchanged_in_turn(group):
+    # Ten parameters of equal size, so that fragments divide them as the simulation does.
+    def make():
+        module = Plain()
+        module.net = nn.Sequential(*(nn.Linear(12, 12, bias=False) for _ in range(10))).double()
+        return module
+
+    for fragments, overlap in ((2, 0), (5, 2)):
+        torch.manual_seed(1)
+        module = make()
+        expected = simulate(module, 2, 5, fragments=fragments, overlap=overlap)
+        fit(module, group, every_n_steps=5, fragments=fragments, overlap_steps=overlap)
+        assert_near(module, expected, f"{fragments} fragments")
+
+
+@distributed(world_size=2)
+def test_exchanges_at_every_step_are_ddp(group):
+    one = Plain()
+    trainer_for(max_epochs=2).fit(one, loader())
+    module = Plain()
+    fit(module, group, every_n_steps=1)
+    assert_near(module, dict(one.named_parameters()))
+
+
+@distributed(world_size=4)
+def test_a_replica_may_be_a_mesh(group):
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "num_microbatches": 2}):
+        for options, simulated in (({}, {}), ({"outer_optimizer": "nesterov"}, {"outer": nesterov})):
+            module = Tied()
+            expected = simulate(module, 2, 3, epochs=1, **simulated)
+            fit(module, group, every_n_steps=3, max_epochs=1, **sizes, **options)
+            assert_near(module, expected, f"{sizes} {options}")
+    # Tied parameters stay one, whatever their drift is encoded as.
+    module = Tied()
+    fit(module, group, every_n_steps=3, fragments=2, overlap_steps=1, compression=Quantize(4), **sizes)
+    assert_equal_everywhere(module, group)
+
+
+class Saves(Callback):
+    """Saves after some batches."""
+
+    def __init__(self, path, at):
+        self.path, self.at = path, at
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if trainer.global_step in self.at:
+            trainer.save_checkpoint(f"{self.path}-{trainer.global_step}")
+
+
+def folder_of(group):
+    return Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+
+
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+@distributed(world_size=4)
+def test_a_run_goes_on_as_it_would_have(group, checkpoint_format):
+    path = folder_of(group) / "run"
+    options = {"every_n_steps": 3, "outer_optimizer": "nesterov", "checkpoint_format": checkpoint_format}
+    for case, special in enumerate(({"overlap_steps": 2, "fragments": 2}, {"tensor_parallel_size": 2})):
+        found = []
+        for where in ({"callbacks": [Saves(f"{path}{case}", (4,))]}, {"ckpt_path": f"{path}{case}-4"}):
+            found.append(Plain("adam"))
+            replicas, compression = 4 // special.get("tensor_parallel_size", 1), PowerSGD(2, min_numel=0)
+            fit(found[-1], group, replicas, compression=compression, **options, **special, **where)
+        expected, resumed = found
+        for (name, mine), theirs in zip(resumed.named_parameters(), expected.parameters()):
+            assert torch.equal(mine, theirs), f"{case} {name}"
+
+
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+@distributed(world_size=4)
+def test_replicas_join_and_leave_at_an_exchange(group, checkpoint_format):
+    path = folder_of(group) / "run"
+    options = {"every_n_steps": 2, "outer_optimizer": "nesterov", "checkpoint_format": checkpoint_format}
+    fit(Plain(), group, 2, tensor_parallel_size=2, callbacks=[Saves(path, (4,))], **options)
+    # The oracle goes on from one state in every layout: momenta are means or the first replica's, so train one epoch.
+    found = {}
+    for sizes, replicas in (({"tensor_parallel_size": 4}, 1), ({"tensor_parallel_size": 1}, 4)):
+        module = Plain()
+        trainer = fit(module, group, replicas, ckpt_path=f"{path}-4", **sizes, **options)
+        found[replicas] = trainer.global_step, [value.isfinite().all() for value in module.parameters()]
+        assert_equal_everywhere(module, group)
+    assert all(steps == 8 and all(finite) for steps, finite in found.values())
+    # Stock strategies read it, too, if it is one file.
+    if checkpoint_format == "full" and group.rank == 0:
+        trainer_for(max_epochs=2).fit(Plain(), loader(), ckpt_path=f"{path}-4")
+
+
+@distributed(world_size=2)
+def test_nothing_is_sent_between_exchanges(group):
+    class Counts(Callback):
+        def on_train_batch_end(self, *_):
+            spans = [span for span in recorder.spans if span.category == "communication"]
+            counts.append(len(spans))
+
+    for options in ({}, {"compression": TopK(0.1)}):
+        counts = [0]
+        with activate(Recorder()) as recorder:
+            fit(Plain(), group, every_n_steps=4, callbacks=[Counts()], **options)
+        sent = [after - before for before, after in pairwise(counts)]
+        # Only the batch after an exchange asks whether a replica got a signal to end; the first ones set up.
+        assert [sent[1], sent[2], sent[5], sent[6]] == [0] * 4, sent
+        assert sent[4] <= 2 < sent[3] + 2, sent
+        assert sent[7] > 0, sent
+
+
+class Explodes(Plain):
+    """One replica's parameters become infinite at one step."""
+
+    def __init__(self, replica, at):
+        super().__init__("adam")
+        self.replica, self.at = replica, at
+
+    def on_before_optimizer_step(self, optimizer):
+        coordinate = self.trainer.strategy.mesh.coordinate(self.trainer.global_rank)
+        if self.trainer.global_step == self.at and coordinate == self.replica:
+            next(self.parameters()).grad.fill_(float("inf"))
+
+
+@distributed(world_size=2)
+def test_a_drift_that_is_not_finite_returns_to_the_anchor(group):
+    for options in ({}, {"fragments": 2, "overlap_steps": 1, "outer_optimizer": "nesterov"}):
+        module = Explodes((1, 0, 0), 2)
+        trainer = fit(module, group, every_n_steps=3, **options)
+        assert_equal_everywhere(module, group)
+        assert all(value.isfinite().all() for value in module.parameters())
+        entries = [value for entry in trainer.optimizers[0].state.values() for value in entry.values()]
+        assert all(value.isfinite().all() for value in entries)
+
+
+@distributed(world_size=4)
+def test_a_rank_of_a_replica_takes_the_others_with_it(group):
+    module = Explodes((1, 0, 1), 2)
+    fit(module, group, every_n_steps=3, tensor_parallel_size=2)
+    assert_equal_everywhere(module, group)
+    assert all(value.isfinite().all() for value in module.parameters())
+
+
+@distributed(world_size=2)
+def test_validation_sees_one_model_and_monitors_know(group):
+    class Sees(Callback):
+        found = []
+
+        def on_validation_batch_start(self, trainer, module, *_):
+            self.found.append([value.detach().clone() for value in module.parameters()])
+
+    Sees.found = []
+    monitor, drift = CompressionMonitor(every_n_steps=1, show_table=False), ReplicaDriftMonitor(every_n_steps=1)
+    module = Plain()
+    fit(
+        module,
+        group,
+        every_n_steps=3,
+        compression=Quantize(8, min_numel=0),
+        validates=True,
+        callbacks=[Sees(), monitor, drift],
+    )
+    for mine, other in zip(Sees.found, comm.all_gather_object(Sees.found, group)[1 - group.rank]):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other))
+    assert (drift.report()["findings"], drift.report()["checks"]) == ([], 9), drift.report()
+    if group.rank == 0:
+        report = monitor.report()
+        # Exchanges after 3, 4 (validation), 7 and 8 steps: a mean of two steps each.
+        assert report["dense_bytes"] == pytest.approx(
+            2 * 8 * sum(value.numel() for value in module.parameters()), rel=0.4
+        )
+        assert report["ratio"] > 8
+
+
+@distributed(world_size=2)
+def test_several_optimizers_unfrozen_parameters_and_buffers(group):
+    class Adversarial(Plain):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.other = nn.Sequential(nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).double()
+            self.net[0].requires_grad_(False)
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), 0.1) for part in (self.net, self.other)]
+
+        def training_step(self, batch, index):
+            for part, optimizer in zip((self.net, self.other), self.optimizers()):
+                optimizer.zero_grad()
+                self.manual_backward(F.cross_entropy(part(batch[0]), batch[1]))
+                optimizer.step()
+            if self.global_step > 6:
+                self.net[0].requires_grad_(True)
+
+    module = Adversarial()
+    before = module.net[0].weight.detach().clone()
+    trainer = fit(module, group, every_n_steps=3)
+    assert trainer.strategy.every_n_steps == 3
+    assert_equal_everywhere(module, group)
+    assert not torch.equal(before, module.net[0].weight)
+    means = comm.all_gather_object(module.other[1].running_mean, group)
+    assert torch.equal(*means)
+
+
+def test_arguments_are_checked():
+    for options, message in (
+        ({"every_n_steps": 0}, "every_n_steps"),
+        ({"fragments": 31}, "fragments.*at most"),
+        ({"overlap_steps": 31}, "overlap_steps.*at most"),
+        ({"outer_optimizer": "adam"}, "'average' or 'nesterov'"),
+        ({"start_step": -1}, "start_step"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LocalSGDStrategy(**options)
+    with pytest.raises(TypeError, match="function from parameters"):
+        LocalSGDStrategy(outer_optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
+    with pytest.raises(TypeError, match="did you mean"):
+        LocalSGDStrategy(compression=PowerSGD)
+    assert isinstance(LocalSGDStrategy(10, Quantize(4), "nesterov"), HybridParallelStrategy)
