@@ -1,10 +1,11 @@
-"""The example GPT over a slow link: loss against wall-clock, dense and compressed, as a picture.
+"""The example GPT over a slow link: loss against wall-clock and against bytes sent, by several strategies, as a picture.
 
     sudo python benchmarks/slow_link_gpt.py [--hosts 2] [--rate 100] [--seconds 150] [--output slow_link.svg]
 
-Both strategies train the same model on the same batches in the same order, for the same time, through Lightning's
-Trainer, one after the other, on hosts that are network namespaces behind links shaped by `tc tbf`. Needs root, `ip`,
-`tc` and matplotlib; says so and skips otherwise.
+All strategies train the same model on the same batches in the same order, for the same time, through Lightning's
+Trainer, one after the other, on hosts that are network namespaces behind links shaped by `tc tbf`. Bytes are those that
+the first host's interface has sent, headers included. Needs root, `ip`, `tc` and matplotlib; says so and skips
+otherwise.
 """
 
 from __future__ import annotations
@@ -21,17 +22,46 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from shaped_network import Network, unavailable
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_parallel import CompressedDDPStrategy, PowerSGD
+from lightning_parallel import CompressedDDPStrategy, LocalSGDStrategy, PowerSGD, Quantize
 
-STRATEGIES: dict[str, Any] = {"DDP": DDPStrategy, "PowerSGD(rank=4)": lambda: CompressedDDPStrategy(PowerSGD(rank=4))}
-COLOURS = {"DDP": "#8a8f98", "PowerSGD(rank=4)": "#1f6feb"}
+EVERY, DENSE_STEPS = 20, 20  # the latter of torch's method
+
+
+class PostLocalSGD(DDPStrategy):
+    """What torch has for local steps, which Lightning's DDPStrategy leaves out where there is no CUDA."""
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        # Groups of one rank: steps are local once they begin.
+        alone, _ = dist.new_subgroups(group_size=1)
+        self.model.register_comm_hook(PostLocalSGDState(None, alone, DENSE_STEPS), post_localSGD_hook)
+        self._averager = PeriodicModelAverager(period=EVERY, warmup_steps=DENSE_STEPS)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        assert self.model is not None
+        self._averager.average_parameters(self.model.parameters())
+        return output
+
+
+STRATEGIES: dict[str, Any] = {
+    "DDP": DDPStrategy,
+    "PowerSGD(rank=4)": lambda: CompressedDDPStrategy(PowerSGD(rank=4)),
+    "torch's post-local SGD": PostLocalSGD,
+    "local SGD, 4 bits": lambda: LocalSGDStrategy(EVERY, Quantize(4), "nesterov"),
+}
+COLOURS = dict(zip(STRATEGIES, ("#8a8f98", "#1f6feb", "#c98500", "#1a7f37")))
 SMOOTHED = 20  # steps
 BATCH = 4
 SCHEDULED_STEPS = 2000  # of the learning rate; training ends before
@@ -39,20 +69,35 @@ SPARE_S = 120  # to start, to validate, to end
 MODEL = {"layers": 4, "width": 256, "heads": 4, "learning_rate": 2e-3, "dropout": 0.0}
 
 
-class Clock(Callback):
-    """The loss after each step, with the seconds since training began."""
+class Point(NamedTuple):
+    """After one step: seconds and bytes sent since training began, and the loss."""
+
+    seconds: float
+    sent: float
+    loss: float
+
+
+def sent_bytes() -> int:
+    """Bytes sent through all interfaces of this host but the one to itself."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    fields = [line.replace(":", " ").split() for line in lines]
+    return sum(int(field[9]) for field in fields if field[0] != "lo")
+
+
+class Meter(Callback):
+    """The loss after each step, with what it has taken."""
 
     def __init__(self) -> None:
-        self.curve: list[tuple[float, float]] = []
+        self.curve: list[Point] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._start = time.perf_counter()
+        self._start, self._sent = time.perf_counter(), sent_bytes()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loss = float(trainer.callback_metrics["train_loss"])
-        self.curve.append((time.perf_counter() - self._start, loss))
+        self.curve.append(Point(time.perf_counter() - self._start, sent_bytes() - self._sent, loss))
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -66,15 +111,15 @@ def work(arguments: argparse.Namespace) -> None:
     os.environ.update(MASTER_ADDR=arguments.address, MASTER_PORT="29500", NODE_RANK=str(arguments.rank), LOCAL_RANK="0")
     seed_everything(1, verbose=False)
     strategy: Strategy = STRATEGIES[arguments.strategy]()
-    clock = Clock()
+    meter = Meter()
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         num_nodes=arguments.hosts,
         strategy=strategy,
-        max_steps=SCHEDULED_STEPS,
+        max_steps=arguments.steps or SCHEDULED_STEPS,
         max_time=timedelta(seconds=arguments.seconds),
-        callbacks=[clock],
+        callbacks=[meter],
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
@@ -86,20 +131,21 @@ def work(arguments: argparse.Namespace) -> None:
     trainer.fit(module, data)
     validation = float(trainer.validate(module, data, verbose=False)[0]["val_loss"])
     if arguments.rank == 0:
-        Path(arguments.results).write_text(json.dumps({"curve": clock.curve, "validation": validation}))
+        Path(arguments.results).write_text(json.dumps({"curve": meter.curve, "validation": validation}))
 
 
-def train(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train by one strategy on a network of its own."""
+def train(name: str, arguments: argparse.Namespace, steps: int = 0) -> dict[str, Any]:
+    """Train by one strategy on a network of its own; for the time given, or at most so many steps."""
     with tempfile.TemporaryDirectory() as folder, Network(arguments.hosts, arguments.rate) as network:
         results = Path(folder) / "results.json"
-        command = [sys.executable, __file__, "--strategy", name, "--address", network.address(0)]
+        command = [sys.executable, __file__, "--strategy", name, "--address", network.address(0), "--steps", str(steps)]
         command += ["--hosts", str(arguments.hosts), "--seconds", str(arguments.seconds), "--results", str(results)]
         commands = [[*command, "--rank", str(host)] for host in range(arguments.hosts)]
         codes = network.run(commands, deadline_s=arguments.seconds + SPARE_S)
         if any(code != 0 for code in codes):
             raise RuntimeError(f"{name}: the hosts ended with {codes}; None is too late")
-        return json.loads(results.read_text())
+        found = json.loads(results.read_text())
+    return {**found, "curve": [Point(*point) for point in found["curve"]]}
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
@@ -107,45 +153,70 @@ def smooth(losses: Sequence[float]) -> list[float]:
     return [fmean(losses[max(0, end - SMOOTHED) : end]) for end in range(1, len(losses) + 1)]
 
 
-def lead(found: dict[str, dict[str, Any]]) -> tuple[float | None, float]:
-    """How many times sooner the compressed run reaches the last loss of the dense one, and that loss."""
-    dense, compressed = (run["curve"] for run in found.values())
-    loss = smooth([value for _, value in dense])[-1]
-    values = smooth([value for _, value in compressed])
-    reached = next((second for (second, _), value in zip(compressed, values) if value <= loss), None)
-    return None if reached is None else dense[-1][0] / reached, loss
+def smoothed(run: dict[str, Any]) -> list[Point]:
+    """The curve of a run with smoothed losses."""
+    losses = smooth([point.loss for point in run["curve"]])
+    return [point._replace(loss=loss) for point, loss in zip(run["curve"], losses)]
+
+
+def report(found: dict[str, dict[str, Any]], at_equal_steps: dict[str, dict[str, Any]]) -> None:
+    """Print what each strategy has reached, and what it took to reach DDP's last loss."""
+    dense = smoothed(found["DDP"])
+    last = dense[-1]
+    print(f"DDP: {len(dense)} steps, {last.sent / 2**20:.1f} MiB, training loss {last.loss:.3f}")
+    print(f"{'':24}{'in the same time':^28}{'at the same steps':^28}{'to the loss of DDP':^28}{'same bytes':>10}")
+    heads = ("steps", "loss", "val"), ("val", "/ DDP", "1/bytes"), ("steps", "times", "1/bytes")
+    print(f"{'':24}" + "".join(f"{a:>10}{b:>9}{c:>9}" for a, b, c in heads) + f"{'loss':>10}")
+    for name, run in found.items():
+        curve, equal = smoothed(run), at_equal_steps[name]
+        cells = [f"{len(curve)}", f"{curve[-1].loss:.3f}", f"{run['validation']:.3f}"]
+        less = last.sent / equal["curve"][-1].sent
+        ratio = equal["validation"] / found["DDP"]["validation"]
+        cells += [f"{equal['validation']:.3f}", f"{ratio:.3f}", f"{less:.1f}"]
+        number = next((number for number, point in enumerate(curve) if point.loss <= last.loss), None)
+        if number is None:
+            cells += ["-"] * 3
+        else:
+            point = curve[number]
+            cells += [f"{number + 1}", f"{last.seconds / point.seconds:.1f}", f"{last.sent / point.sent:.1f}"]
+        within = [point for point in curve if point.sent <= last.sent]
+        print(f"{name:24}" + "".join(f"{cell:>{10 if i % 3 == 0 else 9}}" for i, cell in enumerate(cells)), end="")
+        print(f"{within[-1].loss:>10.3f}", flush=True)
 
 
 def draw(found: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """Write the picture."""
+    """Write the picture: loss against seconds, and against bytes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "slow_link"
-    figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    figure, (by_time, by_bytes) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
     for name, run in found.items():
-        seconds, losses = zip(*run["curve"])
-        label = f"{name}, {len(losses)} steps"
-        axes.plot(seconds, smooth(losses), color=COLOURS[name], linewidth=1.8, label=label)
-    sooner, loss = lead(found)
-    if sooner is not None:
-        axes.axhline(loss, color=COLOURS["DDP"], linewidth=0.8, linestyle=":")
-        axes.annotate(f"{sooner:.1f} times sooner", (0.98 * arguments.seconds, loss), ha="right", va="top")
-    axes.legend(frameon=False)
-    axes.set_xlabel(f"seconds, {arguments.hosts} hosts, {arguments.rate:.0f} Mbit/s")
-    axes.set_ylabel("training loss (nats per byte)")
-    axes.set_ylim(bottom=0.9 * min(min(smooth([loss for _, loss in run["curve"]])) for run in found.values()))
-    axes.set_xlim(left=0)
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+        curve = smoothed(run)
+        style = {"color": COLOURS[name], "linewidth": 1.8, "label": f"{name}, {len(curve)} steps"}
+        by_time.plot([point.seconds for point in curve], [point.loss for point in curve], **style)
+        by_bytes.plot([max(1, point.sent) / 2**20 for point in curve], [point.loss for point in curve], **style)
+    last = smoothed(found["DDP"])[-1]
+    for axes in (by_time, by_bytes):
+        axes.axhline(last.loss, color=COLOURS["DDP"], linewidth=0.8, linestyle=":")
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    by_time.legend(frameon=False, fontsize=8)
+    by_time.set_xlabel(f"seconds, {arguments.hosts} hosts, {arguments.rate:.0f} Mbit/s")
+    by_bytes.set_xlabel("MiB sent by one host")
+    by_bytes.set_xscale("log")
+    by_bytes.set_xlim(left=0.1)
+    by_time.set_ylabel("training loss (nats per byte)")
+    by_time.set_ylim(bottom=0.9 * min(point.loss for run in found.values() for point in smoothed(run)))
+    by_time.set_xlim(left=0)
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.output, metadata={"Date": None} if arguments.output.endswith(".svg") else None)
 
 
 def main() -> None:
-    """Train twice, print the comparison, draw it."""
+    """Train by each strategy, print the comparison, draw it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", type=float, default=100, help="Mbit/s")
@@ -153,7 +224,8 @@ def main() -> None:
     parser.add_argument("--output", default="slow_link.svg")
     for hidden in ("--strategy", "--address", "--results"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    for hidden in ("--rank", "--steps"):
+        parser.add_argument(hidden, type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.strategy is not None:
         work(arguments)
@@ -164,13 +236,8 @@ def main() -> None:
         print(f"skipped: {reason}")
         return
     found = {name: train(name, arguments) for name in STRATEGIES}
-    for name, run in found.items():
-        print(f"{name:20} {len(run['curve']):6} steps, validation loss {run['validation']:.3f}")
-    sooner, loss = lead(found)
-    print(
-        f"PowerSGD reaches the last training loss of DDP, {loss:.3f}, "
-        + (f"{sooner:.1f} times sooner" if sooner else "never")
-    )
+    steps = len(found["DDP"]["curve"])
+    report(found, {name: found[name] if name == "DDP" else train(name, arguments, steps) for name in STRATEGIES})
     draw(found, arguments)
 
 

@@ -59,6 +59,7 @@ class DriftExchange:
         outer: Makes the optimizer of the outer step from the parameters; None for the plain mean.
         every_n_steps: Local steps between two exchanges of a parameter.
         fragments: Number of parts in which the parameters are exchanged, one after the other.
+        average_first: So many first exchanges are plain means.
         overlap_steps: Local steps from the sending of a drift to the taking of its mean; 0 waits for it.
         side_group: An extra group of the same replicas that nobody else uses, where exchanges overlap with steps.
         replica_group: Ranks that hold the rest of the model.
@@ -69,7 +70,7 @@ class DriftExchange:
 
     Attributes:
         outer: The optimizer of the outer step, if there is one.
-        exchanged: Exchanges of all parameters so far.
+        exchanged: Exchanges of all parameters so far. Set it, and `counted`, where a run goes on.
         failed: Exchanges whose mean was not finite, so that they changed nothing.
         returned: How often this replica has returned to the anchor.
         counted: Local steps so far.
@@ -83,6 +84,7 @@ class DriftExchange:
         outer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
         *,
         every_n_steps: int,
+        average_first: int = 0,
         fragments: int = 1,
         overlap_steps: int = 0,
         side_group: Group | None = None,
@@ -94,6 +96,7 @@ class DriftExchange:
         self.every_n_steps = every_n_steps
         self.overlap_steps = overlap_steps
         self._parameters = dict(parameters)
+        self._average_first = average_first
         self._num_fragments = fragments
         self._replica_group = replica_group
         self._first = frozenset(first)
@@ -231,7 +234,7 @@ class DriftExchange:
 
     def _step(self, means: Mapping[str, Tensor]) -> None:
         """Move the anchor by the mean drifts."""
-        if self.outer is None:
+        if self.outer is None or self.exchanged < self._average_first:
             for name, mean in means.items():
                 self._anchor[name].sub_(mean)
             return

@@ -2,7 +2,7 @@
 
 A checkpoint is that of the mesh strategies, of the parameters on which the replicas agree, with
 
-    "local_sgd": {"steps": optimizer steps, "scalers": [of each replica],
+    "local_sgd": {"steps": optimizer steps, "local_steps", "exchanges", "scalers": [of each replica],
                   "outer": state of the outer optimizer,
                   "optimizers": state of the optimizers of all replicas}
 
@@ -70,8 +70,10 @@ class LocalSGDStrategy(HybridParallelStrategy):
         every_n_steps: Optimizer steps between two exchanges.
         compression: Compressor of the drifts; None sends them as they are.
         outer_optimizer: What is done with the mean drift. `average`: the replicas are averaged. `nesterov`: SGD with
-            Nesterov momentum (learning rate 0.7, momentum 0.9), which pays with many exchanges. Or a function from
-            parameters to an optimizer, to which the mean drift is the gradient.
+            Nesterov momentum (learning rate 0.7, momentum 0.9). Or a function from parameters to an optimizer, to which
+            the mean drift is the gradient.
+        average_first: The first so many exchanges are averages whatever the outer optimizer: how parameters drift in
+            the first steps, while the learning rate rises, is no momentum for those that follow.
         fragments: Exchange the parameters in so many parts, at different steps: smaller messages, the same bytes.
         overlap_steps: Take the mean so many steps after the drift was sent, while training goes on; what was changed
             meanwhile is kept. 0 waits for it; `every_n_steps` is asynchronous, one exchange late.
@@ -93,6 +95,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         compression: Optional[Reducer] = None,
         outer_optimizer: OuterOptimizer = "average",
         *,
+        average_first: int = 4,
         fragments: int = 1,
         overlap_steps: int = 0,
         start_step: int = 0,
@@ -102,6 +105,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         **kwargs: Any,
     ) -> None:
         check_integer("every_n_steps", every_n_steps, least=1)
+        check_integer("average_first", average_first, least=0)
         check_integer("fragments", fragments, least=1)
         check_integer("overlap_steps", overlap_steps, least=0)
         check_integer("start_step", start_step, least=0)
@@ -127,6 +131,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             **kwargs,
         )
         self.every_n_steps = every_n_steps
+        self.average_first = average_first
         self.fragments = fragments
         self.overlap_steps = overlap_steps
         self.start_step = start_step
@@ -155,6 +160,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             self.compression,
             self._make_outer,
             every_n_steps=self.every_n_steps,
+            average_first=self.average_first,
             fragments=self.fragments,
             overlap_steps=self.overlap_steps if data.size > 1 else 0,
             side_group=self.groups.extra(DATA, KEY) if self.overlap_steps and data.size > 1 else None,
@@ -291,11 +297,13 @@ class LocalSGDStrategy(HybridParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _state(self) -> dict[str, Any]:
-        assert self._exchange is not None
-        data, outer = self.groups.data_parallel, self._exchange.outer
+        exchange = self._exchange
+        assert exchange is not None
+        data, outer = self.groups.data_parallel, exchange.outer
         scaler = getattr(self.precision_plugin, "scaler", None)
         scalers = comm.all_gather_object(None if scaler is None else scaler.state_dict(), data)
-        state: dict[str, Any] = {"steps": self._step_count, "scalers": scalers}
+        counts = {"steps": self._step_count, "local_steps": exchange.counted, "exchanges": exchange.exchanged}
+        state: dict[str, Any] = {**counts, "scalers": scalers}
         if outer is not None:
             state["outer"] = self._saved.gather_optimizer(outer)
         mine = self._optimizer_slots()
@@ -343,9 +351,11 @@ class LocalSGDStrategy(HybridParallelStrategy):
         self._check_shared_parts()
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        assert self._exchange is not None
+        exchange = self._exchange
+        assert exchange is not None
         self._step_count = self._restored_steps = int(state["steps"])
-        data, outer = self.groups.data_parallel, self._exchange.outer
+        exchange.counted, exchange.exchanged = int(state["local_steps"]), int(state["exchanges"])
+        data, outer = self.groups.data_parallel, exchange.outer
         if outer is not None and "outer" in state:
             outer.load_state_dict(self.checkpoints.scatter_optimizer(state["outer"], outer))
             move_optimizers([outer], self.root_device)

@@ -11,6 +11,7 @@ from lightning_parallel import (
     CompressedFSDPStrategy,
     CompressedModelParallelStrategy,
     HybridParallelStrategy,
+    LocalSGDStrategy,
     PowerSGD,
     TensorParallelStrategy,
 )
@@ -54,6 +55,7 @@ def parse(folder, strategy):
         (CompressedDeepSpeedStrategy, "stage: 2"),
         (TensorParallelStrategy, "tensor_parallel_size: 1"),
         (HybridParallelStrategy, "data_parallel_size: 2"),
+        (LocalSGDStrategy, "every_n_steps: 5, outer_optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.7}}"),
     ],
 )
 def test_class_path_and_arguments(tmp_path, kind, options):

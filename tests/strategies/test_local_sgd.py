@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_parallel import (
+    AutoResume,
     CompressionMonitor,
     HybridParallelStrategy,
     LocalSGDStrategy,
@@ -29,7 +31,7 @@ from tests.strategies.test_pipeline_checkpoint import Tied
 BATCHES = 4  # of an epoch; training takes two
 
 
-def simulate(module, replicas, every, outer=None, start=0, overlap=0, fragments=1, epochs=2):
+def simulate(module, replicas, every, outer=None, start=0, overlap=0, fragments=1, epochs=2, average_first=0):
     """Train replicas one after the other as the source of each method has it; returns their parameters at the end.
 
     Written from the papers, on lists of tensors: an exchange takes the mean of the parameters, not of drifts.
@@ -42,20 +44,22 @@ def simulate(module, replicas, every, outer=None, start=0, overlap=0, fragments=
     outer_optimizer = None if outer is None else outer(anchor)
     count = len(anchor)
     parts = [range(count * part // fragments, count * (part + 1) // fragments) for part in range(fragments)]
-    sent, step = {}, 0
+    sent, step, taken = {}, 0, [0]
 
     def send(part):
         sent[part] = step, [[values[r][i].detach().clone() for i in parts[part]] for r in range(replicas)]
 
     def take(part):
         _, snapshots = sent.pop(part)
+        averages = outer_optimizer is None or taken[0] < average_first
         for position, i in enumerate(parts[part]):
             mean = torch.stack([snapshot[position] for snapshot in snapshots]).mean(0)
-            if outer_optimizer is None:
+            if averages:
                 anchor[i].copy_(mean)
             else:
                 anchor[i].grad = anchor[i] - mean
-        if outer_optimizer is not None:
+        taken[0] += 1
+        if not averages:
             outer_optimizer.step()
             outer_optimizer.zero_grad()
         for r in range(replicas):
@@ -117,7 +121,7 @@ class Plain(Net):
 
 def fit(module, group, replicas=2, ckpt_path=None, callbacks=(), validates=False, **options):
     trainer_options = {key: options.pop(key) for key in ("max_epochs", "accumulate_grad_batches") if key in options}
-    strategy = LocalSGDStrategy(**options)
+    strategy = LocalSGDStrategy(**{"average_first": 0, **options})
     trainer = trainer_for(strategy, group.size, callbacks=list(callbacks), **trainer_options)
     mine = loader(replicas, group.rank * replicas // group.size)
     trainer.fit(module, mine, mine if validates else None, ckpt_path=ckpt_path)
@@ -145,6 +149,7 @@ def test_replicas_train_as_their_simulation(group):
     cases = {
         "average": ({}, {}),
         "nesterov": ({"outer_optimizer": "nesterov"}, {"outer": nesterov}),
+        "average first": ({"outer_optimizer": "nesterov", "average_first": 1}, {"outer": nesterov, "average_first": 1}),
         "late": ({"overlap_steps": 3, "outer_optimizer": nesterov}, {"overlap": 3, "outer": nesterov}),
         "beside": ({"overlap_steps": 1}, {"overlap": 1}),
         "after dense steps": ({"start_step": 2}, {"start": 2}),
@@ -225,6 +230,24 @@ def test_a_run_goes_on_as_it_would_have(group, checkpoint_format):
         expected, resumed = found
         for (name, mine), theirs in zip(resumed.named_parameters(), expected.parameters()):
             assert torch.equal(mine, theirs), f"{case} {name}"
+
+
+class Interrupts(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 5:
+            raise InterruptedError
+
+
+@distributed(world_size=2)
+def test_an_interrupted_run_goes_on(group):
+    folder, found = folder_of(group), []
+    for name, interrupted in (("whole", False), ("cut", True), ("cut", False)):
+        callbacks = [AutoResume(str(folder / name), every_n_train_steps=2), *([Interrupts()] if interrupted else ())]
+        module = Plain("adam")
+        with pytest.raises(InterruptedError) if interrupted else nullcontext():
+            fit(module, group, every_n_steps=3, compression=TopK(0.1, min_numel=0), callbacks=callbacks)
+        found.append(list(module.parameters()))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0], found[2]))
 
 
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
