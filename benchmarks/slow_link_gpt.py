@@ -1,4 +1,4 @@
-"""The example GPT over a slow link: loss against wall-clock and against bytes sent, by several strategies, as a picture.
+"""The example GPT over a slow link: loss against wall-clock and bytes sent, by several strategies, as a picture.
 
     sudo python benchmarks/slow_link_gpt.py [--hosts 2] [--rate 100] [--seconds 150] [--output slow_link.svg]
 
