@@ -24,6 +24,7 @@ from lightning_parallel import (
     CompressedModelParallelStrategy,
     HangReporter,
     HybridParallelStrategy,
+    LocalSGDStrategy,
     MemoryProfiler,
     PipelineParallelStrategy,
     PipelineTimeline,
@@ -143,6 +144,15 @@ def test_tensor_parallel_runs_of_both_packages_equal_one_process(group):
 @distributed(world_size=4)
 def test_hybrid_runs_equal_one_process(group):
     equals_one_process(HybridParallelStrategy, PACKAGES[1:], group)
+
+
+@distributed(world_size=2)
+def test_local_steps_of_the_other_package(group):
+    whole, local = project(PACKAGES[1])(), project(PACKAGES[1])()
+    trainer_of(PACKAGES[1], "auto", 1, group).fit(whole, loader())
+    trainer_of(PACKAGES[1], LocalSGDStrategy(every_n_steps=1), 2, group).fit(local, loader(2, group.rank))
+    for mine, theirs in zip(local.parameters(), whole.parameters()):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 def compressed(kind, **options):
