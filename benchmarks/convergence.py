@@ -30,6 +30,8 @@ from lightning_parallel.data_parallel import DriftExchange
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 96, 2, 4, 64, 16  # the batch of all ranks together
 LEARNING_RATE, WARM_UP = 3e-3, 40
 EMBEDDINGS = {"embedding*": None, "position*": None}  # most of their rows have no gradient in a step
+
+
 class LocalSteps(NamedTuple):
     """Local steps with an exchange of drifts, as `LocalSGDStrategy` takes them."""
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from lightning_parallel import comm
+from lightning_parallel.checkpoint.folder import state_beside
 from lightning_parallel.comm import Group
 
 __all__ = ["ResumeFolder", "SaveClock"]
@@ -66,6 +67,7 @@ class ResumeFolder:
         if place.exists():
             # Of an attempt before that went further than the checkpoint it was resumed from; folders do not replace.
             place.rename(replaced)
+        _move_state(written, place)
         written.rename(place)
         _remove(replaced)
 
@@ -74,6 +76,20 @@ class ResumeFolder:
         removed = path.with_name(f"{_ASIDE}removed-{path.name}")
         path.rename(removed)
         _remove(removed)
+        _remove(Path(state_beside(path)))
+
+
+def _move_state(written: Path, place: Path) -> None:
+    """Move what ranks have written beside a checkpoint to where it belongs with the checkpoint's own name.
+
+    What belongs to the checkpoint that has had the name stays: until the new one has it, it is the one to be found.
+    """
+    beside, target = Path(state_beside(written)), Path(state_beside(place))
+    if beside.is_dir():
+        target.mkdir(parents=True, exist_ok=True)
+        for path in beside.iterdir():
+            path.replace(target / path.name)
+        beside.rmdir()
 
 
 def _remove(path: Path) -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "new_key",
     "newest_in",
     "retried",
+    "state_beside",
     "sync_file",
     "sync_folder",
 ]
@@ -323,6 +324,15 @@ def _exchange(one: str, other: str) -> bool:
     if function is None:
         return False
     return function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+
+
+def state_beside(path: str | os.PathLike[str]) -> str:
+    """Return the folder of what ranks write by themselves beside a checkpoint in one file.
+
+    Its own name is not that of the checkpoint, as Lightning looks for `last` in all names beside a checkpoint.
+    """
+    parent, _, name = str(path).rstrip("/").rpartition("/")
+    return f"{parent}/compression-state/{name}" if parent or str(path).startswith("/") else f"compression-state/{name}"
 
 
 def new_key() -> str:

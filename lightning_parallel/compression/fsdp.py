@@ -102,11 +102,15 @@ class ShardedSession(GradientSession):
         self.on_close.close()
         super().close()
 
-    def gather_state(self) -> dict[str, Any]:
-        """Return the state of all ranks, for one checkpoint file, on the first; every rank must call it."""
+    def gather_state(self, exact: bool = True) -> dict[str, Any]:
+        """Return the state of all ranks, for one checkpoint file, on the first; every rank must call it.
+
+        Args:
+            exact: Keep every rank's memory; otherwise the mean of each piece.
+        """
         self.finish()
         # A step is open until the next forward pass unless `finish` ends it, and what it leaves belongs to the state.
-        state = self.compressor.gather_state(self.group)
+        state = self.compressor.gather_state(self.group, exact)
         if self.group.size == self.everyone.size:
             return state
         # The first rank of each group has the state of its piece, the others an empty dict.
@@ -114,6 +118,11 @@ class ShardedSession(GradientSession):
         if self.everyone.rank > 0:
             return {}
         return {"layout": "pieces", "step": self.compressor.step, "pieces": [piece for piece in pieces if piece]}
+
+    def place(self) -> tuple[int, int]:
+        """Return this rank's position in its group, and the number of the group; every rank must call it."""
+        firsts = sorted(set(comm.all_gather_object(self.group.ranks[0], self.everyone)))
+        return self.group.rank, firsts.index(self.group.ranks[0])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `gather_state()`. If the model is sharded differently now, residuals are lost."""

@@ -48,7 +48,7 @@ from lightning_parallel.compat.lightning import (
     set_default_io,
 )
 
-__all__ = ["SafeCheckpointIO", "SavesFiles", "StagedFile", "check_file", "replace_file"]
+__all__ = ["SafeCheckpointIO", "SavesFiles", "StagedFile", "check_file", "local_path", "replace_file"]
 
 T = TypeVar("T")
 
@@ -229,7 +229,7 @@ def check_file(path: PathLike) -> None:
     Raises:
         RuntimeError: If the file is damaged, with the records that are.
     """
-    local = _local(path)
+    local = local_path(path)
     if local is None or not local.is_file():
         return
     with local.open("rb") as file:
@@ -276,7 +276,7 @@ def _damaged(path: PathLike, what: str) -> RuntimeError:
     )
 
 
-def _local(path: PathLike) -> Path | None:
+def local_path(path: PathLike) -> Path | None:
     """Return the path on this machine's file systems; None for other ones, such as `s3://` and `memory://`."""
     system, name = url_to_fs(str(path))
     return Path(name) if isinstance(system, LocalFileSystem) else None
@@ -292,7 +292,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: PathLike, storage_options: Optional[Any] = None
     ) -> None:
-        local = _local(path)
+        local = local_path(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:

@@ -5,7 +5,7 @@ A checkpoint has, under `compression`, the state of the only position as `gather
 
     {"layout": "mesh", "model": [pipeline, tensor], "step": int, "positions": [state, ...]}
 
-or, in a sharded one, what `compression_parts` says.
+or, in a sharded one, what `compression_parts` says, and where each rank keeps its own, what `compression_files` says.
 """
 
 from __future__ import annotations
@@ -46,10 +46,19 @@ from lightning_parallel.compression import (
     compression_hook,
     warn_of_unmatched,
 )
-from lightning_parallel.compression.compressor_state import gather_states
+from lightning_parallel.compression.compressor_state import VERSION, gather_states
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import DATA
 from lightning_parallel.strategies.checkpoint_files import SavesFiles
+from lightning_parallel.strategies.compression_files import (
+    KeptState,
+    Place,
+    check_kept_state,
+    read_compression,
+    refers_to_files,
+    remove_compression,
+    write_compression,
+)
 from lightning_parallel.strategies.compression_parts import PARTS, assemble_state, divide_state
 from lightning_parallel.strategies.processes import connect
 from lightning_parallel.tensor.plan import Sharding
@@ -80,14 +89,18 @@ class MeshCompression:
         reducer: The user's compressor.
         module: The user's module.
         groups: The mesh's groups.
+        kept: What checkpoints keep of its memory.
     """
 
     reducer: Reducer
     module: LightningModule
     groups: MeshGroups
+    kept: KeptState = "local"
 
     @classmethod
-    def of(cls, reducer: Optional[Reducer], module: LightningModule, groups: MeshGroups) -> MeshCompression | None:
+    def of(
+        cls, reducer: Optional[Reducer], module: LightningModule, groups: MeshGroups, kept: KeptState
+    ) -> MeshCompression | None:
         """Return the object for `reducer`, None without a compressor; every rank of the mesh must call it."""
         if reducer is None:
             return None
@@ -95,7 +108,7 @@ class MeshCompression:
             rank_zero_warn("`compression` has nothing to do: it works between replicas, and there is one.")
         else:
             bind_to_module(module, reducer)
-        return cls(reducer, module, groups)
+        return cls(reducer, module, groups, kept)
 
     def reducer_options(self) -> dict[str, Any]:
         """Return the arguments for a `GradientReducer`; every rank of the mesh must call it."""
@@ -119,24 +132,37 @@ class MeshCompression:
         if not reducer.applied and getattr(precision, "scaler", None) is None:
             drop_gradients(self.module, reducer.reduced)
 
-    def save(self, checkpoint: dict[str, Any], rules: Mapping[str, Shard], is_sharded: bool) -> None:
+    def save(self, checkpoint: dict[str, Any], path: PathLike, rules: Mapping[str, Shard], is_sharded: bool) -> None:
         """Add the compressor's state to a checkpoint that holds more than weights; every rank must call it."""
         if "optimizer_states" not in checkpoint:
+            return
+        if self.kept == "none":
+            checkpoint[KEY] = without_memory(self.reducer)
             return
         if is_sharded:
             checkpoint[KEY] = divide_state(self.reducer.state_dict(), self.module, rules, self.groups)
             return
-        state = self.reducer.gather_state(self.groups.data_parallel)
+        if self.kept == "local":
+            checkpoint[KEY] = write_compression(self.reducer.state_dict(), self._place, path, self.groups.world)
+            return
+        state = self.reducer.gather_state(self.groups.data_parallel, exact=self.kept == "exact")
         if self.groups.replica.size > 1:
             positions = gather_states(state, self.groups.replica)
             state = {"layout": "mesh", "model": self._sizes, "step": self.reducer.step, "positions": positions}
         checkpoint[KEY] = state
 
-    def restore(self, checkpoint: dict[str, Any], rules: Mapping[str, Shard]) -> None:
-        """Continue from the compressor's state in `checkpoint`, if it has one."""
+    def restore(self, checkpoint: dict[str, Any], path: PathLike, rules: Mapping[str, Shard]) -> None:
+        """Continue from the compressor's state in `checkpoint`, read at `path`, if it has one."""
         if KEY not in checkpoint:
             return
         state = checkpoint[KEY]
+        if refers_to_files(state):
+            found = read_compression(state, self._place, path, self.groups.world)
+            if found is None:
+                self.reducer.step = int(state["step"])
+            else:
+                self.reducer.load_state_dict(found, self.groups.data_parallel)
+            return
         if state.get("layout") == PARTS:
             assembled = assemble_state(state, self.module, rules, self.groups)
             self.reducer.load_state_dict(assembled, self.groups.data_parallel)
@@ -156,8 +182,17 @@ class MeshCompression:
         self.reducer.step = int(state["step"])
 
     @property
+    def _place(self) -> Place:
+        return Place(self.groups.data_parallel.rank, self.groups.replica.rank)
+
+    @property
     def _sizes(self) -> list[int]:
         return [self.groups.pipeline_parallel.size, self.groups.tensor_parallel.size]
+
+
+def without_memory(reducer: Reducer) -> dict[str, Any]:
+    """Return a state that says no more than how many steps there were."""
+    return {"version": VERSION, "layout": "mean", "step": reducer.step, "world_size": 1}
 
 
 def drop_gradients(module: LightningModule, names: Optional[Collection[str]]) -> None:
@@ -198,6 +233,7 @@ class SavesCompression(SavesFiles):
     """
 
     compression: Reducer
+    kept_state: KeptState = "local"
 
     @override
     def setup_environment(self) -> None:
@@ -234,8 +270,14 @@ class SavesCompression(SavesFiles):
     ) -> None:
         if "optimizer_states" in checkpoint:  # missing if only weights are saved
             # Before the rank check in Lightning: all ranks have to gather, rank 0 writes.
-            checkpoint[KEY] = self._gather_compression()
+            checkpoint[KEY] = self._state_of_compression(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            remove_compression(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
@@ -245,14 +287,41 @@ class SavesCompression(SavesFiles):
         # Only a fit goes on with compression, and has a session to load its state into.
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             if KEY in checkpoint:
-                self._load_compression(checkpoint[KEY])
+                self._restore_compression(checkpoint[KEY], checkpoint_path)
             elif "optimizer_states" in checkpoint:
                 rank_zero_info("The checkpoint has no compression state: compression begins at its step 0.")
         return checkpoint
 
-    def _gather_compression(self) -> dict[str, Any]:
-        """Gather the state of all ranks on the first; every rank must call it."""
-        return self.compression.gather_state()
+    def _state_of_compression(self, path: PathLike) -> dict[str, Any]:
+        """Return what a checkpoint holds of the compressor; every rank must call it."""
+        if self.kept_state == "none":
+            return without_memory(self.compression)
+        if self.kept_state == "local":
+            return write_compression(*self._own_compression(), path, self.every_rank)
+        return self._gather_compression(exact=self.kept_state == "exact")
+
+    def _restore_compression(self, state: dict[str, Any], path: PathLike) -> None:
+        """Continue from what `_state_of_compression` returned; every rank must call it."""
+        if not refers_to_files(state):
+            self._load_compression(state)
+            return
+        found = read_compression(state, self._own_compression()[1], path, self.every_rank)
+        if found is None:
+            self.compression.step = int(state["step"])
+        else:
+            self._load_own(found)
+
+    def _own_compression(self) -> tuple[dict[str, Any], Place]:
+        """Return this rank's state, and which one that is."""
+        return self.compression.state_dict(), Place(self.every_rank.rank, 0)
+
+    def _load_own(self, state: dict[str, Any]) -> None:
+        """Load this rank's state, or those of all replicas."""
+        self.compression.load_state_dict(state)
+
+    def _gather_compression(self, exact: bool) -> dict[str, Any]:
+        """Gather the state of all ranks, or their mean, on the first; every rank must call it."""
+        return self.compression.gather_state(exact=exact)
 
     def _load_compression(self, state: dict[str, Any]) -> None:
         """Load a state that `_gather_compression` returned."""
@@ -270,9 +339,20 @@ class SavesShardedCompression(SavesCompression):
     _state: ShardedSession | None = None
 
     @override
-    def _gather_compression(self) -> dict[str, Any]:
+    def _own_compression(self) -> tuple[dict[str, Any], Place]:
         assert self._state is not None
-        return self._state.gather_state()
+        self._state.finish()
+        return self.compression.state_dict(), Place(*self._state.place())
+
+    @override
+    def _load_own(self, state: dict[str, Any]) -> None:
+        assert self._state is not None
+        self.compression.load_state_dict(state, self._state.group)
+
+    @override
+    def _gather_compression(self, exact: bool) -> dict[str, Any]:
+        assert self._state is not None
+        return self._state.gather_state(exact)
 
     @override
     def _load_compression(self, state: dict[str, Any]) -> None:
@@ -296,6 +376,10 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
 
     Args:
         compression: Computes the mean of the gradients.
+        state: What checkpoints keep of what the compressor remembers. `local`: each rank writes its own into a folder
+            `compression-state` beside the checkpoint, so that nothing travels; `exact`: the same in the checkpoint
+            itself, gathered from all ranks; `mean`: the mean, from which linear compressors continue exactly;
+            `none`: nothing but the number of steps.
         kwargs: Everything that `DDPStrategy` takes, arguments of `DistributedDataParallel` included, but a
             communication hook.
 
@@ -303,7 +387,7 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
         ValueError: If a communication hook is given as well.
     """
 
-    def __init__(self, compression: Reducer, **kwargs: Any) -> None:
+    def __init__(self, compression: Reducer, state: KeptState = "local", **kwargs: Any) -> None:
         hooks = {"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"} & kwargs.keys()
         given = sorted(name for name in hooks if kwargs[name] is not None)
         if given:
@@ -312,8 +396,10 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
                 "Use `DDPStrategy` for another hook."
             )
         check_reducer(compression)
+        check_kept_state(state)
         super().__init__(**kwargs)
         self.compression = compression
+        self.kept_state = state
         self._hook_state: HookState | None = None
         self._wrapped: set[int] = set()
 

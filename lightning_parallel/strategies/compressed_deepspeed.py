@@ -19,6 +19,7 @@ from lightning_parallel.compat.lightning import PathLike, init_deepspeed_distrib
 from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.compression.whole_gradients import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.strategies.compressed import SavesCompression, warn_of_dropped_step
+from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
 
 __all__ = ["CompressedDeepSpeedStrategy"]
 
@@ -37,6 +38,7 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         compression: Computes the mean of the gradients; if None, DeepSpeed does.
         stage: Stage of ZeRO, unless `config` has one. 0: none; 1: optimizer state is sharded; 2: gradients too;
             3: parameters too.
+        state: What checkpoints keep of the compressor's memory, see `CompressedDDPStrategy`.
         communication_data_type: DeepSpeed's own compression: the dtype in which gradients are sent.
         quantized_gradients: DeepSpeed's own compression under ZeRO 3 on CUDA: gradients are sent in 4 bits
             (ZeRO++, arXiv:2306.10209).
@@ -54,18 +56,21 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
         self,
         compression: Optional[Reducer] = None,
         stage: int = 1,
+        state: KeptState = "local",
         communication_data_type: Optional[Literal["fp32", "bf16", "fp16"]] = None,
         quantized_gradients: bool = False,
         **kwargs: Any,
     ) -> None:
         if compression is not None:
             check_reducer(compression)
+        check_kept_state(state)
         if not _SUPPORTED:
             raise ModuleNotFoundError(f"{_SUPPORTED}. Install it with `pip install 'lightning-parallel[deepspeed]'`.")
         if not CUDAAccelerator.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed takes MPS where it finds it
         super().__init__(stage=stage, **kwargs)
         self.compression = compression
+        self.kept_state = state
         self._state: DeepSpeedSession | None = None
         assert self.config is not None
         if communication_data_type is not None:

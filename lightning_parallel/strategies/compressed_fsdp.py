@@ -39,6 +39,7 @@ from lightning_parallel.compression import (
     shard_ranks,
 )
 from lightning_parallel.strategies.compressed import SavesShardedCompression
+from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
 
 __all__ = ["CompressedFSDPStrategy", "CompressedModelParallelStrategy"]
 
@@ -56,16 +57,19 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
 
     Args:
         compression: Computes the mean of the gradients.
+        state: What checkpoints keep of the compressor's memory, see `CompressedDDPStrategy`.
         kwargs: All arguments of `FSDPStrategy`.
 
     Raises:
         ValueError: If `sharding_strategy` shards and replicates on CPU and there is no `device_mesh`.
     """
 
-    def __init__(self, compression: Reducer, **kwargs: Any) -> None:
+    def __init__(self, compression: Reducer, state: KeptState = "local", **kwargs: Any) -> None:
         check_reducer(compression)
+        check_kept_state(state)
         super().__init__(**kwargs)
         self.compression = compression
+        self.kept_state = state
         self._wrapped: Any = None
 
     @override
@@ -207,16 +211,19 @@ class CompressedModelParallelStrategy(SavesShardedCompression, ModelParallelStra
 
     Args:
         compression: Computes the mean of the gradients.
+        state: What checkpoints keep of the compressor's memory, see `CompressedDDPStrategy`.
         kwargs: All arguments of `ModelParallelStrategy`.
 
     Raises:
         ValueError: If `configure_model` shards nothing with `fully_shard`, or over a mesh of shards and replicas.
     """
 
-    def __init__(self, compression: Reducer, **kwargs: Any) -> None:
+    def __init__(self, compression: Reducer, state: KeptState = "local", **kwargs: Any) -> None:
         check_reducer(compression)
+        check_kept_state(state)
         super().__init__(**kwargs)
         self.compression = compression
+        self.kept_state = state
         self._synchronizes = True
 
     @property

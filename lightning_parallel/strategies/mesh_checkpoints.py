@@ -34,6 +34,7 @@ from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import PathLike, move_optimizers
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.strategies.compressed import MeshCompression
+from lightning_parallel.strategies.compression_files import remove_compression
 from lightning_parallel.strategies.optimization import WholeGroups
 from lightning_parallel.strategies.processes import MeshProcesses
 from lightning_parallel.strategies.proof_record import save_proofs
@@ -203,7 +204,7 @@ class MeshCheckpoints(MeshProcesses):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         if self._compression is not None:
             # Before the file is written: all ranks gather, and rank 0 alone writes.
-            self._compression.save(checkpoint, self._rules, self.is_sharded)
+            self._compression.save(checkpoint, self.broadcast(str(filepath)), self._rules, self.is_sharded)
         if not self.is_sharded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -269,6 +270,7 @@ class MeshCheckpoints(MeshProcesses):
             self._writer.remove(str(filepath))
         else:
             super().remove_checkpoint(filepath)
+        remove_compression(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
@@ -283,7 +285,7 @@ class MeshCheckpoints(MeshProcesses):
         if self._compression is not None:
             failure: Exception | None = None
             try:
-                self._compression.restore(checkpoint, self._rules)
+                self._compression.restore(checkpoint, path, self._rules)
             except (RuntimeError, ValueError, OSError) as error:
                 failure = error
             comm.raise_together(failure, self.groups.world)

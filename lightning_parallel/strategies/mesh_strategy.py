@@ -37,6 +37,7 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, replicas
 from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
+from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
 from lightning_parallel.strategies.full_state import hold_averages, open_outside
@@ -73,6 +74,8 @@ class MeshStrategy(MeshCheckpoints):
         tensor: How layers are divided.
         pipeline: How runs of layers are divided; None without a pipeline axis.
         compression: Reducer of the gradients between replicas.
+        state: What checkpoints in one file keep of what it remembers: `local`, each rank's, in files beside them that
+            it writes itself; `exact`, the same in the file; `mean`; or `none`. A sharded checkpoint has each rank's.
         checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning; or
             `sharded`, a folder to which each rank writes its part, for any layout, see `MeshCheckpoints`.
         async_save: Let training go on while a sharded checkpoint is written; a step waits for a copy only.
@@ -93,6 +96,7 @@ class MeshStrategy(MeshCheckpoints):
         pipeline: Optional[PipelineOptions],
         *,
         compression: Optional[Reducer] = None,
+        state: KeptState = "local",
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",
@@ -124,7 +128,9 @@ class MeshStrategy(MeshCheckpoints):
             raise ValueError(f"`restore` must be one of {', '.join(map(repr, get_args(Restore)))}, got {restore!r}")
         if compression is not None:
             check_reducer(compression)
+        check_kept_state(state)
         self.compression = compression
+        self.kept_state = state
         self.verify = verify
         self.restore = restore
         self.tensor_options = tensor
@@ -168,7 +174,9 @@ class MeshStrategy(MeshCheckpoints):
         replicas.start_equal(module, self.groups.data_parallel)
         replicas.scope_metrics(module, self.groups)
         open_outside(module, self.groups, self.checkpoints, self._patches)
-        self._compression = MeshCompression.of(self.compression, module, self.groups) if fitting else None
+        self._compression = None
+        if fitting:
+            self._compression = MeshCompression.of(self.compression, module, self.groups, self.kept_state)
         if fitting:
             self.setup_optimizers(trainer)
             self.check_optimizers()

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import CompressedDDPStrategy, Policy, PowerSGD, Quantize, Sign, TopK, comm
 from lightning_parallel.compression import Auto, Dense, HookState, compression_hook
-from tests.harness import distributed
+from tests.harness import distributed, run
 from tests.strategies.models import Net, loader, trainer_for
 
 SMALL = {"min_numel": 16}
@@ -292,6 +292,61 @@ def test_dense_checkpoint_starts_compression(group, tmp_path):
     comm.barrier(group)
     assert "compression" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
     fit(Net().double(), DDPStrategy(), group, ckpt_path=tmp_path / "all.ckpt", max_epochs=3)
+
+
+def keeps(group, path, state, ckpt_path=None):
+    """Train, save; return the residual of a layer, and what the checkpoint has of it."""
+    strategy = CompressedDDPStrategy(TopK(0.1, **SMALL), state=state)
+    epochs = 1 if ckpt_path is None else 2
+    trainer = trainer_for(strategy, group.size, max_epochs=epochs, limit_train_batches=1)
+    trainer.fit(Net().double(), loader(group.size, group.rank), ckpt_path=ckpt_path)
+    if ckpt_path is None:
+        trainer.save_checkpoint(path)
+    comm.barrier(group)
+    return strategy.compression.state_dict()["residual"]["net.0.weight"], strategy.compression.step
+
+
+def restores(group, path):
+    """Load a checkpoint without training on; return the residual of a layer."""
+    strategy = CompressedDDPStrategy(TopK(0.1, **SMALL))
+    trainer = trainer_for(strategy, group.size, max_epochs=1, limit_train_batches=1)
+    trainer.fit(Net().double(), loader(group.size, group.rank), ckpt_path=path)
+    return strategy.compression.state_dict().get("residual", {}).get("net.0.weight"), strategy.compression.step
+
+
+def test_what_checkpoints_keep_of_residuals(tmp_path):
+    for state in ("local", "exact", "mean", "none"):
+        path = tmp_path / state / "last.ckpt"
+        kept = [residual for residual, _ in run(keeps, 2, path=path, state=state)]
+        mean = torch.stack(kept).mean(0)
+        for ranks, among in ((2, kept), (4, [mean] * 4)):
+            for (found, step), residual in zip(run(restores, ranks, path=path), among):
+                assert step == 1
+                if state == "none":
+                    assert found is None
+                else:
+                    torch.testing.assert_close(found, mean if state == "mean" else residual, rtol=0, atol=1e-15)
+        beside = path.parent / "compression-state" / "last.ckpt"
+        assert [file.suffix for file in beside.iterdir()] == [".pt"] * 2 if state == "local" else not beside.exists()
+    # Saved again and again under one name, the files are those of the latest; without them nothing is invented.
+    path = tmp_path / "local" / "last.ckpt"
+    for _ in range(3):
+        run(keeps, 2, path=path, state="local")
+    beside = path.parent / "compression-state" / "last.ckpt"
+    assert len(list(beside.iterdir())) == 4
+    for file in beside.iterdir():
+        file.unlink()
+    assert [(found, step) for found, step in run(restores, 2, path=path)] == [(None, 1)] * 2
+
+
+@distributed(world_size=2)
+def test_files_of_a_checkpoint_go_with_it(group, tmp_path):
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, filename="{step}")
+    strategy = CompressedDDPStrategy(TopK(0.1, **SMALL))
+    fit(Net().double(), strategy, group, callbacks=[saves], enable_checkpointing=True)
+    comm.barrier(group)
+    beside = tmp_path / "compression-state"
+    assert [path.name for path in beside.iterdir()] == [path.name for path in tmp_path.glob("*.ckpt")]
 
 
 @distributed(world_size=2)
