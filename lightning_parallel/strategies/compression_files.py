@@ -27,10 +27,13 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint.folder import state_beside
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import PathLike
+from lightning_parallel.compression import Reducer
 from lightning_parallel.compression.compressor_state import REPLICATED, VERSION
 from lightning_parallel.strategies.checkpoint_files import local_path, replace_file
 
 __all__ = [
+    "KEY",
+    "without_memory",
     "KeptState",
     "Place",
     "check_kept_state",
@@ -42,6 +45,9 @@ __all__ = [
 
 KeptState = Literal["local", "exact", "mean", "none"]
 """What a checkpoint keeps of the compressors' memory; see `CompressedDDPStrategy`."""
+
+KEY = "compression"
+"""Of the entry in a checkpoint."""
 
 _FILES = "files"
 _KEPT = 2  # saves under one name: the last one may fail once its files are written
@@ -67,6 +73,11 @@ def check_kept_state(state: object) -> None:
 def refers_to_files(state: Mapping[str, Any]) -> bool:
     """Tell whether a checkpoint's entry refers to files."""
     return state.get("layout") == _FILES
+
+
+def without_memory(reducer: Reducer) -> dict[str, Any]:
+    """Return a state that says no more than how many steps there were."""
+    return {"version": VERSION, "layout": "mean", "step": reducer.step, "world_size": 1}
 
 
 def write_compression(state: Mapping[str, Any], place: Place, path: PathLike, world: Group) -> dict[str, Any]:

@@ -33,8 +33,9 @@ from lightning_parallel.compression.compressor_state import gather_states
 from lightning_parallel.data_parallel import DriftExchange, GradientReducer
 from lightning_parallel.mesh import DATA
 from lightning_parallel.strategies import replicas
-from lightning_parallel.strategies.compressed import gradient_reducer
+from lightning_parallel.strategies.compression_advice import warn_of_misfits
 from lightning_parallel.strategies.compression_parts import assemble_state, divide_state
+from lightning_parallel.strategies.mesh_compression import gradient_reducer
 from lightning_parallel.strategies.optimization import check_optimizers
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
 
@@ -130,7 +131,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             compression=Dense() if compression is None else compression,
             **kwargs,
         )
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = self.steps_between_reductions = every_n_steps
         self.average_first = average_first
         self.fragments = fragments
         self.overlap_steps = overlap_steps
@@ -173,6 +174,12 @@ class LocalSGDStrategy(HybridParallelStrategy):
             names, is_cut = self.parameter_names, self.engine is not None
             check_optimizers([self._exchange.outer], names, self._rules, is_cut, self.groups.world)
         return self._local_reducer(averages=False)
+
+    @override
+    def check_compression(self, compression: Reducer) -> None:
+        # It encodes drifts: what the optimizers of the replicas are does not matter.
+        if self._exchange is not None and self._exchange.outer is not None:
+            warn_of_misfits(compression, self.module, [self._exchange.outer])
 
     def _local_reducer(self, averages: bool) -> GradientReducer:
         """Return what completes the gradients of a replica, and averages them over all where local steps wait."""

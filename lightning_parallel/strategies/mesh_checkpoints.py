@@ -33,8 +33,8 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import PathLike, move_optimizers
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.strategies.compressed import MeshCompression
 from lightning_parallel.strategies.compression_files import remove_compression
+from lightning_parallel.strategies.mesh_compression import MeshCompression
 from lightning_parallel.strategies.optimization import WholeGroups
 from lightning_parallel.strategies.processes import MeshProcesses
 from lightning_parallel.strategies.proof_record import save_proofs

@@ -36,13 +36,14 @@ from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import checks, replicas
-from lightning_parallel.strategies.compressed import MeshCompression, gradient_reducer
+from lightning_parallel.strategies.compression_advice import tell_costs, warn_of_misfits
 from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
 from lightning_parallel.strategies.full_state import hold_averages, open_outside
 from lightning_parallel.strategies.gradient_norms import ReplicaNorm, span_replica
 from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat, MeshCheckpoints
+from lightning_parallel.strategies.mesh_compression import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.message_order import in_step
 from lightning_parallel.strategies.optimization import WholeGroups, check_optimizers
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
@@ -181,6 +182,9 @@ class MeshStrategy(MeshCheckpoints):
             self.setup_optimizers(trainer)
             self.check_optimizers()
             self._reducer = self.make_reducer()
+            if self.compression is not None:
+                tell_costs(self.compression, module, self.groups.data_parallel.size, self.steps_between_reductions)
+                self.check_compression(self.compression)
             self._is_first_batch = True
             self._audit = None if self._sharding is None else StepAudit(module, self._sharding, self.verify != "off")
         self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
@@ -252,6 +256,13 @@ class MeshStrategy(MeshCheckpoints):
         with self._whole.shown(lambda: self.optimizers):
             super().setup_optimizers(trainer)
         self._whole.follow(trainer, self._patches)
+
+    steps_between_reductions = 1
+    """Optimizer steps."""
+
+    def check_compression(self, compression: Reducer) -> None:
+        """Warn of what does not go with the compressor."""
+        warn_of_misfits(compression, self.module, self.optimizers)
 
     def make_reducer(self) -> GradientReducer:
         """Return what averages the gradients over the replicas, for one `fit`; every rank must call it."""

@@ -271,7 +271,9 @@ def test_another_division_of_the_model_forgets_what_was_not_sent_and_says_so(gro
         strategy = TensorParallelStrategy(tensor_parallel_size=tensor, compression=compression)
         batches = loader(4 // tensor, group.rank // tensor)
         trainer = trainer_for(strategy, 4, use_distributed_sampler=False)
-        with pytest.warns(UserWarning, match="the model is divided otherwise now") if group.rank == 0 else nullcontext():
+        with (
+            pytest.warns(UserWarning, match="the model is divided otherwise now") if group.rank == 0 else nullcontext()
+        ):
             trainer.fit(_double(), batches, ckpt_path=path)
         assert compression.step == (8 if tensor == 1 else 4), "one replica has nothing to compress"
     trainer_for().fit(_double(), loader(), ckpt_path=path)  # stock Lightning does not mind

@@ -1,6 +1,8 @@
 """Compressed gradients under DDP, through the Trainer."""
 
 import contextlib
+import logging
+import warnings
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import CompressedDDPStrategy, Policy, PowerSGD, Quantize, Sign, TopK, comm
+from lightning_parallel import CompressedDDPStrategy, LocalSGDStrategy, Policy, PowerSGD, Quantize, Sign, TopK, comm
 from lightning_parallel.compression import Auto, Dense, HookState, compression_hook
 from tests.harness import distributed, run
 from tests.strategies.models import Net, loader, trainer_for
@@ -337,6 +339,44 @@ def test_what_checkpoints_keep_of_residuals(tmp_path):
     for file in beside.iterdir():
         file.unlink()
     assert [(found, step) for found, step in run(restores, 2, path=path)] == [(None, 1)] * 2
+
+
+@contextlib.contextmanager
+def told():
+    """Collect what is said on rank zero."""
+    logger, lines = logging.getLogger("lightning.pytorch.utilities.rank_zero"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+@distributed(world_size=2)
+def test_a_run_begins_with_what_it_saves_and_what_does_not_fit(group):
+    class Adam(Net):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    cases = (
+        (Net, TopK(0.1, momentum=0.9, **SMALL), "momentum of 0.9 before it selects"),
+        (Adam, Policy({"*": Sign(**SMALL)}), "43 % above"),
+        (Adam, PowerSGD(2, **SMALL), None),
+    )
+    for kind, compression, message in cases:
+        for strategy in (CompressedDDPStrategy(compression), LocalSGDStrategy(3, compression=compression)):
+            is_told = message is not None and type(strategy) is CompressedDDPStrategy and group.rank == 0
+            with warnings.catch_warnings(record=True) as found, told() as lines:
+                warnings.simplefilter("always")
+                fit(kind().double(), strategy, group, max_epochs=1)
+            assert (
+                any(message in str(one.message) for one in found) == is_told
+                if message
+                else not any("above that of plain" in str(one.message) for one in found)
+            )
+            assert any("instead of" in line for line in lines) == (group.rank == 0)
 
 
 @distributed(world_size=2)

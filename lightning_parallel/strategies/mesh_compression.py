@@ -1,0 +1,160 @@
+"""Gradient compression between the replicas of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Optional
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.compat.lightning import PathLike
+from lightning_parallel.compression import Reducer, bind_to_module
+from lightning_parallel.compression.compressor_state import gather_states
+from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.mesh import DATA
+from lightning_parallel.strategies.compressed import drop_gradients
+from lightning_parallel.strategies.compression_files import (
+    KEY,
+    KeptState,
+    Place,
+    read_compression,
+    refers_to_files,
+    without_memory,
+    write_compression,
+)
+from lightning_parallel.strategies.compression_parts import PARTS, assemble_state, divide_state
+from lightning_parallel.tensor.plan import Sharding
+from lightning_parallel.tensor.sharding import Shard, reduce_partial_
+
+__all__ = ["MeshCompression", "gradient_reducer"]
+
+
+@dataclass
+class MeshCompression:
+    """A compressor that averages gradients over the replicas of a mesh.
+
+    Args:
+        reducer: The user's compressor.
+        module: The user's module.
+        groups: The mesh's groups.
+        kept: What checkpoints keep of its memory.
+    """
+
+    reducer: Reducer
+    module: LightningModule
+    groups: MeshGroups
+    kept: KeptState = "local"
+
+    @classmethod
+    def of(
+        cls, reducer: Optional[Reducer], module: LightningModule, groups: MeshGroups, kept: KeptState
+    ) -> MeshCompression | None:
+        """Return the object for `reducer`, None without a compressor; every rank of the mesh must call it."""
+        if reducer is None:
+            return None
+        if groups.data_parallel.size == 1:
+            rank_zero_warn("`compression` has nothing to do: it works between replicas, and there is one.")
+        else:
+            bind_to_module(module, reducer)
+        return cls(reducer, module, groups, kept)
+
+    def reducer_options(self) -> dict[str, Any]:
+        """Return the arguments for a `GradientReducer`; every rank of the mesh must call it."""
+        if self.groups.data_parallel.size == 1:
+            return {}
+        return {
+            "compression": self.reducer,
+            # Its own group, since it communicates while backward still uses the others.
+            "side_group": self.groups.extra(DATA, "compression"),
+            "replica_group": self.groups.replica,
+        }
+
+    def follow_scale(self, precision: Precision) -> None:
+        """Set the compressor's loss scale for the coming step: its residuals are kept without it."""
+        # Before each step, since the scaler changes the scale after steps.
+        scaler = getattr(precision, "scaler", None)
+        self.reducer.scale = 1.0 if scaler is None else float(scaler.get_scale())
+
+    def drop_nonfinite_gradients(self, reducer: GradientReducer, precision: Precision) -> None:
+        """Drop the gradients of a step that was rolled back, unless a gradient scaler will skip it anyway."""
+        if not reducer.applied and getattr(precision, "scaler", None) is None:
+            drop_gradients(self.module, reducer.reduced)
+
+    def save(self, checkpoint: dict[str, Any], path: PathLike, rules: Mapping[str, Shard], is_sharded: bool) -> None:
+        """Add the compressor's state to a checkpoint that holds more than weights; every rank must call it."""
+        if "optimizer_states" not in checkpoint:
+            return
+        if self.kept == "none":
+            checkpoint[KEY] = without_memory(self.reducer)
+            return
+        if is_sharded:
+            checkpoint[KEY] = divide_state(self.reducer.state_dict(), self.module, rules, self.groups)
+            return
+        if self.kept == "local":
+            checkpoint[KEY] = write_compression(self.reducer.state_dict(), self._place, path, self.groups.world)
+            return
+        state = self.reducer.gather_state(self.groups.data_parallel, exact=self.kept == "exact")
+        if self.groups.replica.size > 1:
+            positions = gather_states(state, self.groups.replica)
+            state = {"layout": "mesh", "model": self._sizes, "step": self.reducer.step, "positions": positions}
+        checkpoint[KEY] = state
+
+    def restore(self, checkpoint: dict[str, Any], path: PathLike, rules: Mapping[str, Shard]) -> None:
+        """Continue from the compressor's state in `checkpoint`, read at `path`, if it has one."""
+        if KEY not in checkpoint:
+            return
+        state = checkpoint[KEY]
+        if refers_to_files(state):
+            found = read_compression(state, self._place, path, self.groups.world)
+            if found is None:
+                self.reducer.step = int(state["step"])
+            else:
+                self.reducer.load_state_dict(found, self.groups.data_parallel)
+            return
+        if state.get("layout") == PARTS:
+            assembled = assemble_state(state, self.module, rules, self.groups)
+            self.reducer.load_state_dict(assembled, self.groups.data_parallel)
+            return
+        is_mesh = state.get("layout") == "mesh"
+        # A state without positions is of replicas of one rank each.
+        saved = state["model"] if is_mesh else [1, 1]
+        if saved == self._sizes:
+            mine = state["positions"][self.groups.replica.rank] if is_mesh else state
+            self.reducer.load_state_dict(mine, self.groups.data_parallel)
+            return
+        rank_zero_warn(
+            f"The checkpoint's compression state is that of {saved[0]} pipeline x {saved[1]} tensor ranks per replica, "
+            f"there are {' x '.join(map(str, self._sizes))} now: what was not sent yet is forgotten."
+        )
+        # Residuals belong to shards that no longer exist. The step goes on: it decides what warm-up and schedules do.
+        self.reducer.step = int(state["step"])
+
+    @property
+    def _place(self) -> Place:
+        return Place(self.groups.data_parallel.rank, self.groups.replica.rank)
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [self.groups.pipeline_parallel.size, self.groups.tensor_parallel.size]
+
+
+def gradient_reducer(
+    module: nn.Module,
+    groups: MeshGroups,
+    data: Group,
+    sharding: Sharding | None,
+    rules: Mapping[str, Shard],
+    options: Any,
+) -> GradientReducer:
+    """Return what reduces the module's gradients over `data`, for one `fit`; `options` are of its compression."""
+    names = frozenset() if sharding is None else sharding.partial
+    # Gradients of whole parameters inside a divided region are sums over the tensor axis.
+    prepare = partial(reduce_partial_, rules=rules, group=groups.tensor_parallel) if names else None
+    parameters = dict(module.named_parameters())
+    return GradientReducer(parameters, data, **options, prepare=prepare, prepare_names=names)
