@@ -121,7 +121,7 @@ from lightning_parallel.strategies import message_order
 from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_message_order import Sampling, SamplingDeep, SamplingNet
 
-message_order.WAIT_S = message_order.STEP_WAIT_S = 4.0
+message_order.WAIT_S = message_order.STEP_WAIT_S = 2.0
 where = sys.argv[1]
 callbacks = [Sampling(where, [0])] if where.startswith("on_") else []
 if where == "stage":

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.compat import patched
-from lightning_parallel.strategies import reference
+from lightning_parallel.strategies import message_order, reference
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 
@@ -200,7 +200,8 @@ class InStep(Model):
 @distributed(world_size=2)
 def test_a_state_dict_on_one_rank_is_refused(layout):
     trainer = trainer_for(LAYOUTS[layout][0](), 2, max_epochs=1, callbacks=[OnZero()])
-    with pytest.raises(RuntimeError, match=r"in `OnZero.on_train_batch_end` on rank 0, .*rank 1"):
+    message = r"in `OnZero.on_train_batch_end` on rank 0, .*rank 1"
+    with patched(message_order, "WAIT_S", 2.0), pytest.raises(RuntimeError, match=message):
         trainer.fit(Model().double(), loader())
 
 
@@ -301,5 +302,6 @@ class CalledOnZero(Callback):
 @distributed(world_size=2)
 def test_a_call_on_one_rank_is_refused():
     trainer = trainer_for(LAYOUTS["pipeline"][0](), 2, max_epochs=1, callbacks=[CalledOnZero()])
-    with pytest.raises(RuntimeError, match=r"in `CalledOnZero.on_train_batch_end` on rank 0, .*rank 1"):
+    message = r"in `CalledOnZero.on_train_batch_end` on rank 0, .*rank 1"
+    with patched(message_order, "WAIT_S", 2.0), pytest.raises(RuntimeError, match=message):
         trainer.fit(Sampled().double(), loader())
