@@ -246,9 +246,12 @@ class MeanReducer(Protocol):
 
     Attributes:
         scale: The loss scale: the number that the gradients are multiplied by.
+        expects_rollback: Whether steps are dropped as a matter of routine; it may do without a second copy of what it
+            remembers where they are not.
     """
 
     scale: float
+    expects_rollback: bool
 
     def begin(self, group: Any) -> MeanStep:
         """Start a step over `group`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -67,8 +67,10 @@ __all__ = [
     "PARAMETERS",
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",
+    "add_all_",
     "buffers_of",
     "children_of",
+    "copy_all_",
     "current_graph_task_id",
     "ddp_comm_hooks",
     "ddp_ignored_names",
@@ -465,3 +467,13 @@ def mark_as_parameter(tensor: Tensor, is_parameter: bool) -> None:
 def workers_of(loader: Any) -> Any | None:
     """Return the iterator with the workers that a loader keeps from an earlier epoch (`persistent_workers`)."""
     return getattr(loader, "_iterator", None)
+
+
+def add_all_(targets: Sequence[Tensor], sources: Sequence[Tensor], factor: float = 1.0) -> None:
+    """Add each source times `factor` to its target: many tensors in one call, as no public function takes them."""
+    torch._foreach_add_(list(targets), list(sources), alpha=factor)
+
+
+def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target."""
+    torch._foreach_copy_(list(targets), list(sources))

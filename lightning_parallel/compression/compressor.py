@@ -10,7 +10,7 @@ import copy
 import hashlib
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, ClassVar, Optional, Union
 
@@ -260,6 +260,10 @@ class Compressor(Reducer, Method):
         # At least one element: of an empty tensor there is nothing to select.
         return len(shape) >= 2 and math.prod(shape) >= max(self.min_numel, 1)
 
+    def phase(self, step: int) -> Optional[Hashable]:
+        """Return whether compression has begun; None for classes that choose their methods otherwise."""
+        return step >= self.start_step if type(self).method is Compressor.method else None
+
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         """Return this compressor, or the plain mean for small tensors and the first steps."""
         return self if step >= self.start_step and self.accepts(shape) else self._dense
@@ -364,6 +368,10 @@ class Dense(Reducer, Method):
         check_fraction("momentum", momentum)
         self.feedback = Feedback(momentum=momentum)
 
+    def phase(self, step: int) -> Optional[Hashable]:
+        """Return the only one."""
+        return 0
+
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         """Return this method for all parameters."""
         return self
@@ -388,7 +396,7 @@ class Dense(Reducer, Method):
         if len(block.names) == 1 and block.outputs[0] is block.gradients[0]:
             total = yield AllReduceRequest(block.outputs[0].unsqueeze(0))
         else:
-            total = yield AllReduceRequest(torch.stack([gradient.to(block.dtype) for gradient in block.gradients]))
+            total = yield AllReduceRequest(torch.stack(block.gradients).to(block.dtype))
         step.average_(total)
         self.feedback.apply_momentum(total, block, step.memory, step.scale)
         block.write(total)

@@ -3,6 +3,7 @@
 What a step writes replaces the old values at `commit` only. Parameters of one shape are kept in one stacked tensor, so
 that methods work on a batch. Each stack has two buffers: a step reads the current one and writes the other, and
 committing exchanges them. Nothing is copied, and dropping a step restores every bit, at the price of a second buffer.
+What is held (`Memory.hold`) has one buffer, changed in place: a dropped step leaves zeros there.
 
 In a checkpoint a state is `{"version", "layout", "step", "world_size", slot: {parameter: tensor}, ...}`:
 
@@ -32,13 +33,31 @@ class _StackKey(NamedTuple):
     names: tuple[str, ...]
 
 
+class _Stack(NamedTuple):
+    """The tensors of several parameters in one, (names, *shape), and its rows."""
+
+    tensor: Tensor
+    rows: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Stack:
+        """Return the stack with its rows, which are views."""
+        return cls(tensor, tensor.unbind())
+
+    def fits(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+        """Return whether it is of `shape`, all of it, and so on."""
+        return self.tensor.shape == shape and self.tensor.dtype == dtype and self.tensor.device == device
+
+
 class Memory:
     """Named tensors in slots (`residual`, `left`, ...), changed by staging and committing."""
 
     def __init__(self) -> None:
         self._current: dict[str, dict[str, Tensor]] = {}
-        self._buffers: dict[_StackKey, list[Tensor]] = {}  # [spare] or [spare, current]; current last
-        self._staged: dict[_StackKey, Tensor] = {}
+        self._buffers: dict[_StackKey, list[_Stack]] = {}  # [current] or [spare, current]
+        self._complete: set[_StackKey] = set()  # those whose current rows are what `_current` has, all of them
+        self._staged: dict[_StackKey, _Stack] = {}
+        self._held: dict[_StackKey, _Stack] = {}  # in this step
         self._discarded: list[_StackKey] = []
 
     def holds(self, slot: str, name: str) -> bool:
@@ -63,6 +82,16 @@ class Memory:
             )
         return tensor if tensor is None or tensor.device == device else tensor.to(device)
 
+    def read_stack(
+        self, slot: str, names: tuple[str, ...], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
+        """Return the committed tensors (names, *shape) where they lie in one; None if they do not: `read` them."""
+        key = _StackKey(slot, names)
+        if key not in self._complete:
+            return None
+        stack = self._buffers[key][-1]
+        return stack.tensor if stack.fits((len(names), *shape), dtype, device) else None
+
     def stage(
         self, slot: str, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -72,14 +101,35 @@ class Memory:
         """
         key = _StackKey(slot, tuple(names))
         if key in self._staged:
-            return self._staged[key]
-        buffers = self._buffers.setdefault(key, [])
-        size = torch.Size((len(names), *shape))
+            return self._staged[key].tensor
+        buffers = self._buffers.get(key, [])
+        size = (len(names), *shape)
         spare = buffers[0] if len(buffers) == 2 else None
-        if spare is None or spare.shape != size or spare.dtype != dtype or spare.device != device:
-            spare = torch.empty(size, dtype=dtype, device=device)
+        if spare is None or not spare.fits(size, dtype, device):
+            spare = _Stack.of(torch.empty(size, dtype=dtype, device=device))
         self._staged[key] = spare
-        return spare
+        return spare.tensor
+
+    def hold(
+        self, slot: str, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return the values of `names` in one tensor (names, *shape), zeros at first, to be changed in place.
+
+        There is no second buffer: if the step is rolled back they are zeros.
+        """
+        key = _StackKey(slot, tuple(names))
+        size = (len(names), *shape)
+        if key not in self._complete or not self._buffers[key][-1].fits(size, dtype, device):
+            made = _Stack.of(torch.zeros(size, dtype=dtype, device=device))
+            for name, row in zip(names, made.rows):
+                old = self.read(slot, name, device, shape)
+                if old is not None:
+                    row.copy_(old)
+            self._install(key, [made])
+            self._forget_regrouped([key])
+        self._buffers[key] = self._buffers[key][-1:]
+        self._held[key] = self._buffers[key][-1]
+        return self._held[key].tensor
 
     def discard(self, slot: str, names: Sequence[str]) -> None:
         """Remove the values of `names` in `slot` at `commit`."""
@@ -87,37 +137,45 @@ class Memory:
 
     def commit(self) -> None:
         """Replace the old values by the staged ones."""
-        for slot_name, names in self._discarded:
-            for name in names:
-                self._current.get(slot_name, {}).pop(name, None)
-        for key, buffer in self._staged.items():
+        for key in self._discarded:
+            slot = self._current.get(key.slot, {})
+            for name in key.names:
+                slot.pop(name, None)
+            gone = set(key.names)
+            self._complete -= {other for other in self._complete if other.slot == key.slot and gone & {*other.names}}
+        new = [key for key in self._staged if key not in self._buffers]
+        for key, stack in self._staged.items():
             # The tensor staged becomes the current one, and the current one the spare for the next step.
-            self._buffers[key] = [*self._buffers[key][-1:], buffer]
-            slot = self._current.setdefault(key.slot, {})
-            slot.update(zip(key.names, buffer.unbind()))
-        if self._staged:
-            self._forget_regrouped()
-        self._staged, self._discarded = {}, []
+            self._install(key, [*self._buffers.get(key, [])[-1:], stack])
+        if new:
+            self._forget_regrouped(new)
+        self._staged, self._held, self._discarded = {}, {}, []
 
     def rollback(self) -> None:
-        """Keep the old values, and the staged tensors as spare buffers."""
-        for key, buffer in self._staged.items():
-            current = self._buffers[key][-1:]
-            # A buffer that is alone counts as the current one, but this has no committed values.
-            self._buffers[key] = [buffer, *current] if current else []
-        self._staged, self._discarded = {}, []
+        """Keep the old values, and the staged tensors as spare buffers; what was held becomes zero."""
+        for key, stack in self._staged.items():
+            if key in self._buffers:
+                self._buffers[key] = [stack, self._buffers[key][-1]]
+        for stack in self._held.values():
+            stack.tensor.zero_()
+        self._staged, self._held, self._discarded = {}, {}, []
 
-    def _forget_regrouped(self) -> None:
-        """Drop stacks whose names are now stacked with others, as after buckets were rebuilt."""
+    def _install(self, key: _StackKey, stacks: list[_Stack]) -> None:
+        """Keep `stacks`, and the rows of the last one as the values."""
+        self._buffers[key] = stacks
+        self._current.setdefault(key.slot, {}).update(zip(key.names, stacks[-1].rows))
+        self._complete.add(key)
+
+    def _forget_regrouped(self, new: Sequence[_StackKey]) -> None:
+        """Drop stacks whose names are now in `new` ones, with others, as after buckets were rebuilt."""
         # Their rows are no longer read; kept, they would be as large as the memory itself.
-        owner = {(key.slot, name): key for key in self._staged for name in key.names}
+        taken = {(key.slot, name) for key in new for name in key.names}
         stale = [
-            key
-            for key in self._buffers
-            if key not in self._staged and any((key.slot, name) in owner for name in key.names)
+            key for key in self._buffers if key not in new and any((key.slot, name) in taken for name in key.names)
         ]
         for key in stale:
             del self._buffers[key]
+            self._complete.discard(key)
 
     def items(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield slot, name and committed tensor, in sorted order."""
@@ -127,21 +185,24 @@ class Memory:
 
     def load(self, values: dict[str, dict[str, Tensor]]) -> None:
         """Replace everything by copies of `values`."""
-        self._buffers, self._staged, self._discarded = {}, {}, []
+        self._forget_stacks()
         self._current = {
             slot: {name: tensor.detach().clone() for name, tensor in named.items()} for slot, named in values.items()
         }
 
     def leave_device(self) -> None:
         """Keep the committed values on the CPU, and no second buffers."""
-        self._buffers, self._staged, self._discarded = {}, {}, []
+        self._forget_stacks()
         for named in self._current.values():
             named.update((name, tensor.cpu()) for name, tensor in named.items())
+
+    def _forget_stacks(self) -> None:
+        self._buffers, self._complete, self._staged, self._held, self._discarded = {}, set(), {}, {}, []
 
     @property
     def num_bytes(self) -> int:
         """Bytes held, with the second buffers."""
-        stacked = {id(buffer): buffer for buffers in self._buffers.values() for buffer in buffers}
+        stacked = {id(stack.tensor): stack.tensor for stacks in self._buffers.values() for stack in stacks}
         named = {(key.slot, name) for key in self._buffers for name in key.names}
         loose = [tensor for slot, name, tensor in self.items() if (slot, name) not in named]
         return sum(tensor.numel() * tensor.element_size() for tensor in (*stacked.values(), *loose))

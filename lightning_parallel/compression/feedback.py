@@ -24,14 +24,16 @@ import abc
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple, Optional
+from typing import ClassVar, Literal, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import add_all_, copy_all_
 from lightning_parallel.compression.compressor_state import Memory
+from lightning_parallel.compression.thin_products import Sum
 from lightning_parallel.compression.wire import (
     AllReduceRequest,
     ReduceScatterRequest,
@@ -73,7 +75,7 @@ class GradientBlock:
         gradients: One per name; overwritten with the mean at the end.
         sent: Positions (names, k) in the flattened tensors that were sent, if the method sends only some.
         keep_rest: True if M - C(M) is needed.
-        effective_step: The step number by which schedules and alternating methods go; see `Method.effective_step`.
+        effective_step: The step number by which schedules and alternating methods go; see `Method.effective_steps`.
         shard: Elements of a rank's part, if each rank needs only its part of the flattened means (the last parts may be
             shorter, or empty); set only for methods that can leave out the rest.
         outputs: One contiguous tensor per name, in the working dtype, for the unscaled mean.
@@ -108,20 +110,20 @@ class GradientBlock:
 
     def allocate_outputs(self) -> None:
         """Use the gradients themselves as outputs where their layout and dtype allow it, new tensors elsewhere."""
-        self.outputs = []
-        for gradient in self.gradients:
-            # Methods write through views of another shape, which only contiguous tensors have.
-            if gradient.dtype == self.dtype and gradient.is_contiguous():
-                self.outputs.append(gradient)
-            else:
-                self.outputs.append(torch.empty(self.shape, dtype=self.dtype, device=self.device))
+        dtype, shape, device = self.dtype, self.shape, self.device
+        # Methods write through views of another shape, which only contiguous tensors have.
+        self.outputs = [
+            gradient
+            if gradient.dtype == dtype and gradient.is_contiguous()
+            else torch.empty(shape, dtype=dtype, device=device)
+            for gradient in self.gradients
+        ]
 
     def write(self, means: Tensor) -> None:
         """Copy the unscaled means (names, numel or shape) into the outputs."""
-        for output, mean in zip(self.outputs, means):
-            # A lone gradient is summed where it lies, and is its own mean then.
-            if output.data_ptr() != mean.data_ptr():
-                output.copy_(mean.view(self.shape))
+        # A lone gradient is summed where it lies, and is its own mean then.
+        if len(self.outputs) > 1 or self.outputs[0].data_ptr() != means.data_ptr():
+            copy_all_(self.outputs, means.view(len(means), *self.shape).unbind())
 
     def write_shard(self, means: Tensor, shard: int, rank: int) -> None:
         """Copy this rank's parts (names, at most shard) of the unscaled means into the outputs."""
@@ -161,11 +163,29 @@ class Feedback:
         kept = {None: set(), "ef21": {"estimate", "mean_estimate"}}.get(self.kind, {"residual"})
         return frozenset(kept | ({"velocity"} if self.momentum else set()))
 
-    def apply(self, block: GradientBlock, memory: Memory, scale: float) -> Tensor:
+    def begin(self, block: GradientBlock, memory: Memory, scale: float, in_place: bool) -> tuple[Tensor, Sum]:
+        """Return the work tensor of classic feedback, and what it is yet to be filled with; allocate the outputs."""
+        block.allocate_outputs()
+        block.keep_rest = True
+        if in_place:
+            work = _hold(block, memory, "residual")
+            return work, Sum(work, block.gradients, 1 / scale)
+        old = memory.read_stack("residual", block.names, block.shape, block.dtype, block.device)
+        if old is None:
+            rows = _read(block, memory, "residual")
+            if any(row is not None for row in rows):
+                zeros = torch.zeros(block.shape, dtype=block.dtype, device=block.device)
+                old = torch.stack([zeros if row is None else row.to(block.dtype) for row in rows])
+        return _stage(block, memory, "residual"), Sum(old, block.gradients, 1 / scale)
+
+    def apply(self, block: GradientBlock, memory: Memory, scale: float, in_place: bool = False) -> Tensor:
         """Return the work tensor M, (names, *shape), and allocate the outputs for the mean.
 
         If `block.keep_rest` is set the method must turn M into M - C(M). M may share its storage with the outputs, so
         the method must write these last.
+
+        Args:
+            in_place: Build M of classic feedback where the residual is, which is then lost if the step is dropped.
         """
         gradients, factor = self._corrected(block, memory, 1 / scale)
         if self.kind == "ef21":
@@ -179,6 +199,10 @@ class Feedback:
             work = block.new_work()
             for row, gradient in zip(work, gradients):
                 _scaled(gradient, factor, out=row)
+            return work
+        if in_place and self.kind == "classic":
+            work = _hold(block, memory, "residual")
+            add_all_(work.unbind(), gradients, factor)
             return work
         # M is built where the new residual belongs: what the method leaves of it, M - C(M), is that residual already.
         work = _stage(block, memory, "residual")
@@ -242,6 +266,10 @@ class Feedback:
 def _stage(block: GradientBlock, memory: Memory, slot: str) -> Tensor:
     # A step reads one buffer and writes the other: what is staged never overwrites what `_read` returns.
     return memory.stage(slot, block.names, block.shape, block.dtype, block.device)
+
+
+def _hold(block: GradientBlock, memory: Memory, slot: str) -> Tensor:
+    return memory.hold(slot, block.names, block.shape, block.dtype, block.device)
 
 
 def _read(block: GradientBlock, memory: Memory, slot: str) -> list[Optional[Tensor]]:
@@ -324,8 +352,11 @@ class Method(abc.ABC):
         """
         return False
 
-    def effective_step(self, name: str, number: int, memory: Memory) -> int:
-        """Return the step number by which `name` goes in step `number`; parameters in one block share it."""
+    def effective_steps(self, names: Sequence[str], number: int, memory: Memory) -> Union[int, list[int]]:
+        """Return the step number by which `names` go in step `number`, or that of each where they differ.
+
+        Parameters in one block share it.
+        """
         return number
 
     @abc.abstractmethod
@@ -374,6 +405,7 @@ class _MetaStep:
     """A step on meta tensors: nothing is communicated, remembered or checked."""
 
     scale = 1.0
+    expects_rollback = False
 
     def __init__(self, world_size: int, number: int) -> None:
         self.group = Group("estimate", tuple(range(world_size)), 0, None)

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Optional
@@ -92,6 +92,11 @@ class Policy(Reducer):
     def _pattern(self, name: str) -> Optional[str]:
         # `fnmatch` would ignore case on some systems.
         return next((pattern for pattern in self.rules if fnmatchcase(name, pattern)), None)
+
+    def phase(self, step: int) -> Optional[Hashable]:
+        """Return the phases of all rules; None if one is unknown."""
+        phases = tuple(rule.phase(step) for rule in self._compressors)
+        return None if None in phases else phases
 
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         """Return the method of the first rule that matches, or the plain mean."""
@@ -181,6 +186,11 @@ class Auto(Reducer):
         self.verdict = "still measuring"
         self._seconds = []
 
+    def phase(self, step: int) -> Optional[Hashable]:
+        """Return the choice and its phase."""
+        phase = self._chosen.phase(step)
+        return None if phase is None else (id(self._chosen), phase)
+
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
         """Return the method of the choice."""
         return self._chosen.method(name, shape, step)
@@ -269,7 +279,7 @@ class _MeasuringStep(ReductionStep):
         if not named_gradients:
             return
         # Before anything is timed: ranks with different gradients would meet in the wrong collectives.
-        self._agree(named_gradients)
+        self._agree(named_gradients, self._plan(named_gradients, {}))
         # Before the first clock starts: on CUDA it stops when the device is done, not when the host is.
         self._device = next(gradient.device for gradient in named_gradients.values())
         # Plain means are measured as DDP takes them: one all-reduce of a flat bucket, which it fills anyway.

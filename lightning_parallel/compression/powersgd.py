@@ -20,13 +20,21 @@ from lightning_parallel.compression.compressor import (
 )
 from lightning_parallel.compression.compressor_state import Memory
 from lightning_parallel.compression.feedback import GradientBlock
+from lightning_parallel.compression.thin_products import (
+    Sum,
+    orthonormal,
+    times_left,
+    times_right,
+    works_in_cache,
+    write_product,
+)
 from lightning_parallel.compression.wire import (
     Codec,
+    Exact,
     MeanRequests,
     Request,
     Requests,
     StepContext,
-    launches_kernels,
 )
 
 __all__ = ["PowerSGD"]
@@ -62,6 +70,9 @@ class PowerSGD(Compressor):
         alternate: Use the alternating form (half the bytes and half the round trips).
         values: Encoding of the factors: `PowerSGD(4) | Cast("bf16")`.
         seed: Seed of the first Q.
+        exact_rollback: Keep a second buffer as large as the residuals, so that a step that is dropped leaves no trace.
+            Without it residuals are changed in place, and those of the parameters in a dropped step begin anew at
+            zero. None: where dropped steps are routine, which is under a loss scale.
         kwargs: The arguments of every compressor, see `Compressor`. The method needs error feedback to converge;
             tensors that would not shrink are averaged as they are.
 
@@ -80,9 +91,12 @@ class PowerSGD(Compressor):
         alternate: bool = False,
         values: Optional[Codec] = None,
         seed: int = 0,
+        exact_rollback: Optional[bool] = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        if exact_rollback is not None:
+            check_flag("exact_rollback", exact_rollback)
         for value in all_values(rank):
             check_integer("rank", value, least=1)
         check_flag("alternate", alternate)
@@ -90,6 +104,7 @@ class PowerSGD(Compressor):
         self.rank = rank
         self.alternate = alternate
         self.seed = seed
+        self.exact_rollback = exact_rollback
         if values is not None:
             self._encode_values(values)
 
@@ -112,41 +127,53 @@ class PowerSGD(Compressor):
         # At the rank after all schedules: a parameter is compressed in every step, or in none.
         return self._rank(n, m, step=1 << 40) * (n + m) < n * m
 
-    def effective_step(self, name: str, number: int, memory: Memory) -> int:
-        """Return a number of the parity for which the parameter's last step has left a factor."""
+    def effective_steps(self, names: Sequence[str], number: int, memory: Memory) -> Union[int, list[int]]:
+        """Return numbers of the parity for which each parameter's last step has left a factor."""
         if not self.alternate:
             return number
-        is_odd = memory.holds("left", name)
-        return number + (number % 2 != is_odd)
+        numbers = [number + (number % 2 != memory.holds("left", name)) for name in names]
+        return numbers[0] if min(numbers) == max(numbers) else numbers
+
+    def requests(self, block: GradientBlock, step: StepContext) -> Requests:
+        """Replace the block's gradients by their mean, with error feedback around it."""
+        exact = step.expects_rollback if self.exact_rollback is None else self.exact_rollback
+        if self.feedback.kind == "classic" and works_in_cache(block.gradients[0]):
+            work, late = self.feedback.begin(block, step.memory, step.scale, in_place=not exact)
+        else:
+            work, late = self.feedback.apply(block, step.memory, step.scale, in_place=not exact), None
+        yield from self._reduce(work, late, block, step)
+        self.feedback.update(block, step.memory, work, step.scale)
 
     def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
+        yield from self._reduce(work, None, block, step)
+
+    def _reduce(self, work: Tensor, late: Optional[Sum], block: GradientBlock, step: StepContext) -> Requests:
         matrices = work.view(len(work), work.shape[1], -1)
-        left, right, left_mine, right_mine = yield from self._factors(matrices, block, step)
-        # Before the mean is written: the work tensor may share its storage with the outputs.
-        if left_mine is not None and right_mine is not None:
-            # By the factor that this rank has sent, not by the mean: the rest stays smaller, and its mean is the same.
-            matrices.baddbmm_(left_mine.mT, right_mine, alpha=-1)
-        for one, other, output in zip(left, right, block.outputs):
-            torch.mm(one.t(), other, out=output.view(matrices.shape[1:]))
+        left, right, left_mine, right_mine = yield from self._factors(matrices, late, block, step)
+        if left_mine is None or right_mine is None:
+            write_product(left, right, block.outputs)
+            return
+        # By the factor that this rank has sent, not by the mean: the rest stays smaller, and its mean is the same.
+        alone = step.group.size == 1 and isinstance(self.values, Exact)
+        write_product(left, right, block.outputs, matrices, None if alone else (left_mine, right_mine))
 
     def _factors(
-        self, matrices: Tensor, block: GradientBlock, step: StepContext
+        self, matrices: Tensor, late: Optional[Sum], block: GradientBlock, step: StepContext
     ) -> Generator[Request, Tensor, _Factors]:
         """Return the mean's factors P^T (names, rank, n) and Q^T (names, rank, m), and those of what this rank sent."""
-        # Factors lie transposed: on a CPU, P^T M takes less than a tenth of the time of M^T P.
         keep = block.keep_rest
         if self.alternate and block.effective_step % 2:
-            left = _orthonormal(self._basis("left", block, step, matrices.shape))
-            right, sent = yield from self._mean("right", torch.bmm(left, matrices), block, step, keep)
+            left = orthonormal(self._basis("left", block, step, matrices.shape))
+            right, sent = yield from self._mean("right", times_left(matrices, left, late), block, step, keep)
             return left, right, left, sent
         right = self._basis("right", block, step, matrices.shape)
         if self.alternate:
-            right = _orthonormal(right)
-            left, sent = yield from self._mean("left", torch.bmm(right, matrices.mT), block, step, keep)
+            right = orthonormal(right)
+            left, sent = yield from self._mean("left", times_right(matrices, right, late), block, step, keep)
             return left, right, sent, right
-        left, _ = yield from self._mean("left", torch.bmm(right, matrices.mT), block, step, keep=False)
-        left = _orthonormal(left)
-        right, sent = yield from self._mean("right", torch.bmm(left, matrices), block, step, keep)
+        left, _ = yield from self._mean("left", times_right(matrices, right, late), block, step, keep=False)
+        left = orthonormal(left)
+        right, sent = yield from self._mean("right", times_left(matrices, left), block, step, keep)
         return left, right, left, sent
 
     def _mean(self, side: Side, mine: Tensor, block: GradientBlock, step: StepContext, keep: bool) -> MeanRequests:
@@ -168,6 +195,9 @@ class PowerSGD(Compressor):
         _, n, m = shape
         rank = self._rank(n, m, block.effective_step)
         extent = n if side == "left" else m
+        kept = step.memory.read_stack(side, block.names, (rank, extent), block.dtype, block.device)
+        if kept is not None:
+            return kept
         rows = []
         for name in block.names:
             row = step.memory.read(side, name, block.device, (None, extent))
@@ -184,46 +214,3 @@ class PowerSGD(Compressor):
 
     def _main(self) -> dict[str, str]:
         return {"rank": f"rank={self.rank}"}
-
-
-_REFLECTED_ROWS = 32  # up to which as many reflections of all matrices together take less than QR one by one
-
-
-def _orthonormal(rows: Tensor) -> Tensor:
-    """Return an orthonormal basis of a space that holds the rows, (matrices, rank, extent)."""
-    # QR stays accurate where rows almost depend on each other, as one pass of Cholesky-QR does not; and it is the
-    # fastest on a CPU. A GPU's works on one tall matrix after another.
-    if launches_kernels(rows) and rows.shape[1] <= _REFLECTED_ROWS:
-        return _reflected(rows)
-    return torch.linalg.qr(rows.mT).Q.mT.contiguous()
-
-
-def _reflected(rows: Tensor) -> Tensor:
-    """Return what QR gives, of all matrices at once: by Householder reflections.
-
-    Like QR, and unlike Gram-Schmidt, it gives an orthonormal basis whatever the rows: equal ones, or zeros.
-    """
-    rank = rows.shape[1]
-    # The length of a row does not matter here, and squares of small numbers would be zero.
-    tiny = torch.finfo(rows.dtype).tiny
-    rest = rows / rows.abs().amax(2, keepdim=True).clamp_min_(tiny)
-    normals: list[Tensor] = []
-    for index in range(rank):
-        # Reflect at `normal` what is left of a row, x, so that only its first element is not zero. The normal is
-        # x / |x| with 1 added to the magnitude of its first element: a row of zeros has the first axis as normal.
-        x = rest[:, index, index:]
-        unit = x / torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min_(tiny)
-        unit[:, 0].add_(torch.where(unit[:, 0] < 0, -1.0, 1.0))
-        normal = unit.div_(torch.linalg.vector_norm(unit, dim=1, keepdim=True)).unsqueeze(1)
-        normals.append(normal)
-        _reflect(rest[:, index + 1 :, index:], normal)
-    basis = torch.eye(rank, rows.shape[2], dtype=rows.dtype, device=rows.device).repeat(len(rows), 1, 1)
-    for index in reversed(range(rank)):
-        _reflect(basis[:, index:, index:], normals[index])
-    return basis
-
-
-def _reflect(rows: Tensor, normal: Tensor) -> None:
-    """Reflect rows (matrices, rows, extent) at the planes of `normal` (matrices, 1, extent), in place."""
-    # A sum of products, since a matrix product may be rounded to the 11 bits of TF32.
-    rows.addcmul_((rows * normal).sum(2, keepdim=True), normal, value=-2)

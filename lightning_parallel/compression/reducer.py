@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Optional, Union
 
 import torch
@@ -22,14 +22,14 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compression.compressor_state import Memory, gather_state, local_state, values_for
 from lightning_parallel.compression.feedback import (
     CompressionError,
-    GradientBlock,
     Method,
     Outcome,
     ReducedBlock,
     estimate_method,
     working_dtype,
 )
-from lightning_parallel.compression.wire import Seconds, goes_alone, run
+from lightning_parallel.compression.planning import ReductionPlan, Signature, kind_of
+from lightning_parallel.compression.wire import Seconds, run
 
 __all__ = [
     "GroupLike",
@@ -42,7 +42,7 @@ __all__ = [
 GroupLike = Union[Group, dist.ProcessGroup, None]
 _LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
 
-_Signature = tuple[tuple[str, tuple[int, ...], torch.dtype, torch.layout], ...]
+_MAX_PLANS = 1 << 12  # kept at once: one for each bucket in each phase, as long as buckets stay what they are
 _CACHED = 1 << 19  # elements that stay in a CPU's cache from one operation to the next
 
 
@@ -51,6 +51,8 @@ class Reducer(abc.ABC):
 
     Attributes:
         scale: The loss scale, by which the gradients are multiplied; memory is kept without it. Set it before a step.
+        expects_rollback: True if steps are dropped as a matter of routine, besides those under a loss scale, which its
+            scaler drops. Compressors then keep what it takes to restore every bit. Set it before a step.
         step: Steps committed so far. A step that was dropped does not count.
         seconds: Where the time of the last step went.
         blocks: What the last step did.
@@ -61,6 +63,7 @@ class Reducer(abc.ABC):
 
     def __init__(self) -> None:
         self.scale = 1.0
+        self.expects_rollback = False
         self.step = 0
         self.seconds = Seconds()
         self.blocks: list[ReducedBlock] = []
@@ -70,6 +73,7 @@ class Reducer(abc.ABC):
         self.memory = Memory()
         self._group_size = 1
         self._agreed: set[tuple[Any, ...]] = set()
+        self._plans: dict[Hashable, ReductionPlan] = {}
 
     @property
     @abc.abstractmethod
@@ -118,6 +122,14 @@ class Reducer(abc.ABC):
         self.blocks = []
         self.last_error = None
         self._agreed = set()
+        self._plans = {}
+
+    def phase(self, step: int) -> Optional[Hashable]:
+        """Return a value that is the same in all steps in which `method` returns the same methods; None if unknown.
+
+        Within a phase, what to do with gradients is planned once per set of names.
+        """
+        return None
 
     @abc.abstractmethod
     def method(self, name: str, shape: Sequence[int], step: int) -> Method:
@@ -245,8 +257,10 @@ class ReductionStep:
         self.group = group
         self.number = reducer.step
         self.scale = reducer.scale
+        self.expects_rollback = reducer.expects_rollback or reducer.scale != 1
         self.memory = reducer.memory
         self._watched: list[Tensor] = []
+        self._planned: Optional[tuple[Mapping[str, Tensor], ReductionPlan]] = None
         self._open = True
         self._seconds = Seconds()
         self._blocks: list[ReducedBlock] = []
@@ -267,12 +281,12 @@ class ReductionStep:
         Raises:
             ValueError: On every rank, with the gradients in which they differ.
         """
-        signature = _signature(named_gradients)
-        # 63 bits, which fit into the signed integer that is compared. Checked in each whole step, as it costs one
-        # message of eight bytes; the buckets of a longer step are compared when they are new.
-        digest = blake2b(repr(signature).encode(), digest_size=8).digest()
-        if not comm.equal_everywhere(int.from_bytes(digest, "little") >> 1, self.group):
-            self._agree_on(signature)
+        plan = self._plan(named_gradients, {})
+        self._planned = named_gradients, plan
+        # Checked in each whole step, as it costs one message of eight bytes; the buckets of a longer step are compared
+        # when they are new.
+        if not comm.equal_everywhere(plan.digest, self.group):
+            self._agree_on(plan.signature)
 
     def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
         """Replace a part of the gradients by their mean; each parameter comes once in a step.
@@ -284,11 +298,19 @@ class ReductionStep:
         """
         if not self._open:
             raise RuntimeError("this step has been committed or rolled back; begin another one")
-        # Before any collective: ranks with different gradients would pair up different tensors, or wait forever.
-        self._agree(named_gradients)
-        true = CompressionError.true_means(named_gradients, self.group) if self._error else {}
         # The error is measured against the whole mean, so all ranks need all of it.
-        blocks = self._divide(named_gradients, {} if self._error or shards is None else shards)
+        shards = {} if self._error or shards is None else shards
+        planned, self._planned = self._planned, None
+        if planned is not None and planned[0] is named_gradients and not shards:
+            plan = planned[1]
+        else:
+            plan = self._plan(named_gradients, shards)
+        # Before any collective: ranks with different gradients would pair up different tensors, or wait forever.
+        self._agree(named_gradients, plan)
+        true = CompressionError.true_means(named_gradients, self.group) if self._error else {}
+        # Autograd must not see what happens to them.
+        gradients = [gradient.detach() if gradient.requires_grad else gradient for gradient in named_gradients.values()]
+        blocks = plan.blocks_of(gradients, self.number, self.memory)
         sent = run([method.requests(block, self) for method, block in blocks], self.group, self._seconds)
         for (method, block), num_bytes in zip(blocks, sent):
             dtype = block.gradients[0].dtype
@@ -346,35 +368,23 @@ class ReductionStep:
         self._open = False
         self.memory.rollback()
 
-    def _divide(
-        self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]
-    ) -> list[tuple[Method, GradientBlock]]:
-        """Group the gradients that one method can compute together, in an order that is equal on all ranks."""
-        found: dict[Any, tuple[Method, GradientBlock]] = {}
-        seen: set[Tensor] = set()  # tensors hash by identity: a tied gradient under two names is reduced once
-        # Sorted: dictionaries may be filled in another order on another rank, but requests must pair up.
-        for name in sorted(named_gradients):
-            gradient = named_gradients[name]
-            if gradient.numel() == 0 or gradient in seen:
-                continue
-            seen.add(gradient)
-            method = self.reducer.method(name, gradient.shape, self.number)
-            shard = shards.get(name) if method.scatters else None
-            large = not method.batched and goes_alone(gradient)
-            separate_name = name if large or method.separate else None
-            number = method.effective_step(name, self.number, self.memory)
-            key = (id(method), number, gradient.shape, gradient.dtype, gradient.device, shard, separate_name)
-            if key not in found:
-                found[key] = (method, GradientBlock((), [], effective_step=number, shard=shard))
-            _, block = found[key]
-            block.names += (name,)
-            block.gradients.append(gradient.detach())
-        return list(found.values())
+    def _plan(self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int]) -> ReductionPlan:
+        """Return the plan for these gradients, which is made once in a phase of the reducer."""
+        phase = self.reducer.phase(self.number)
+        choose = partial(self.reducer.method, step=self.number)
+        if phase is None:
+            return ReductionPlan.of(named_gradients, shards, choose)
+        key = (phase, *kind_of(named_gradients, shards))
+        plans = self.reducer._plans
+        if key not in plans:
+            if len(plans) >= _MAX_PLANS:
+                plans.clear()
+            plans[key] = ReductionPlan.of(named_gradients, shards, choose)
+        return plans[key]
 
-    def _agree(self, named_gradients: Mapping[str, Tensor]) -> None:
+    def _agree(self, named_gradients: Mapping[str, Tensor], plan: ReductionPlan) -> None:
         """Check gradients of a new kind with the other ranks, before the first collective on them."""
-        signature = _signature(named_gradients)
-        key = (self.group.ranks, signature)
+        key = (self.group.ranks, plan.digest)
         if key in self.reducer._agreed:
             return
         refused = {
@@ -388,16 +398,12 @@ class ReductionStep:
         # Compressors of different settings ask for different collectives; steps apart draw different random numbers.
         settings = {"compressor": repr(self.reducer), "step": self.number, "sample_every": self.reducer.sample_every}
         comm.agree("the compressor and its step", settings, self.group)
-        self._agree_on(signature)
+        self._agree_on(plan.signature)
         self.reducer._agreed.add(key)
 
-    def _agree_on(self, signature: _Signature) -> None:
+    def _agree_on(self, signature: Signature) -> None:
         listed = {name: f"{list(shape)} {dtype} {layout}" for name, shape, dtype, layout in signature}
         comm.agree("the gradients' names, shapes and dtypes", listed, self.group)
-
-
-def _signature(named_gradients: Mapping[str, Tensor]) -> _Signature:
-    return tuple((name, tuple(g.shape), g.dtype, g.layout) for name, g in sorted(named_gradients.items()))
 
 
 def _by_kind(tensors: list[Tensor]) -> list[list[Tensor]]:

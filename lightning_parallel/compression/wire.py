@@ -79,6 +79,10 @@ class StepContext(Protocol):
         """The loss scale, by which gradients are multiplied; memory is kept without it."""
 
     @property
+    def expects_rollback(self) -> bool:
+        """Whether steps are dropped as a matter of routine."""
+
+    @property
     def memory(self) -> Memory:
         """State kept from step to step."""
 

@@ -401,6 +401,8 @@ class GradientReducer:
         # The same on all ranks, as `_exchange_use` has shared the flags: all of them do the step again, or none.
         if any(bucket.stale for bucket in self._buckets):
             session.discard()
+            # A model that has done it once does it in every step: from now on the compressor loses nothing by it.
+            session.reducer.expects_rollback = True
             return False
         for means in self._means:
             for name, mean in means().items():

@@ -291,6 +291,7 @@ def test_global_generators_are_untouched(name):
 def test_one_bad_gradient_leaves_no_trace(name, group):
     straight, hit = COMPRESSORS[name](), COMPRESSORS[name]()
     expected = steps_of(straight, 6, group)
+    hit.expects_rollback = True
     steps_of(hit, 3, group)
     for where, value in (("a.weight", torch.inf), ("bias", torch.nan), ("conv", -torch.inf), ("odd", torch.nan)):
         grads = gradients(99, group.rank)
@@ -306,6 +307,35 @@ def test_one_bad_gradient_leaves_no_trace(name, group):
     assert hit.step == 3
     for ours, theirs in zip(steps_of(hit, 3, group, start=3), expected[3:], strict=True):
         assert_equal(ours, theirs)
+
+
+@distributed(world_size=2)
+def test_residuals_changed_in_place_begin_anew_after_a_dropped_step(group):
+    """Those of the dropped step's parameters, on all ranks alike; what the last steps have left is not rolled back."""
+    for name in ("powersgd", "alternating", "powersgd_int8"):
+        reducer, exact = COMPRESSORS[name](), COMPRESSORS[name]()
+        exact.expects_rollback = True
+        for number, ours in enumerate(steps_of(reducer, 3, group)):
+            assert_equal(ours, steps_of(exact, 1, group, start=number)[0])
+        held = reducer.state_dict()["residual"]
+        assert_equal(held, exact.state_dict()["residual"])
+        assert reducer.memory.num_bytes < 0.8 * exact.memory.num_bytes
+        grads = gradients(99, group.rank)
+        if group.rank == 1:
+            grads["a.weight"][5, 5] = torch.nan
+        del grads["conv"]
+        assert not reducer.reduce_(grads, group)
+        left = reducer.state_dict()["residual"]
+        for key, value in left.items():
+            assert torch.equal(value, held[key] if key == "conv" else torch.zeros_like(value)), key
+        for side in ("left", "right"):
+            assert_equal(reducer.state_dict().get(side, {}), exact.state_dict().get(side, {}))
+        mean = mean_memory(reducer, gradients(0, 0), group)
+        for step in range(3, 6):
+            inputs, [ours] = mean_gradients(step, group.size), steps_of(reducer, 1, group, start=step)
+            old, mean = mean, mean_memory(reducer, ours, group)
+            for key in SHAPES:
+                torch.testing.assert_close(inputs[key] + old[key], ours[key] + mean[key], rtol=0, atol=1e-4)
 
 
 @representatives

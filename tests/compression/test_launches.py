@@ -19,9 +19,9 @@ from lightning_parallel.compression import (
     RandomK,
     Sign,
     TopK,
-    powersgd,
     quantizers,
     sparsifiers,
+    thin_products,
     wire,
 )
 from lightning_parallel.compression.compressor import hashed_integers
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def device_ways(monkeypatch):
     """Have launches said to be expensive; in groups without processes all ranks bring the same."""
-    for module in (wire, quantizers, sparsifiers, powersgd):
+    for module in (wire, quantizers, sparsifiers, thin_products):
         monkeypatch.setattr(module, "launches_kernels", lambda tensor: not tensor.is_meta)
     monkeypatch.setattr(wire, "_answer", answer_of_equal_ranks)
 
@@ -70,7 +70,7 @@ def take_steps(reducer, world_size, shapes=SHAPES, steps=3):
     for number in range(steps):
         named, seen = gradients(shapes, number), Launches()
         with seen, Reads(seen), reducer.begin(group_of(world_size)) as step:
-            step._agree = lambda named: None  # of Python objects, in the first step only
+            step._agree = lambda *_: None  # of Python objects, in the first step only
             step.reduce_(named)
             assert step.commit()
     return seen, named
@@ -133,7 +133,7 @@ def _steps_both_ways(name, shapes, group):
         for reducer, is_device in zip(reducers, (False, True)):
             named = gradients(shapes, 10 * number + group.rank, torch.float64)
             with ExitStack() as stack:
-                for module in (wire, quantizers, sparsifiers, powersgd):
+                for module in (wire, quantizers, sparsifiers, thin_products):
                     stack.enter_context(patched(module, "launches_kernels", lambda tensor, way=is_device: way))
                 assert reducer.reduce_(named, group)
             means.append(named)
@@ -185,7 +185,7 @@ def test_reflections_give_an_orthonormal_basis_of_any_rows(rank, dtype):
     rows[3, -1] = rows[3, 0]
     rows[4] = torch.outer(torch.arange(rank, dtype=dtype), rows[4, 0])
     rows[5, 0] = 0
-    basis = powersgd._reflected(rows)
+    basis = thin_products._reflected(rows)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(basis @ basis.mT, torch.eye(rank, dtype=dtype).expand(6, -1, -1), rtol=0, atol=20 * eps)
     rest = (rows - rows @ basis.mT @ basis).norm(dim=(1, 2))

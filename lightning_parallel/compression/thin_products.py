@@ -1,0 +1,210 @@
+"""Products of matrices (matrices, n, m) and thin factors: P = M Q and Q = M^T P, and P Q^T, with what goes along.
+
+Factors lie transposed, P^T (matrices, rank, n) and Q^T (matrices, rank, m): P^T M takes less than a tenth of the time
+of M^T P.
+
+On a CPU this takes as long as memory does, so all work is done on pieces that stay in its cache: a gradient is added to
+the residual and multiplied while it is there, and the mean is taken off the residual as it is written. The products of
+pieces are numpy's: they take a fraction of torch's time for a call, and of that which some libraries below torch need
+for thin matrices. They are computed in the calling thread, so that pieces, and with them bits, do not depend on the
+number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Optional, Union
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_parallel.compat.torch import copy_all_
+from lightning_parallel.compression.wire import launches_kernels
+
+__all__ = ["Sum", "orthonormal", "times_left", "times_right", "works_in_cache", "write_product"]
+
+_CACHED = 1 << 17  # numbers in a piece of a tensor; pieces of two or three tensors are in use
+_PRODUCTS = 1 << 18  # multiplications up to which no library divides a product among threads
+
+_Array = Any  # of numpy, whose types are not those of the type checker
+_Some = Union[int, slice]  # of the matrices
+
+
+class Sum(NamedTuple):
+    """What matrices are yet to be filled with: the residuals and the gradients.
+
+    Attributes:
+        old: The residuals (matrices, *shape); the matrices themselves where they hold them already, None for zeros.
+        gradients: One to a matrix, of any floating-point dtype and layout.
+        factor: What to multiply the gradients by.
+    """
+
+    old: Optional[Tensor]
+    gradients: Sequence[Tensor]
+    factor: float
+
+
+def works_in_cache(tensor: Tensor) -> bool:
+    """Return whether matrices on the device of `tensor` are worked on in pieces; a `Sum` is only for those."""
+    return not (tensor.is_meta or launches_kernels(tensor))
+
+
+def times_right(matrices: Tensor, right: Tensor, late: Optional[Sum] = None) -> Tensor:
+    """Return P^T, after filling the matrices with `late` if there is one."""
+    if not works_in_cache(matrices):
+        return torch.bmm(right, matrices.mT)
+    left = right.new_empty(len(right), right.shape[1], matrices.shape[1])
+    by, out = right.numpy(), left.numpy()
+    with np.errstate(all="ignore"):
+        for some, rows, piece in _filled(matrices, right.shape[1], late):
+            np.matmul(by[some], piece.swapaxes(-1, -2), out=out[some][..., rows])
+    return left
+
+
+def times_left(matrices: Tensor, left: Tensor, late: Optional[Sum] = None) -> Tensor:
+    """Return Q^T, after filling the matrices with `late` if there is one."""
+    if not works_in_cache(matrices):
+        return torch.bmm(left, matrices)
+    right = left.new_empty(len(left), left.shape[1], matrices.shape[2])
+    by, out = left.numpy(), right.numpy()
+    with np.errstate(all="ignore"):
+        for some, rows, piece in _filled(matrices, left.shape[1], late):
+            if rows.start == 0:
+                np.matmul(by[some][..., rows], piece, out=out[some])
+            else:
+                total = out[some]
+                np.add(total, np.matmul(by[some][..., rows], piece), out=total)
+    return right
+
+
+def write_product(
+    left: Tensor,
+    right: Tensor,
+    outputs: Sequence[Tensor],
+    rest: Optional[Tensor] = None,
+    taken: Optional[tuple[Tensor, Tensor]] = None,
+) -> None:
+    """Write P Q^T into contiguous `outputs`, one to a matrix.
+
+    Args:
+        rest: Matrices to subtract the product from; none of them may lie where an output does.
+        taken: The factors of what to subtract, if they are others.
+    """
+    n, m = left.shape[2], right.shape[2]
+    if not works_in_cache(right):
+        if rest is not None:
+            outer, inner = taken or (left, right)
+            rest.baddbmm_(outer.mT, inner, alpha=-1)
+        for one, other, output in zip(left, right, outputs):
+            torch.mm(one.t(), other, out=output.view(n, m))
+        return
+    factors = left.mT.contiguous().numpy(), right.numpy()
+    subtracted = factors if taken is None else (taken[0].mT.contiguous().numpy(), taken[1].numpy())
+    with np.errstate(all="ignore"):
+        for some, all_rows in _divided(len(left), n, m, left.shape[1]):
+            target = outputs[some].view(n, m).numpy() if isinstance(some, int) else None
+            by, times = factors[0][some], factors[1][some]
+            taken_by, taken_times = subtracted[0][some], subtracted[1][some]
+            held = None if rest is None else rest[some].numpy()
+            for rows in all_rows:
+                out = None if target is None else target[rows]
+                product = np.matmul(by[..., rows, :], times, out=out)
+                if held is not None:
+                    piece = held[..., rows, :]
+                    lost = product if taken is None else np.matmul(taken_by[..., rows, :], taken_times)
+                    np.subtract(piece, lost, out=piece)
+            if isinstance(some, slice):
+                targets = outputs[some]
+                copy_all_(targets, torch.from_numpy(product).view(-1, *targets[0].shape).unbind())
+
+
+def _divided(count: int, n: int, m: int, rank: int) -> Iterator[tuple[_Some, list[slice]]]:
+    """Yield a range of whole matrices, or one with the ranges of its rows.
+
+    How the products of a matrix are divided depends on n, m and rank alone.
+    """
+    numbers = min(_CACHED, _PRODUCTS // rank)
+    if n * m <= numbers and count > 1:
+        at_once = numbers // (n * m)
+        for index in range(0, count, at_once):
+            yield slice(index, min(index + at_once, count)), [slice(0, n)]
+        return
+    rows = max(1, numbers // m)
+    all_rows = [slice(begin, min(begin + rows, n)) for begin in range(0, n, rows)]
+    for index in range(count):
+        yield index, all_rows
+
+
+def _filled(matrices: Tensor, rank: int, late: Optional[Sum]) -> Iterator[tuple[_Some, slice, _Array]]:
+    """Yield the matrices in pieces, each after it was filled with the sum."""
+    whole = matrices.numpy()
+    old = None if late is None or late.old is None else late.old.view(matrices.shape).numpy()
+    for some, all_rows in _divided(len(matrices), matrices.shape[1], matrices.shape[2], rank):
+        matrix = whole[some]
+        if late is None:
+            for rows in all_rows:
+                yield some, rows, matrix[..., rows, :]
+            continue
+        gradients = [late.gradients[some]] if isinstance(some, int) else late.gradients[some]
+        source = _array(gradients, matrices.dtype).reshape(matrix.shape)
+        before = None if old is None else old[some]
+        for rows in all_rows:
+            piece, addend = matrix[..., rows, :], source[..., rows, :]
+            if late.factor != 1:
+                addend = addend * late.factor
+            if before is None:
+                piece[...] = addend
+            else:
+                np.add(before[..., rows, :], addend, out=piece)
+            yield some, rows, piece
+
+
+def _array(gradients: Sequence[Tensor], dtype: torch.dtype) -> _Array:
+    """Return gradients as one array of `dtype`; the gradient itself where it is alone and of this dtype."""
+    # Cast before they are multiplied: divided by the loss scale, a gradient in fp16 may become zero.
+    one = gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(list(gradients))
+    return one.detach().to(dtype).contiguous().numpy()
+
+
+_REFLECTED_ROWS = 32  # up to which as many reflections of all matrices together take less than QR one by one
+
+
+def orthonormal(rows: Tensor) -> Tensor:
+    """Return an orthonormal basis of a space that holds the rows, (matrices, rank, extent)."""
+    # QR stays accurate where rows almost depend on each other, as one pass of Cholesky-QR does not; and it is the
+    # fastest on a CPU. A GPU's works on one tall matrix after another.
+    if launches_kernels(rows) and rows.shape[1] <= _REFLECTED_ROWS:
+        return _reflected(rows)
+    return torch.linalg.qr(rows.mT).Q.mT.contiguous()
+
+
+def _reflected(rows: Tensor) -> Tensor:
+    """Return what QR gives, of all matrices at once: by Householder reflections.
+
+    Like QR, and unlike Gram-Schmidt, it gives an orthonormal basis whatever the rows: equal ones, or zeros.
+    """
+    rank = rows.shape[1]
+    # The length of a row does not matter here, and squares of small numbers would be zero.
+    tiny = torch.finfo(rows.dtype).tiny
+    rest = rows / rows.abs().amax(2, keepdim=True).clamp_min_(tiny)
+    normals: list[Tensor] = []
+    for index in range(rank):
+        # Reflect at `normal` what is left of a row, x, so that only its first element is not zero. The normal is
+        # x / |x| with 1 added to the magnitude of its first element: a row of zeros has the first axis as normal.
+        x = rest[:, index, index:]
+        unit = x / torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min_(tiny)
+        unit[:, 0].add_(torch.where(unit[:, 0] < 0, -1.0, 1.0))
+        normal = unit.div_(torch.linalg.vector_norm(unit, dim=1, keepdim=True)).unsqueeze(1)
+        normals.append(normal)
+        _reflect(rest[:, index + 1 :, index:], normal)
+    basis = torch.eye(rank, rows.shape[2], dtype=rows.dtype, device=rows.device).repeat(len(rows), 1, 1)
+    for index in reversed(range(rank)):
+        _reflect(basis[:, index:, index:], normals[index])
+    return basis
+
+
+def _reflect(rows: Tensor, normal: Tensor) -> None:
+    """Reflect rows (matrices, rows, extent) at the planes of `normal` (matrices, 1, extent), in place."""
+    # A sum of products, since a matrix product may be rounded to the 11 bits of TF32.
+    rows.addcmul_((rows * normal).sum(2, keepdim=True), normal, value=-2)
