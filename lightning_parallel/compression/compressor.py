@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, ClassVar, Optional, Union
+from typing import Any, ClassVar, Optional, Union, get_args
 
 import torch
 from torch import Tensor
@@ -191,6 +191,7 @@ def _signed(number: int) -> int:
     return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
+_DECAYS = {"decayed": 0.5, "fading": 0.95}
 _OUTER_ARGUMENTS = {"feedback", "decay", "start_step", "min_numel"}  # without effect on an encoding of values
 
 # A checkpoint of `Auto` names the chosen compressor by its repr, so the order of arguments there must never change.
@@ -203,8 +204,11 @@ class Compressor(Reducer, Method):
     `a | b` sends what `a` selects, encoded by `b`; the error feedback is then that of `a`.
 
     Args:
-        feedback: Error feedback: `classic`, `decayed`, `ef21` or None for none, which needs no memory.
-        decay: How much of the old residual `decayed` keeps, in [0, 1); 0.5 when omitted.
+        feedback: Error feedback. `classic`: what was not sent is added to the next gradient, for most cases. `decayed`: a
+            running mean of it, for encodings with much noise. `fading`: what is old counts less, for drifts of local
+            steps. `ef21`: the change since the last step is sent, where replicas see different data. None: forgotten,
+            which needs no memory and suits unbiased methods.
+        decay: How much of the old residual `decayed` and `fading` keep, in [0, 1); 0.5 and 0.95 when omitted.
         start_step: Steps with plain means before compression begins.
         min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.
 
@@ -226,18 +230,20 @@ class Compressor(Reducer, Method):
         min_numel: int = 1024,
     ) -> None:
         super().__init__()
-        if feedback not in (None, "classic", "decayed", "ef21"):
-            raise ValueError(f"`feedback` must be None, 'classic', 'decayed' or 'ef21', got {feedback!r}")
+        if feedback not in (None, *get_args(FeedbackName)):
+            names = ", ".join(map(repr, get_args(FeedbackName)))
+            raise ValueError(f"`feedback` must be None or one of {names}, got {feedback!r}")
         if decay is not None:
             check_fraction("decay", decay)
-            if feedback != "decayed":
-                raise ValueError(f"`decay` is that of feedback='decayed', got decay={decay} with feedback={feedback!r}")
+            if feedback not in _DECAYS:
+                names = " and ".join(map(repr, _DECAYS))
+                raise ValueError(f"`decay` is that of feedback {names}, got decay={decay} with feedback={feedback!r}")
         check_integer("start_step", start_step, least=0)
         check_integer("min_numel", min_numel, least=0)
         self.start_step = start_step
         self.min_numel = min_numel
         self.decay = decay
-        self.feedback = Feedback(feedback, 0.5 if decay is None else decay)
+        self.feedback = Feedback(feedback, _DECAYS.get(feedback or "", 0.0) if decay is None else decay)
         self.values: Codec = Exact()
         self._dense = Dense()
 
@@ -303,14 +309,16 @@ class Compressor(Reducer, Method):
         self.values = values
 
     def _correct_momentum(self, momentum: float) -> None:
-        """Apply the momentum of SGD before the selection, and to the plain means."""
+        """Apply momentum before the selection, and to the plain means."""
         check_fraction("momentum", momentum)
-        if momentum and self.feedback.kind != "classic":
+        averages = self.feedback.kind == "ef21"
+        if momentum and self.feedback.kind not in ("classic", "ef21"):
             raise ValueError(
-                f"momentum correction accumulates in classic error feedback, got feedback={self.feedback.kind!r}"
+                "momentum is corrected in classic error feedback and averaged before 'ef21', got"
+                f" feedback={self.feedback.kind!r}"
             )
-        self.feedback = Feedback(self.feedback.kind, self.feedback.decay, momentum)
-        self._dense = Dense(momentum)
+        self.feedback = Feedback(self.feedback.kind, self.feedback.decay, momentum, averages)
+        self._dense = Dense(momentum, averages)
 
     def _settings(self) -> dict[str, Any]:
         """Return the arguments that differ from their defaults, without the encoding of values."""
@@ -357,16 +365,17 @@ class Dense(Reducer, Method):
 
     Args:
         momentum: Applied to the mean here, where an optimizer without momentum expects it done (momentum correction).
+        averages: Whether it is a mean of gradients, and not their sum.
     """
 
     linear = True
     unbiased = True
     collective = "all_reduce"
 
-    def __init__(self, momentum: float = 0.0) -> None:
+    def __init__(self, momentum: float = 0.0, averages: bool = False) -> None:
         super().__init__()
         check_fraction("momentum", momentum)
-        self.feedback = Feedback(momentum=momentum)
+        self.feedback = Feedback(momentum=momentum, averages=averages)
 
     def phase(self, step: int) -> Optional[Hashable]:
         """Return the only one."""

@@ -8,13 +8,15 @@ and mean(.) the mean over the ranks:
     none      M = g        out = mean(C(M))
     classic   M = g + e    out = mean(C(M))        e' = M - C(M)
     decayed   M = g + e    out = mean(C(M))        e' = beta e + (1 - beta) (M - C(M))
+    fading    M = g + b e  out = mean(C(M))        e' = M - C(M)                            b = beta
     ef21      M = g - h    out = H + mean(C(M))    h' = h + C(M)    H' = out = mean(h')
 
 With momentum correction g is replaced by the velocity u' = m u + g, which e accumulates; where it was sent u' becomes
-zero.
+zero. With the momentum of ef21 it is replaced by u' = m u + (1 - m) g, which begins with g.
 
 Sources: classic: Karimireddy et al. 2019, arXiv 1901.09847; ef21: Richtarik et al. 2021, arXiv 2106.05203; decayed:
-LoCo, arXiv 2407.04480; momentum correction and factor masking: Deep Gradient Compression, sections 3.1 and 3.2, arXiv
+LoCo, arXiv 2407.04480; fading: SparseLoCo, arXiv 2508.15706; momentum of ef21: EF21-SGDM, Fatkhullin et al. 2023, arXiv
+2305.15155; momentum correction and factor masking: Deep Gradient Compression, sections 3.1 and 3.2, arXiv
 1712.01887.
 """
 
@@ -57,7 +59,7 @@ __all__ = [
 ]
 
 
-FeedbackName = Literal["classic", "decayed", "ef21"]
+FeedbackName = Literal["classic", "decayed", "fading", "ef21"]
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -148,14 +150,16 @@ class Feedback:
     Computes M from the gradients and the memory, and the new memory from M - C(M): see the table of the module.
 
     Attributes:
-        kind: None, `classic`, `decayed` or `ef21`.
-        decay: beta of `decayed`.
-        momentum: m of momentum correction; 0 for none.
+        kind: None, `classic`, `decayed`, `fading` or `ef21`.
+        decay: beta of `decayed` and `fading`.
+        momentum: m of the momentum that is applied before; 0 for none.
+        averages: Whether the momentum is a mean of gradients, as that of ef21, and not their sum.
     """
 
     kind: Optional[FeedbackName] = None
     decay: float = 0.0
     momentum: float = 0.0
+    averages: bool = False
 
     @property
     def slots(self) -> frozenset[str]:
@@ -189,7 +193,7 @@ class Feedback:
         """
         gradients, factor = self._corrected(block, memory, 1 / scale)
         if self.kind == "ef21":
-            return self._apply_ef21(block, memory, factor)
+            return self._apply_ef21(block, gradients, memory, factor)
         block.allocate_outputs()
         block.keep_rest = self.kind is not None
         if self.kind is None:
@@ -209,6 +213,8 @@ class Feedback:
         for row, old, gradient in zip(work, _read(block, memory, "residual"), gradients):
             if old is None:
                 _scaled(gradient, factor, out=row)
+            elif self.kind == "fading":
+                torch.mul(old, self.decay, out=row).add_(gradient, alpha=factor)
             else:
                 torch.add(old, gradient, alpha=factor, out=row)
         return work
@@ -226,7 +232,7 @@ class Feedback:
                     output.add_(estimate)
             _stage(block, memory, "estimate").sub_(work)
         # Momentum factor masking: a velocity that was sent would push its element a second time.
-        if self.momentum and block.sent is not None:
+        if self.momentum and not self.averages and block.sent is not None:
             _stage(block, memory, "velocity").flatten(1).scatter_(1, block.sent, 0.0)
         block.write_gradients(scale)
 
@@ -238,16 +244,15 @@ class Feedback:
         velocity = _stage(block, memory, "velocity")
         torch.mul(means, 1 / scale, out=velocity)
         for row, old in zip(velocity, _read(block, memory, "velocity")):
-            if old is not None:
-                row.add_(old, alpha=self.momentum)
+            self._accelerate(row, old)
         torch.mul(velocity, scale, out=means)
 
-    def _apply_ef21(self, block: GradientBlock, memory: Memory, factor: float) -> Tensor:
+    def _apply_ef21(self, block: GradientBlock, gradients: Sequence[Tensor], memory: Memory, factor: float) -> Tensor:
         # The mean is written into its memory, H, and copied to the gradients from there: both are needed.
         block.outputs = list(_stage(block, memory, "mean_estimate").unbind())
         work = block.new_work()
         estimate = _stage(block, memory, "estimate")
-        for row, now, old, gradient in zip(work, estimate, _read(block, memory, "estimate"), block.gradients):
+        for row, now, old, gradient in zip(work, estimate, _read(block, memory, "estimate"), gradients):
             _scaled(gradient, factor, out=now)  # h' = h + C(M) = g - (M - C(M)): begin with g
             torch.sub(now, old if old is not None else 0, out=row)
         return work
@@ -258,9 +263,15 @@ class Feedback:
         velocity = _stage(block, memory, "velocity")
         for row, old, gradient in zip(velocity, _read(block, memory, "velocity"), block.gradients):
             _scaled(gradient, factor, out=row)
-            if old is not None:
-                row.add_(old, alpha=self.momentum)
+            self._accelerate(row, old)
         return velocity.unbind(), 1.0
+
+    def _accelerate(self, gradient: Tensor, velocity: Optional[Tensor]) -> None:
+        """Turn a gradient into the new velocity, in place; the first one is the gradient itself."""
+        if velocity is not None:
+            if self.averages:
+                gradient.mul_(1 - self.momentum)
+            gradient.add_(velocity, alpha=self.momentum)
 
 
 def _stage(block: GradientBlock, memory: Memory, slot: str) -> Tensor:

@@ -32,6 +32,8 @@ COMPRESSORS = {
     "topk_int8": lambda: TopK(0.1, **SMALL) | Quantize(8),
     "topk_bf16": lambda: TopK(0.1, **SMALL) | Cast("bf16"),
     "topk_ef21": lambda: TopK(0.1, feedback="ef21", **SMALL),
+    "topk_ef21_momentum": lambda: TopK(0.1, feedback="ef21", momentum=0.9, **SMALL),
+    "topk_fading": lambda: TopK(0.1, feedback="fading", **SMALL),
     "topk_decayed": lambda: TopK(0.1, feedback="decayed", **SMALL),
     "dgc": lambda: TopK(StepValue.warm_up(0.05, 3), momentum=0.9, **SMALL),
     "randomk": lambda: RandomK(0.1, **SMALL),
@@ -124,7 +126,17 @@ def _conserves(name, group):
             assert error < (0.1 if summed_in_half else 1e-12), (key, step, error)
 
 
-LOSSY = {"cast", "topk_ef21", "powersgd_ef21", "topk_decayed", "dgc", "randomk_plain", "int4_stochastic"}
+LOSSY = {
+    "topk_ef21_momentum",
+    "topk_fading",
+    "cast",
+    "topk_ef21",
+    "powersgd_ef21",
+    "topk_decayed",
+    "dgc",
+    "randomk_plain",
+    "int4_stochastic",
+}
 
 
 @pytest.mark.parametrize("name", sorted(COMPRESSORS.keys() - LOSSY))

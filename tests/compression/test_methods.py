@@ -257,6 +257,29 @@ def test_decayed_feedback_follows_its_equation():
         torch.testing.assert_close(compressor.state_dict()["residual"]["weight"], residual)
 
 
+def test_fading_feedback_follows_its_equation():
+    compressor, residual = TopK(0.1, feedback="fading", decay=0.75, min_numel=0), torch.zeros(10, 10).double()
+    for step in range(4):
+        gradient = randn(10, 10, seed=step)
+        residual = 0.75 * residual + gradient
+        residual -= reduced(compressor, gradient)
+        torch.testing.assert_close(compressor.state_dict()["residual"]["weight"], residual)
+
+
+def test_momentum_before_ef21_is_a_running_mean_of_gradients():
+    with_momentum = TopK(0.1, feedback="ef21", momentum=0.75, min_numel=0)
+    without, velocity = TopK(0.1, feedback="ef21", min_numel=0), None
+    for step in range(4):
+        gradient = randn(10, 10, seed=step)
+        velocity = gradient.clone() if velocity is None else 0.75 * velocity + 0.25 * gradient
+        torch.testing.assert_close(reduced(with_momentum, gradient), reduced(without, velocity.clone()))
+    small = {"b": randn(8, seed=1)}
+    for _ in range(3):  # the plain mean of the same gradient is that gradient
+        found = {"b": small["b"].clone()}
+        with_momentum.reduce_(found, ALONE)
+        torch.testing.assert_close(found, small)
+
+
 @distributed(world_size=2)
 def test_ef21_tracks_the_mean_of_the_ranks_estimates(group):
     compressor = TopK(0.3, feedback="ef21", min_numel=0)
@@ -324,6 +347,7 @@ def test_the_first_matching_rule_decides():
         lambda: TopK(1.5),
         lambda: TopK(float("nan")),
         lambda: TopK(0.1, decay=0.9),
+        lambda: TopK(0.1, feedback="fading", momentum=0.9),
         lambda: TopK(0.1, feedback="decayed", decay=1.0),
         lambda: TopK(0.1, momentum=-0.1),
         lambda: Dense(momentum=1.0),
@@ -337,7 +361,6 @@ def test_the_first_matching_rule_decides():
         lambda: Quantize(3),
         lambda: Cast("int8"),
         lambda: TopK(0.1, feedback="magic"),
-        lambda: TopK(0.1, feedback="ef21", momentum=0.9),
         lambda: TopK(0.1, start_step=-1),
         lambda: BlockTopK(0.1, block=0),
     ],
