@@ -79,7 +79,7 @@ METHODS: dict[str, Callable[[], Reducer | LocalSteps]] = {
     "the same, 2 fragments, overlap 5": lambda: LocalSteps(30, Quantize(4), nesterov, fragments=2, overlap_steps=5),
     "the same, late": lambda: LocalSteps(30, Quantize(4), nesterov, overlap_steps=30),
     "local 10, late, average": lambda: LocalSteps(10, Quantize(4), overlap_steps=10),
-    "local 10, nesterov, TopK(0.05)": lambda: LocalSteps(10, TopK(0.05), nesterov),
+    "local 10, TopK(0.05), fading": lambda: LocalSteps(10, TopK(0.05, feedback="fading")),
 }
 
 

@@ -204,10 +204,10 @@ class Compressor(Reducer, Method):
     `a | b` sends what `a` selects, encoded by `b`; the error feedback is then that of `a`.
 
     Args:
-        feedback: Error feedback. `classic`: what was not sent is added to the next gradient, for most cases. `decayed`: a
-            running mean of it, for encodings with much noise. `fading`: what is old counts less, for drifts of local
-            steps. `ef21`: the change since the last step is sent, where replicas see different data. None: forgotten,
-            which needs no memory and suits unbiased methods.
+        feedback: Error feedback. `classic`: what was not sent is added to the next gradient, for most cases.
+            `decayed`: a running mean of it, for encodings with much noise. `fading`: what is old counts less, for
+            drifts of local steps. `ef21`: the change since the last step is sent, where replicas see different data.
+            None: forgotten, which needs no memory and suits unbiased methods.
         decay: How much of the old residual `decayed` and `fading` keep, in [0, 1); 0.5 and 0.95 when omitted.
         start_step: Steps with plain means before compression begins.
         min_numel: Tensors with fewer elements, and those of less than two dimensions, are averaged as they are.

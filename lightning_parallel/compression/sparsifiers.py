@@ -42,8 +42,8 @@ class Sparsifier(Compressor):
 
     Args:
         ratio: Share of the elements to send, in (0, 1]; a `StepValue` changes it from step to step.
-        momentum: Momentum correction: the momentum of SGD, applied before the selection; with `feedback="ef21"` a running
-            mean of the gradients (EF21-SGDM). Give the optimizer none.
+        momentum: Momentum correction: the momentum of SGD, applied before the selection; with `feedback="ef21"` a
+            running mean of the gradients (EF21-SGDM). Give the optimizer none.
         values: Encoding of the values sent: `TopK(0.01) | Quantize(8)`.
         kwargs: The arguments of every compressor, see `Compressor`.
     """
