@@ -104,6 +104,7 @@ class Checkpoints:
         last_rank: Position in the pipeline group of the rank that holds the last stage, where steps run to their end.
         as_parts: Gather nothing: return tensors without data, with what this rank writes of each.
         replicas: The ranks that hold the same part; they share what there is to write.
+        are_alike: Whether they do; otherwise the first one's is written.
     """
 
     module: nn.Module
@@ -116,6 +117,7 @@ class Checkpoints:
     last_rank: int = 0
     as_parts: bool = False
     replicas: Group | None = None
+    are_alike: bool = True
 
     # -------------------------------------------------------------------------------------------------- the model
 
@@ -344,8 +346,8 @@ class Checkpoints:
         """Return a tensor without data, with what this rank is to write of it."""
         part, rank = TensorPart(), self.tensor_group.rank
         replica, replicas = (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.size)
-        if isinstance(key, str) and key not in self.names.parameters:
-            tag = 0  # a buffer: between two steps replicas may have others, and the first one's count
+        if not self.are_alike or (isinstance(key, str) and key not in self.names.parameters):
+            tag = 0  # of a buffer, too, replicas may have others between two steps, and the first one's count
         # Ranks that hold the same take turns, so that all of them write about as much.
         is_mine = self.pipeline_group.rank == place.stage and tag % replicas == replica
         if is_mine and place.shard is not None:

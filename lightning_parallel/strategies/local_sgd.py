@@ -2,7 +2,8 @@
 
 A checkpoint is that of the mesh strategies, of the parameters on which the replicas agree, with
 
-    "local_sgd": {"steps": optimizer steps, "local_steps", "exchanges", "scalers": [of each replica],
+    "local_sgd": {"steps": optimizer steps, "local_steps", "exchanges",
+                  "scalers": [of each replica], "are_new": [whether each replica's optimizers have no state yet],
                   "outer": state of the outer optimizer,
                   "optimizers": state of the optimizers of all replicas}
 
@@ -14,10 +15,12 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Optional, Union
 
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -310,10 +313,12 @@ class LocalSGDStrategy(HybridParallelStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         scalers = comm.all_gather_object(None if scaler is None else scaler.state_dict(), data)
         counts = {"steps": self._step_count, "local_steps": exchange.counted, "exchanges": exchange.exchanged}
-        state: dict[str, Any] = {**counts, "scalers": scalers}
+        mine = self._optimizer_slots()
+        are_new = comm.all_gather_object(not mine, data)
+        state: dict[str, Any] = {**counts, "scalers": scalers, "are_new": are_new}
+        mine = self._filled(mine)
         if outer is not None:
             state["outer"] = self._saved.gather_optimizer(outer)
-        mine = self._optimizer_slots()
         if self.is_sharded:
             state["optimizers"] = divide_state(mine, self.module, self._rules, self.groups)
         else:
@@ -332,6 +337,28 @@ class LocalSGDStrategy(HybridParallelStrategy):
                     if isinstance(value, Tensor) and id(parameter) in names:
                         slots.setdefault(f"{number}.{key}", {})[names[id(parameter)]] = value.detach()
         return slots
+
+    def _filled(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Add zeros for what other replicas have: a checkpoint has a row of each of them."""
+        described = {
+            slot: {name: (tuple(value.shape), value.dtype) for name, value in named.items()}
+            for slot, named in mine.items()
+        }
+        filled: dict[str, dict[str, Tensor]] = {}
+        for theirs in comm.all_gather_object(described, self.groups.data_parallel):
+            for slot, named in theirs.items():
+                for name, (shape, dtype) in named.items():
+                    value = mine.get(slot, {}).get(name)
+                    if value is None:
+                        value = torch.zeros(shape, dtype=dtype, device=self.root_device)
+                    filled.setdefault(slot, {}).setdefault(name, value)
+        return filled
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the first replica's optimizer with full tensors, see `lightning_module_state_dict`."""
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return replace(self._saved, are_alike=False).gather_optimizer(inner, self._recorded_groups(inner))
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
@@ -378,13 +405,20 @@ class LocalSGDStrategy(HybridParallelStrategy):
             mine = assemble_state(saved, self.module, self._rules, self.groups)
         else:
             mine = self._part_of(saved["layout"], saved["ranks"])
-        for number, optimizer in enumerate(self.optimizers):
-            for parameter, entry in optimizer.state.items():
-                name = self.parameter_names.get(id(parameter), "")
-                for key, value in entry.items():
-                    found = mine.get(f"{number}.{key}", {}).get(name)
-                    if isinstance(value, Tensor) and found is not None:
-                        entry[key] = found.to(value)
+        if len(state["are_new"]) == data.size and state["are_new"][data.rank]:
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+            return
+        parameters = dict(self.module.named_parameters())
+        for slot, named in mine.items():
+            number, _, key = slot.partition(".")
+            if not number.isdecimal():
+                continue  # not a slot
+            optimizer = self.optimizers[int(number)]
+            for name, value in named.items():
+                entry = optimizer.state[parameters[name]]
+                before = entry.get(key)
+                entry[key] = value.to(before if isinstance(before, Tensor) else self.root_device)
 
     @property
     def _sizes_of_mesh(self) -> list[int]:

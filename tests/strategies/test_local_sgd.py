@@ -311,6 +311,17 @@ def test_a_drift_that_is_not_finite_returns_to_the_anchor(group):
         assert all(value.isfinite().all() for value in entries)
 
 
+@pytest.mark.parametrize("replica", [(0, 0, 0), (1, 0, 0)])
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+@distributed(world_size=2)
+def test_optimizers_that_began_anew_are_saved_as_such(group, checkpoint_format, replica):
+    path, options = folder_of(group) / "run", {"every_n_steps": 3, "checkpoint_format": checkpoint_format}
+    expected, resumed = Explodes(replica, 3), Explodes(replica, 3)
+    fit(expected, group, callbacks=[Saves(path, (4,))], **options)
+    fit(resumed, group, ckpt_path=f"{path}-4", **options)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed.parameters(), expected.parameters()))
+
+
 @distributed(world_size=4)
 def test_a_rank_of_a_replica_takes_the_others_with_it(group):
     module = Explodes((1, 0, 1), 2)
