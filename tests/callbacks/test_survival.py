@@ -35,7 +35,7 @@ def _wait_for_step(folder, started, step):
     places = [folder / f"{rank}.progress" for rank in range(len(started))]
     while not all(_step_in(place) >= step for place in places):
         assert all(rank.process.is_alive() for rank in started), started[0]().stderr
-        assert time.monotonic() < until, "it has not begun"
+        assert time.monotonic() < until, f"it has not come to step {step}: {started[0](1).stderr}"
         time.sleep(0.01)
 
 
