@@ -116,10 +116,7 @@ class DeepDropping(Dropping):
 STRATEGIES = {
     "tensor x data": lambda: HybridParallelStrategy(tensor_parallel_size=2),
     "pipeline x data": lambda: HybridParallelStrategy(pipeline_parallel_size=2, balance="uniform"),
-    "pipeline x tensor": lambda: HybridParallelStrategy(
-        pipeline_parallel_size=2, tensor_parallel_size=2, balance="uniform"
-    ),
-    "sharded, in the background": lambda: HybridParallelStrategy(
+    "pipeline x tensor, sharded, in the background": lambda: HybridParallelStrategy(
         pipeline_parallel_size=2,
         tensor_parallel_size=2,
         balance="uniform",
