@@ -26,6 +26,7 @@ __all__ = ["Sum", "orthonormal", "times_left", "times_right", "works_in_cache", 
 
 _CACHED = 1 << 17  # numbers in a piece of a tensor; pieces of two or three tensors are in use
 _PRODUCTS = 1 << 18  # multiplications up to which no library divides a product among threads
+_LINE_BYTES = 64  # that a cache loads at once, or more
 
 _Array = Any  # of numpy, whose types are not those of the type checker
 _Some = Union[int, slice]  # of the matrices
@@ -70,6 +71,8 @@ def times_left(matrices: Tensor, left: Tensor, late: Optional[Sum] = None) -> Te
     by, out = left.numpy(), right.numpy()
     with np.errstate(all="ignore"):
         for some, rows, piece in _filled(matrices, left.shape[1], late):
+            if late is None and isinstance(some, int):
+                _load(piece)
             if rows.start == 0:
                 np.matmul(by[some][..., rows], piece, out=out[some])
             else:
@@ -100,6 +103,7 @@ def write_product(
             torch.mm(one.t(), other, out=output.view(n, m))
         return
     factors = left.mT.contiguous().numpy(), right.numpy()
+    multiply = np.matmul if left.shape[1] > 1 else np.multiply  # the same; of rank 1 numpy's product is slow
     subtracted = factors if taken is None else (taken[0].mT.contiguous().numpy(), taken[1].numpy())
     with np.errstate(all="ignore"):
         for some, all_rows in _divided(len(left), n, m, left.shape[1]):
@@ -109,10 +113,10 @@ def write_product(
             held = None if rest is None else rest[some].numpy()
             for rows in all_rows:
                 out = None if target is None else target[rows]
-                product = np.matmul(by[..., rows, :], times, out=out)
+                product = multiply(by[..., rows, :], times, out=out)
                 if held is not None:
                     piece = held[..., rows, :]
-                    lost = product if taken is None else np.matmul(taken_by[..., rows, :], taken_times)
+                    lost = product if taken is None else multiply(taken_by[..., rows, :], taken_times)
                     np.subtract(piece, lost, out=piece)
             if isinstance(some, slice):
                 targets = outputs[some]
@@ -158,6 +162,11 @@ def _filled(matrices: Tensor, rank: int, late: Optional[Sum]) -> Iterator[tuple[
             else:
                 np.add(before[..., rows, :], addend, out=piece)
             yield some, rows, piece
+
+
+def _load(piece: _Array) -> None:
+    """Bring a piece into the cache: a product reads across rows, too far apart for what a processor loads ahead."""
+    piece.reshape(-1)[:: _LINE_BYTES // piece.itemsize].max()
 
 
 def _array(gradients: Sequence[Tensor], dtype: torch.dtype) -> _Array:
