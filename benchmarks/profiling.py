@@ -1,11 +1,11 @@
 """What measuring costs: a step with all callbacks against one without, in turn, and the cost of a span.
 
-    python benchmarks/profiling.py [--step 0.05] [--blocks 5] [--steps 60] [--ranks 2]
+    python benchmarks/profiling.py [--step 0.05] [--blocks 5] [--steps 60] [--ranks 2] [--strategy tensor|ddp]
 
-Every step sleeps for `--step` seconds, as if a device computed, and runs a small tensor-parallel model besides, whose
-collectives are recorded. Runs with and without callbacks alternate, so that a change of the machine's speed meets both;
-what is compared is the first decile over all steps, which other processes disturb least: of the step, and of the
-processor time that the main thread spends in it.
+Every step sleeps for `--step` seconds, as if a device computed, and runs a small model besides, tensor-parallel or in
+replicas, whose collectives are recorded. Runs with and without callbacks alternate, so that a change of the machine's
+speed meets both; what is compared is the first decile over all steps, which other processes disturb least: of the step,
+and of the processor time that the main thread spends in it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from lightning_parallel.callbacks import (
     StragglerMonitor,
     Throughput,
 )
+from lightning_parallel.callbacks.collective_tracer import CollectiveTracer, trace_collectives
 from lightning_parallel.callbacks.communication import CommunicationAccumulator
 from lightning_parallel.callbacks.step_times import BreakdownAccumulator
 from lightning_parallel.tracing import InFlight, Recorder
@@ -94,13 +96,21 @@ def _measuring() -> list[Callback]:
     return [*(make(show_table=False) for make in makers), MemoryProfiler(show_table=False)]
 
 
+def _strategy(arguments: argparse.Namespace) -> Any:
+    if arguments.ranks == 1:
+        return "auto"
+    if arguments.strategy == "ddp":
+        return DDPStrategy(bucket_cap_mb=0.1, process_group_backend="gloo")
+    return TensorParallelStrategy(tensor_parallel_size=arguments.ranks)
+
+
 def _block(arguments: argparse.Namespace, callbacks: list[Callback]) -> list[Step]:
     """Step times of one run."""
     clock = Clock()
     trainer = Trainer(
         accelerator="cpu",
         devices=arguments.ranks,
-        strategy=TensorParallelStrategy(arguments.ranks) if arguments.ranks > 1 else "auto",
+        strategy=_strategy(arguments),
         callbacks=[*callbacks, clock],
         max_steps=arguments.steps,
         logger=False,
@@ -123,11 +133,31 @@ def _worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     for block in range(2 * arguments.blocks):
         measured = block % 2 == 1
         (on if measured else off).extend(_block(arguments, _measuring() if measured else []))
+    calls = _calls() if arguments.ranks > 1 else {}
     if rank == 0:
-        _print(arguments, off, on)
+        _print(arguments, off, on, {**_spans(), **calls})
 
 
-def _print(arguments: argparse.Namespace, off: list[Step], on: list[Step]) -> None:
+def _calls(count: int = 300, repeats: int = 5) -> dict[str, float]:
+    """Seconds of processor time of the main thread that seeing a collective of torch's takes."""
+
+    def reduce() -> float:
+        start = time.thread_time()
+        for _ in range(count):
+            dist.all_reduce(numbers)
+        return (time.thread_time() - start) / count
+
+    numbers = torch.zeros(4)
+    plain, seen = list[float](), list[float]()
+    for _ in range(repeats):
+        plain.append(reduce())
+        recorder = Recorder()
+        with trace_collectives(CollectiveTracer({}), recorder), tracing.activate(recorder):
+            seen.append(reduce())
+    return {"seeing a collective": min(seen) - min(plain)}
+
+
+def _print(arguments: argparse.Namespace, off: list[Step], on: list[Step], spans: dict[str, float]) -> None:
     wall, busy = (statistics.quantiles(kind, n=10)[0] for kind in zip(*off))
     measured_wall, measured_busy = (statistics.quantiles(kind, n=10)[0] for kind in zip(*on))
     table = Table(title=f"all callbacks, {len(on)} steps each, {arguments.ranks} rank(s)")
@@ -135,8 +165,8 @@ def _print(arguments: argparse.Namespace, off: list[Step], on: list[Step]) -> No
         table.add_column(header, justify="right")
     table.add_row("longer step", f"{(measured_wall - wall) / wall:.2%}", f"{MOST_SHARE:.0%}")
     table.add_row("more processor time / step", f"{(measured_busy - busy) / wall:.2%}", f"{MOST_SHARE:.0%}")
-    for name, seconds in _spans().items():
-        limit = f"{MOST_SPAN_S * 1e6:.0f} us" if "off" not in name else ""
+    for name, seconds in spans.items():
+        limit = f"{MOST_SPAN_S * 1e6:.0f} us" if "off" not in name and "seeing" not in name else ""
         table.add_row(name, f"{seconds * 1e6:.2f} us", limit)
     Console().print(table)
     print(f"a step: {wall * 1e3:.2f} ms without callbacks, {measured_wall * 1e3:.2f} ms with")
@@ -187,6 +217,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=5, help="runs with, and as many without")
     parser.add_argument("--steps", type=int, default=60, help="steps of a run")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--strategy", choices=("tensor", "ddp"), default="tensor")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_worker, (arguments, folder), nprocs=arguments.ranks)

@@ -35,6 +35,14 @@ from lightning_parallel.compat import lightning as compat_lightning
 from lightning_parallel.compat import precision as compat_precision
 from lightning_parallel.compat import torch as compat_torch
 from lightning_parallel.compat.default_group import backend_of, default_store, set_timeout
+from lightning_parallel.compat.dispatcher import (
+    Interceptor,
+    current_graph_task_id,
+    groups_past_dispatcher,
+    intercepted_collectives,
+    is_coalescing,
+    on_graph_end,
+)
 from lightning_parallel.compat.lightning import (
     asynchronous_io,
     ddp_hook_state,
@@ -49,10 +57,8 @@ from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
     NormalizationBase,
     TorchDispatchMode,
-    ddp_comm_hooks,
     flight_recorder_entries,
     has_unsharded_storage,
-    intercepted_all_reduce,
     is_backward_running,
     overload_packet,
     pytree,
@@ -252,23 +258,51 @@ def test_backward_and_operators_are_known():
     assert pytree.tree_leaves({"a": [1, 2], "b": 3}) == [1, 2, 3]
 
 
+class Nested(Interceptor):
+    """Notes what passes."""
+
+    def __init__(self):
+        self.seen = []
+
+    def issue(self, collective, call):
+        self.seen.append((collective.op, collective.process_group, type(call())))
+
+    def wait(self, work, call):
+        self.seen.append("wait")
+        return call()
+
+    wait_event = wait
+
+    def wait_tensor(self, tensor, call):
+        return self.wait(None, call)
+
+    def finish(self, call):
+        return self.wait(None, call)
+
+
 @distributed(world_size=2)
-def test_all_reduces_of_ddp_are_intercepted_and_none_after(group):
-    seen = []
-
-    def interceptor(tensors, process_group, call):
-        seen.append((tensors[0].numel(), process_group, type(call())))
-
-    model = DistributedDataParallel(nn.Linear(3, 2))
-    assert ddp_comm_hooks(model) == []
-    with intercepted_all_reduce(interceptor):
-        model(torch.ones(1, 3)).sum().backward()
-    assert seen == [(8, dist.group.WORLD, dist.Work)]
-    model(torch.ones(1, 3)).sum().backward()
+def test_collectives_and_waits_are_intercepted_and_none_after(group):
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    outer, inner, ends = Nested(), Nested(), []
+    with intercepted_collectives(outer):
+        loss = model(torch.ones(4, 3)).sum()
+        loss.register_hook(lambda _: on_graph_end(lambda: ends.append(list(outer.seen))))
+        assert current_graph_task_id() == -1
+        loss.backward()
+        with intercepted_collectives(inner):  # the last one is shown what passes
+            dist.all_reduce(torch.ones(1))
+    buffers, *sent, reduced = outer.seen
+    assert buffers == "wait"
+    assert sent == [("broadcast", dist.group.WORLD, dist.Work)] * 2
+    assert reduced == ("all_reduce", dist.group.WORLD, dist.Work)
+    assert ends == [outer.seen], "after the last bucket was sent"
+    assert inner.seen == [("all_reduce", dist.group.WORLD, dist.Work), "wait"]
+    model(torch.ones(4, 3)).sum().backward()
     dist.all_reduce(torch.ones(1))
-    assert len(seen) == 1
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    assert ddp_comm_hooks(model) == [default_hooks.allreduce_hook]
+    assert (len(outer.seen), len(inner.seen)) == (4, 2)
+    assert not is_coalescing(dist.group.WORLD)
+    assert groups_past_dispatcher() == []
+    model.register_comm_hook(None, default_hooks.allreduce_hook)  # DDP's only place for one is free
 
 
 @distributed(world_size=2)
@@ -411,8 +445,8 @@ def test_collectives_of_one_tensor(group):
     compat_torch.reduce_scatter_single(part := torch.empty(2), whole)
     assert part.tolist() == [2.0 * group.rank] * 2
     with dist.distributed_c10d._coalescing_manager(async_ops=True):
-        assert compat_torch.is_coalesced(dist.all_reduce(part, async_op=True))
-        assert not compat_torch.is_coalesced(None)
+        assert is_coalescing(dist.group.WORLD)
+        dist.all_reduce(part, async_op=True)
 
 
 def test_what_constructors_only_take():

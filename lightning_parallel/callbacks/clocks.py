@@ -51,6 +51,10 @@ class CudaClock:
         """Return whether the current stream is the one in which the clock was made: the one that computes."""
         return torch.cuda.current_stream(self._device) == self._main
 
+    def is_main(self, stream: Any) -> bool:
+        """Return whether `stream`, the current one where it is None, is the one that computes."""
+        return stream is None or stream == self._main
+
     def completion(self, work: Any, lane: Hashable) -> torch.cuda.Event:
         """Make a mark that is passed when `work` is complete, without delaying the stream that computes.
 

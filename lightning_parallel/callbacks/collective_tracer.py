@@ -1,56 +1,44 @@
-"""Records collectives issued by others: by Lightning, DDP, FSDP, the user's own code.
+"""Records communication issued by others: by Lightning, DDP, FSDP, DeepSpeed, DTensor, the user's own code.
 
-Inside `trace_collectives` the functions of `torch.distributed` record what passes through them, and inside
-`trace_ddp_buckets` so do the reductions of DDP. They do and return what they did and returned before.
+Inside `trace_collectives` all that passes through PyTorch's dispatcher is recorded, from C++ as from Python, and so is
+each time for which the thread that trains, or the stream that computes, stands still for it.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_parallel import tracing
-from lightning_parallel.compat import Patches
-from lightning_parallel.compat.default_group import all_processes
-from lightning_parallel.compat.torch import ddp_comm_hooks, intercepted_all_reduce, is_coalesced
-from lightning_parallel.compat.twins import is_a
-from lightning_parallel.mesh import AXES, DATA, Mesh
+from lightning_parallel import comm, tracing
+from lightning_parallel.compat.default_group import all_processes, backend_of
+from lightning_parallel.compat.dispatcher import (
+    Collective,
+    current_graph_task_id,
+    groups_past_dispatcher,
+    intercepted_collectives,
+    is_coalescing,
+    on_graph_end,
+)
+from lightning_parallel.compat.torch import storage_address
+from lightning_parallel.mesh import AXES, Mesh
 from lightning_parallel.tracing import InFlight, Recorder
 
-__all__ = ["CollectiveTracer", "blind_spots", "hides_waits", "trace_collectives", "trace_ddp_buckets", "tracer_for"]
+__all__ = ["CollectiveTracer", "blind_spots", "trace_collectives", "tracer_for"]
 
-# The collectives that Lightning, DDP and FSDP call; messages between two ranks are none of them.
-_FUNCTIONS: dict[str, tuple[str, str | None]] = {
-    "all_reduce": ("all_reduce", "tensor"),
-    "broadcast": ("broadcast", "tensor"),
-    "reduce": ("reduce", "tensor"),
-    "all_gather": ("all_gather", "tensor_list"),
-    "all_gather_into_tensor": ("all_gather", "output_tensor"),
-    "all_gather_single": ("all_gather", "output"),
-    "reduce_scatter": ("reduce_scatter", "input_list"),
-    "reduce_scatter_tensor": ("reduce_scatter", "input"),
-    "reduce_scatter_single": ("reduce_scatter", "input"),
-    "all_to_all_single": ("all_to_all", "input"),
-    "all_gather_object": ("all_gather_object", None),
-    "broadcast_object_list": ("broadcast_object", None),
-    "barrier": ("barrier", None),
-}
-"""Function of `torch.distributed` -> operation, and the argument that holds its payload."""
+EXPOSED = "communication_exposed"
+
+ARRIVAL_NS = 300_000
+"""A wait that blocks longer than this ends when the communication does, see `comm.work`."""
 
 
 class CollectiveTracer:
-    """Names the groups of traced collectives, and keeps those that have not ended.
+    """Names the groups of communication that others issue, and keeps what has not ended.
 
     Args:
         axes: Mesh axis of groups by their ranks; the others are called `world`.
@@ -60,93 +48,254 @@ class CollectiveTracer:
     def __init__(self, axes: Mapping[tuple[int, ...], str], default: str = "world") -> None:
         self._axes = dict(axes)
         self._default = default
-        self._groups: dict[dist.ProcessGroup | None, tuple[str, tuple[int, ...], str]] = {}
-        # Autograd's threads begin collectives while the thread that trains ends them.
-        self._open: list[InFlight] = []
+        self._groups: dict[Any, tuple[str, tuple[int, ...], str, bool]] = {}
+        # By handle, in the order of their issue. Autograd's threads begin what the thread that trains ends. A handle
+        # that is kept here is the same object when others ask for it, and keeps its tensors no longer than they do.
+        self._open: dict[Any, InFlight] = {}
         self._lock = threading.Lock()
         self._thread = threading.local()
+        self._graph: int = -1
+        self._graph_end: Any = None
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether the calling thread is inside a traced function, whose own calls must not be recorded again."""
-        return getattr(self._thread, "is_inside", False)
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Set `is_inside` during the block."""
-        before = self.is_inside
-        self._thread.is_inside = True
-        try:
-            yield
-        finally:
-            self._thread.is_inside = before
-
-    def group(self, process_group: dist.ProcessGroup | None) -> tuple[str, tuple[int, ...], str]:
-        """Axis, ranks and name of a group."""
-        if process_group not in self._groups:
+    def group(self, process_group: Any) -> tuple[str, tuple[int, ...], str, bool]:
+        """Axis, ranks and name of a group, and whether devices carry its messages."""
+        found = self._groups.get(process_group)
+        if found is None:
             ranks = tuple(dist.get_process_group_ranks(process_group))
-            known = dist.group.WORLD if process_group is None else process_group
-            axis = self._default if known is all_processes() else self._axes.get(ranks, "world")
-            self._groups[process_group] = axis, ranks, getattr(known, "group_name", "")
-        return self._groups[process_group]
+            axis = self._default if process_group is all_processes() else self._axes.get(ranks, "world")
+            on_device = "nccl" in backend_of(process_group)
+            found = self._groups[process_group] = axis, ranks, getattr(process_group, "group_name", ""), on_device
+        return found
 
-    def begin(self, active: Recorder, op: str, process_group: Any, payload: Any) -> InFlight:
-        """Record that a collective begins."""
-        axis, ranks, name = self.group(process_group)
-        tensors = [payload] if isinstance(payload, Tensor) else list(payload or ())
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) if tensors else None
-        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else None
-        return InFlight(active, op, axis, ranks, num_bytes, dtype, None, group=name)
+    # --------------------------------------------------------------------------------------------- what is intercepted
 
-    def run(self, active: Recorder, flight: InFlight, call: Callable[[], Any]) -> Any:
-        """Issue a collective by `call`, and record when it ends; returns its work, None if it has ended."""
-        # A collective in a separate stream does not block the stream that computes.
-        may_block = active.clock is None or active.clock.is_on_main_stream()
-        with flight if may_block else nullcontext():
+    def issue(self, collective: Collective, call: Callable[[], Any]) -> None:
+        """Record an operation, unless `comm` does."""
+        active = tracing.active()
+        known = comm.current_call()
+        if active is None or known is not None:
+            # Of Python objects `comm` does not know the size.
+            if known is not None and known.dtype is None and collective.payload and known.op != "barrier":
+                known.bytes = (known.bytes or 0) + _size_bytes(collective)
+            call()
+            return
+        axis, ranks, name, on_device = self.group(collective.process_group)
+        if len(ranks) == 1:  # what the user's code says to the only replica
+            call()
+            return
+        self.note_backward()
+        flight = self._begin(active, collective, axis, ranks, name)
+        with flight if active.is_computing() else nullcontext():
             work = call()
         if work is None:
             flight.complete = active.now()
             flight.finish(flight.complete)
-        elif is_coalesced(work):
+        elif on_device and is_coalescing(collective.process_group):
             flight.finish()  # it has not begun: torch issues it with others, by a call that is not seen here
+        elif collective.is_waited_for and active.clock is None:
+            self._thread.next = work, flight  # the wait tells when it is complete
         else:
-            self._leave_open(flight, work, may_block)
-        return work
+            self._leave_open(active, flight, work, collective.tensors, on_device)
 
-    def _leave_open(self, flight: InFlight, work: Any, may_block: bool) -> None:
-        """Note when `work` completes; where the caller waits for it is not visible."""
-        clock = flight.clock
-        # On CUDA work has no callback when it completes, only a stream that can wait for it.
-        if clock is not None:
-            flight.complete = clock.completion(work, flight.group)
-        else:
+    def _begin(
+        self, active: Recorder, collective: Collective, axis: str, ranks: tuple[int, ...], name: str
+    ) -> InFlight:
+        num_bytes = _size_bytes(collective) if collective.tensors else None
+        is_plain = bool(collective.payload) and not collective.op.endswith("_object")
+        dtype = str(collective.payload[0].dtype).removeprefix("torch.") if is_plain else None
+        peer = None if collective.peer is None else ranks[collective.peer]
+        return InFlight(active, collective.op, axis, ranks, num_bytes, dtype, peer, collective.tag, group=name)
+
+    def _leave_open(
+        self, active: Recorder, flight: InFlight, work: Any, tensors: Sequence[Tensor], on_device: bool
+    ) -> None:
+        """Note when `work` completes, until something waits for it."""
+        # Whoever issued it may let go of them: torch keeps them only until something waits, which may be our clock.
+        flight.tensors = tensors
+        if active.clock is None:
 
             def note_completion(_: Any) -> None:  # on a thread of gloo
                 flight.complete = flight.now()
 
             with suppress(AttributeError, RuntimeError):  # not every operation has a future
                 work.get_future().add_done_callback(note_completion)
-        if not may_block:
-            flight.finish(flight.complete)
-            return
+        # On CUDA work has no callback when it completes, only a stream that can wait for it; on the host it would.
+        elif on_device and tensors and tensors[0].is_cuda:
+            flight.complete = active.clock.completion(work, (flight.group, flight.op, flight.peer))
         with self._lock:
-            self._open.append(flight)
+            self._open[work] = flight
+        opened = getattr(self._thread, "opened", None)
+        if opened is not None:
+            opened.append(work)
 
-    def finish_pending(self, active: Recorder) -> None:
-        """End all open collectives: backward has waited for them, and since the last one began, for nothing else.
+    def wait(self, work: Any, call: Callable[[], Any]) -> Any:
+        """Record the wait for a handle, which ends its communication."""
+        active = tracing.active()
+        if active is None or comm.current_call() is not None:
+            return call()
+        following, flight = getattr(self._thread, "next", (None, None))
+        self._thread.next = None, None
+        if following is not work:
+            following = None
+            with self._lock:
+                flight = self._open.pop(work, None)
+        if flight is None:
+            # Several operations that were issued as one, or a wait of another thread's.
+            with tracing.waiting("communication"):
+                return call()
+        begin = active.now()
+        with flight if active.is_computing() else nullcontext():
+            result = call()
+        if flight.complete is None and active.clock is None:
+            end = active.now()
+            flight.complete = end if following is not None or end - begin > ARRIVAL_NS else None
+        # Where another stream waits the host goes on, and so does the stream that computes.
+        flight.finish(flight.complete if active.clock is not None and not active.is_computing() else None)
+        return result
 
-        That is true of DDP, which issues its last collective when the last gradient is there.
-        """
+    def wait_tensor(self, tensor: Tensor, call: Callable[[], Any]) -> Any:
+        """Record the wait for a functional collective, of which nothing but a result is known."""
+        if not self._open or tensor.is_meta:
+            return call()
+        address = storage_address(tensor.untyped_storage())
         with self._lock:
-            flights = self._open
-            self._open = []
-        ends = [flight.complete for flight in flights if flight.complete is not None]
-        if ends:
-            # Marks of a device have no order before they are read; a stream passes them in the order of their issue.
-            end = ends[-1] if active.clock is not None else max(ends)
-            active.reassign("communication_exposed", flights[-1].blocked_until(end), end)
+            works = [
+                work
+                for work, flight in self._open.items()
+                if any(storage_address(one.untyped_storage()) == address for one in flight.tensors)
+            ]
+        return self.wait(works[0], call) if works else call()
+
+    def finish(self, call: Callable[[], Any]) -> Any:
+        """Record operations that are issued and waited for in one call."""
+        active = tracing.active()
+        if active is None or comm.current_call() is not None or not active.is_computing():
+            return call()
+        opened = self._thread.opened = list[Any]()
+        active.enter(EXPOSED)
+        try:
+            return call()
+        finally:
+            end = active.leave()
+            self._thread.opened = None
+            with self._lock:
+                flights = [self._open.pop(work) for work in opened if work in self._open]
+            self._end_together(active, flights, end)
+
+    def _end_together(self, active: Recorder, flights: Sequence[InFlight], end: Any) -> None:
+        """End flights that C++ has waited for, one after the other, until `end`."""
+        if active.clock is not None:
+            for flight in flights[-1:]:
+                flight.block(flight.released, end)
+        else:
+            reached = 0
+            for flight in flights:
+                complete = end if flight.complete is None else flight.complete
+                # Times that overlap would be counted twice.
+                begin = max(reached, flight.released)
+                reached = max(begin, complete)
+                flight.block(begin, reached)
         for flight in flights:
-            flight.finish(active.now() if flight.complete is None else flight.complete)
+            flight.finish(end if flight.complete is None else flight.complete)
+
+    def wait_event(self, event: Any, stream: Any, call: Callable[[], Any]) -> Any:
+        """Record how long the stream that computes stands still for another one while communication is in flight."""
+        active = tracing.active()
+        clock = None if active is None else active.clock
+        if active is None or clock is None or not active.in_flight or not active.is_computing():
+            return call()
+        if comm.current_call() is not None or not clock.is_main(stream):
+            return call()
+        with tracing.waiting("stream"):
+            return call()
+
+    # ---------------------------------------------------------------------------------------------- backward passes
+
+    def note_backward(self) -> bool:
+        """Watch for the end of the backward pass that runs in this thread; returns whether one does."""
+        graph = current_graph_task_id()
+        if graph == -1:
+            return False
+        active = tracing.active()
+        if graph != self._graph and active is not None:
+            # Passes may be nested in others, as with activation checkpointing: what counts is the end of the last.
+            self._graph = graph
+            self._graph_end = None
+            on_graph_end(lambda: self._note_graph_end(active))
+        return True
+
+    def _note_graph_end(self, active: Recorder) -> None:
+        self._graph_end = active.now()
+
+    def finish_pending(self, active: Recorder, source: str | None = None) -> None:
+        """End what is complete, and charge what a backward pass waited for since it had no node left to run.
+
+        What C++ waits for there, nobody else has waited for: DDP's buckets, and what its communication hooks have given
+        to other threads and streams.
+
+        Args:
+            active: The recorder.
+            source: The phase in which it waited; the innermost one, where that still runs.
+        """
+        begin, self._graph_end = self._graph_end, None
+        with self._lock:
+            ended = [work for work, flight in self._open.items() if _is_complete(work, flight)]
+            flights = [self._open.pop(work) for work in ended]
+        beside, active.beside = active.beside, []
+        if begin is not None:
+            if active.num_beside:
+                beside.append(active.now())
+            if active.clock is None:
+                end = self._charge_on_host(active, begin, flights, max(beside, default=begin))
+            else:
+                # Marks of a device have no order before they are read; streams pass them in the order of their issue.
+                end = self._charge_on_device(active, begin, flights, beside)
+            active.reassign(EXPOSED, begin, end, source)
+        for flight in flights:
+            flight.finish(flight.complete)
+
+    def _charge_on_host(self, active: Recorder, begin: int, flights: Sequence[InFlight], beside: int) -> int:
+        reached = begin
+        for flight in flights:
+            if flight.complete > reached:
+                flight.block(reached, flight.complete)
+                reached = flight.complete
+        if beside > reached:
+            active.add_wait("gradients", reached, beside)
+        return min(max(reached, beside), active.now())
+
+    def _charge_on_device(self, active: Recorder, begin: Any, flights: Sequence[InFlight], beside: list[Any]) -> Any:
+        if beside:
+            active.add_wait("gradients", begin, beside[-1])
+            return beside[-1]
+        if not flights:
+            return begin
+        flights[-1].block(begin, flights[-1].complete)
+        return flights[-1].complete
+
+    def end_step(self, active: Recorder) -> None:
+        """End what is complete, and what nobody has waited for since the last step."""
+        self.finish_pending(active, source="forward")
+        with self._lock:
+            old = [work for work, flight in self._open.items() if flight.step < active.step]
+            flights = [self._open.pop(work) for work in old]
+        for flight in flights:
+            flight.finish()
+
+
+def _is_complete(work: Any, flight: InFlight) -> bool:
+    """Tell whether an operation is over; on the host, from now on its flight has a time for that."""
+    # Who waits in C++ goes on before the note of the completion has been taken on gloo's thread.
+    if flight.complete is None and flight.clock is None:
+        with suppress(AttributeError, RuntimeError):  # not every operation has a future
+            if work.get_future().done():
+                flight.complete = flight.now()
+    return flight.complete is not None
+
+
+def blind_spots() -> list[str]:
+    """Return what is communicated and not recorded, in sentences."""
+    return [f"What goes through groups of the class {name} is not seen." for name in groups_past_dispatcher()]
 
 
 def tracer_for(trainer: Trainer, mesh: Mesh) -> CollectiveTracer:
@@ -154,104 +303,21 @@ def tracer_for(trainer: Trainer, mesh: Mesh) -> CollectiveTracer:
     axes: dict[tuple[int, ...], str] = {}
     for axis in AXES:
         axes.update({tuple(ranks): axis for ranks in mesh.peers(axis) if len(ranks) > 1})
-    # Under a strategy that knows nothing but replicas the default group is the data-parallel axis.
-    replicas_only = not hasattr(trainer.strategy, "groups") and mesh.data_parallel == mesh.world_size
-    return CollectiveTracer(axes, DATA if replicas_only else "world")
+    # Strategies of others use the default group for the axis of all ranks, if there is one: replicas, or a device mesh.
+    whole = [axis for axis in AXES if mesh.size(axis) == mesh.world_size]
+    return CollectiveTracer(axes, "world" if hasattr(trainer.strategy, "groups") or not whole else whole[0])
 
 
 @contextmanager
-def trace_collectives(tracer: CollectiveTracer) -> Iterator[None]:
-    """Inside the block, record what others call in `torch.distributed` while a recorder is active."""
-    patches = Patches()
+def trace_collectives(tracer: CollectiveTracer, recorder: Recorder) -> Iterator[None]:
+    """Inside the block, record what others communicate while a recorder is active; that of steps is `recorder`."""
+    recorder.on_submit = tracer.note_backward
     try:
-        for name, (op, payload) in _FUNCTIONS.items():
-            if hasattr(dist, name):  # some came with later versions of torch
-                patches.replace(dist, name, _traced(getattr(dist, name), tracer, op, payload))
-        yield
+        with intercepted_collectives(tracer):
+            yield
     finally:
-        patches.undo()
+        recorder.on_submit = None
 
 
-def _traced(function: Callable[..., Any], tracer: CollectiveTracer, op: str, payload: str | None) -> Callable[..., Any]:
-    names = list(inspect.signature(function).parameters)
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        active = tracing.active()
-        if active is None:
-            return function(*args, **kwargs)
-        with tracer.inside():
-            # `comm` records its calls itself, with more than can be seen here.
-            if _is_recorded_by_caller(sys._getframe(1).f_globals.get("__name__", "")):
-                return function(*args, **kwargs)
-            # Cheaper than `Signature.bind`, and a call that is wrong fails in the function itself.
-            given = {**dict(zip(names, args)), **kwargs}
-            if len(tracer.group(given.get("group"))[1]) == 1:
-                return function(*args, **kwargs)  # what the user's code says to the only replica
-            flight = tracer.begin(active, op, given.get("group"), given.get(payload) if payload else None)
-            return tracer.run(active, flight, lambda: function(*args, **kwargs))
-
-    return call
-
-
-def _is_recorded_by_caller(module: str) -> bool:
-    """Return whether a module records its communication itself, as `comm` does."""
-    return module.startswith("lightning_parallel.")
-
-
-@contextmanager
-def trace_ddp_buckets(tracer: CollectiveTracer, strategy: Strategy) -> Iterator[None]:
-    """Inside the block, record the reductions that DDP starts in C++, without a communication hook.
-
-    A hook would replace DDP's own reduction by another, and could not be removed: DDP takes one only, the user's.
-    """
-    if not isinstance(strategy.model, DistributedDataParallel):
-        yield
-        return
-
-    def record(tensors: list[Tensor], group: dist.ProcessGroup, call: Callable[[], Any]) -> None:
-        active = tracing.active()
-        # A traced function ends up here, too: its call was recorded when it began.
-        if active is None or tracer.is_inside:
-            call()
-        else:
-            tracer.run(active, tracer.begin(active, "all_reduce", group, tensors), call)
-
-    with intercepted_all_reduce(record):
-        yield
-
-
-# --------------------------------------------------------------------------------------------------- what is not seen
-
-
-def hides_waits(strategy: Strategy) -> bool:
-    """Return whether ranks wait for each other inside forward and backward where that cannot be told from work."""
-    # On CPU FSDP waits in functions of `torch.distributed`; on CUDA its streams wait for each other.
-    if is_a(strategy, FSDPStrategy):
-        return strategy.root_device.type == "cuda"
-    return is_a(strategy, DeepSpeedStrategy) or is_a(strategy, ModelParallelStrategy)
-
-
-def blind_spots(trainer: Trainer) -> Iterator[str]:
-    """Return the communication of the strategy that is not recorded, in sentences."""
-    strategy: Any = trainer.strategy
-    if trainer.world_size == 1:
-        return
-    if isinstance(strategy.model, DistributedDataParallel):
-        # C++ sends them and waits for them: the sending could be intercepted, the waiting not.
-        if any(True for _ in strategy.model.buffers()):
-            yield "DDP sends buffers before each forward inside torch, where that is not seen: it counts as forward."
-        hooks = [hook for hook in ddp_comm_hooks(strategy.model) if not _is_ours(hook)]
-        if hooks:
-            names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
-            yield f"The communication hook {names} is seen only as far as it calls functions of torch.distributed."
-    if is_a(strategy, FSDPStrategy) and hides_waits(strategy):
-        yield "FSDP communicates in separate streams: how long computing waits for it counts as forward and backward."
-    if is_a(strategy, ModelParallelStrategy):
-        yield "DTensor communicates inside torch, where that is not seen: it counts as forward and backward."
-    if is_a(strategy, DeepSpeedStrategy):
-        yield "DeepSpeed's communication is seen only as far as it calls functions of torch.distributed."
-
-
-def _is_ours(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("lightning_parallel.")
+def _size_bytes(collective: Collective) -> int:
+    return collective.times * sum(tensor.numel() * tensor.element_size() for tensor in collective.payload)

@@ -49,13 +49,15 @@ class CallSample(NamedTuple):
 
 
 class CallTotals:
-    """Calls of one kind: how many, for how long they blocked this rank, and the latest ones."""
+    """Calls of one kind: how many, of which size, how long threads waited for them, and the latest ones."""
 
-    __slots__ = ("blocked_ns", "count", "last")
+    __slots__ = ("blocked_ns", "bytes", "count", "exposed_ns", "last")
 
     def __init__(self) -> None:
         self.count = 0
+        self.bytes = 0
         self.blocked_ns = 0
+        self.exposed_ns = 0
         self.last: deque[Span] = deque(maxlen=SAMPLES)
 
 
@@ -78,6 +80,7 @@ class CommunicationAccumulator(Accumulator):
         self._missing = missing
         self._steps = 0
         self._totals: dict[CallKind, CallTotals] = {}
+        self._apart: Counter[tuple[Any, ...]] = Counter()
         self._logged: Counter[str] = Counter()
         self._steps_logged = 0
 
@@ -85,22 +88,41 @@ class CommunicationAccumulator(Accumulator):
     def add(self, window: Window) -> None:
         self._steps += 1
         for span in window.spans:
-            if span.category == "communication":
-                # A plain tuple finds the `CallKind` that equals it, and is made in a fraction of the time.
-                key = span.axis, span.op, span.ranks, span.group, span.peer, span.dtype, span.bytes
-                totals = self._totals.get(key)  # type: ignore[call-overload]
-                if totals is None:
-                    kind = CallKind(*key)  # type: ignore[arg-type]
-                    totals = self._totals[kind] = CallTotals()
-                totals.count += 1
-                totals.blocked_ns += span.blocked_ns
-                totals.last.append(span)
+            if span.category != "communication":
+                continue
+            if span.apart is not None:
+                self._add_apart(span)
+                continue
+            # Python objects have another size each time. A plain tuple finds the `CallKind` that equals it, and is made
+            # in a fraction of the time.
+            size = None if span.dtype is None else span.bytes
+            key = span.axis, span.op, span.ranks, span.group, span.peer, span.dtype, size
+            totals = self._totals.get(key)  # type: ignore[call-overload]
+            if totals is None:
+                kind = CallKind(*key)  # type: ignore[arg-type]
+                totals = self._totals[kind] = CallTotals()
+            totals.count += 1
+            totals.bytes += span.bytes or 0
+            totals.blocked_ns += span.blocked_ns
+            totals.exposed_ns += span.exposed_ns
+            totals.last.append(span)
+
+    @override
+    def end(self, window: Window) -> None:
+        for span in window.spans:
+            if span.category == "communication" and span.apart is not None:
+                self._add_apart(span)
+
+    def _add_apart(self, span: Span) -> None:
+        kind = span.apart or "", span.axis or "", span.op or ""
+        self._apart[kind, "calls"] += 1
+        self._apart[kind, "bytes"] += span.bytes or 0
 
     @override
     def share(self) -> dict[str, Any]:
         kinds = {
-            kind: (totals.count, totals.blocked_ns, [_sample(span) for span in totals.last])
-            for kind, totals in self._totals.items()
+            kind: (one.count, one.bytes, one.blocked_ns, one.exposed_ns, [_sample(span) for span in one.last])
+            for kind, one in self._totals.items()
         }
         # Keys of three are groups; the longer ones are messages, which only two ranks know of.
         calls = {
@@ -108,12 +130,12 @@ class CommunicationAccumulator(Accumulator):
             for key, calls in list(self._calls.items())
             if len(key) == 3
         }
-        return {"rank": self._rank, "steps": self._steps, "kinds": kinds, "calls": calls}
+        return {"rank": self._rank, "steps": self._steps, "kinds": kinds, "calls": calls, "apart": dict(self._apart)}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if not any(rank["steps"] for rank in shared):
-            return {"records": [], "desynchronised": []}
+            return {"records": [], "apart": [], "desynchronised": []}
         # One record for each axis, not for each group: the groups along an axis do the same on other data.
         groups: defaultdict[tuple[Any, ...], list[tuple[dict[str, Any], CallKind]]] = defaultdict(list)
         for rank in shared:
@@ -123,7 +145,8 @@ class CommunicationAccumulator(Accumulator):
         arrivals = _message_times(shared) if self._one_clock else {}
         records = [_record(key, found, len(shared), self._one_clock, arrivals) for key, found in groups.items()]
         records.sort(key=lambda record: (record["axis"], record["op"], -(record.get("payload_bytes") or 0)))
-        report: dict[str, Any] = {"records": records, "desynchronised": list(_desynchronised(shared))}
+        report: dict[str, Any] = {"records": records, "apart": _apart(shared)}
+        report["desynchronised"] = list(_desynchronised(shared))
         missing = [*self._missing]
         if not self._one_clock:
             missing.append("The ranks run on several hosts, whose clocks differ: skew is left out.")
@@ -137,11 +160,9 @@ class CommunicationAccumulator(Accumulator):
             return {}
         sums: Counter[str] = Counter()
         for kind, totals in self._totals.items():
-            sums[f"communication/{kind.axis}/exposed"] += totals.blocked_ns
-            if kind.bytes is not None:
-                # Of the bytes of Python objects nothing is known.
-                sent = totals.count * kind.bytes * wire_factor(kind.op, len(kind.ranks))
-                sums[f"communication/{kind.axis}/wire_bytes"] += round(sent)
+            sums[f"communication/{kind.axis}/exposed"] += totals.exposed_ns
+            sent = totals.bytes * wire_factor(kind.op, len(kind.ranks))
+            sums[f"communication/{kind.axis}/wire_bytes"] += round(sent)
         recent = {key: (value - self._logged[key]) / steps for key, value in sums.items()}
         self._logged = sums
         return {key: value / 1e9 if key.endswith("exposed") else value for key, value in recent.items()}
@@ -152,8 +173,9 @@ class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
 
     `report()` has, besides the common keys:
 
-        records: [{axis, op, group_size, dtype, count, payload_bytes, wire_bytes, latency, skew, exposed,
+        records: [{axis, op, group_size, dtype, count, payload_bytes, wire_bytes, latency, skew, blocked, exposed,
                    algorithm_bandwidth, bus_bandwidth}]
+        apart: [{phase, axis, op, calls, payload_bytes}]
         desynchronised: [{axis, group: [rank], ranks: [rank], detail}]
         missing: [sentence]
 
@@ -165,13 +187,22 @@ class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
     | `wire_bytes` | bytes that one rank sends in the ring form of the operation |
     | `latency` | seconds from the last rank's call to the end, so without the waiting for late ranks |
     | `skew` | seconds from the first rank's call to the last rank's |
-    | `exposed` | seconds for which the call blocked the calling thread, mean over the ranks |
+    | `blocked` | seconds for which the call blocked the calling thread, mean over the ranks |
+    | `exposed` | seconds for which the thread that trains stood still for it: all of `blocked`, if that thread called |
+    | | it; of calls of other threads, the part in which the first waited for those. On CUDA, the stream that computes |
     | `algorithm_bandwidth` | bytes per second: payload / latency |
     | `bus_bandwidth` | that times the factor of the operation among n ranks, such as 2(n-1)/n for all_reduce: |
     | | comparable with the bandwidth of the link |
 
-    All but `count` is per call. Keys that could not be observed are left out: the latency of messages that arrived
-    before they were waited for, the bytes of Python objects.
+    All but `count` is per call. Keys that could not be observed are left out, such as the latency of messages that
+    arrived before they were waited for. `all_gather_object` and the like, without a `dtype`, are collectives that carry
+    Python objects: those of torch send sizes first, then contents, which are two calls; their bytes are means.
+
+    `apart` has what is communicated in validation and in checkpoints: all calls and bytes of the run, mean over the
+    ranks. The records are of steps without these.
+
+    All process groups of torch are seen, from Python and from C++, also under `torch.inference_mode`. Not seen is what
+    kernels of a user's own send.
 
     `desynchronised` names the `ranks` that issued other collectives in a group than most of it did.
 
@@ -214,6 +245,7 @@ class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
 
 def bus_factor(op: str, size: int) -> float:
     """Return the ratio of bus bandwidth to algorithm bandwidth in a group of `size` ranks."""
+    op = op.removesuffix("_object")
     # In a ring each rank sends its share n - 1 times to reduce it, and as often to gather the result.
     if op == "all_reduce":
         return 2 * (size - 1) / size
@@ -222,7 +254,8 @@ def bus_factor(op: str, size: int) -> float:
 
 def wire_factor(op: str, size: int) -> float:
     """Return the ratio of the bytes that one rank sends, mean over the group, to the payload."""
-    if op in ("broadcast", "reduce"):
+    op = op.removesuffix("_object")
+    if op in ("broadcast", "reduce", "gather", "scatter"):
         return (size - 1) / size
     return 0.0 if op == "recv" else bus_factor(op, size)
 
@@ -249,10 +282,11 @@ def _record(
 ) -> dict[str, Any]:
     axis, op, size, dtype, payload = key
     # Kinds hold exact totals, samples only the latest calls: counts come from the former, times from the latter.
-    count = sum(rank["kinds"][kind][0] for rank, kind in found)
-    blocked_ns = sum(rank["kinds"][kind][1] for rank, kind in found)
+    count, num_bytes, blocked_ns, exposed_ns = (sum(rank["kinds"][kind][i] for rank, kind in found) for i in range(4))
     steps = max(rank["steps"] for rank, _ in found)
     record = {"axis": axis, "op": op, "group_size": size, "dtype": dtype, "count": count / steps / num_ranks}
+    if payload is None and num_bytes:
+        payload = num_bytes / count
     if payload is not None:
         record |= {"payload_bytes": payload, "wire_bytes": payload * wire_factor(op, size)}
     # A message has no last rank to call: its latency is the time from send to arrival.
@@ -269,7 +303,8 @@ def _record(
         record["latency"] = fmean(times) / 1e9
     if skews:
         record["skew"] = fmean(skews) / 1e9
-    record["exposed"] = blocked_ns / count / 1e9
+    record["blocked"] = blocked_ns / count / 1e9
+    record["exposed"] = exposed_ns / count / 1e9
     if times and payload is not None:
         record["algorithm_bandwidth"] = payload / record["latency"]
         record["bus_bandwidth"] = record["algorithm_bandwidth"] * bus_factor(op, size)
@@ -280,7 +315,7 @@ def _matched(found: Iterable[tuple[dict[str, Any], CallKind]]) -> list[list[Call
     """Group the samples by collective; of each, those of the ranks that still have it."""
     calls: defaultdict[tuple[Any, ...], list[CallSample]] = defaultdict(list)
     for rank, kind in found:
-        for sample in rank["kinds"][kind][2]:
+        for sample in rank["kinds"][kind][-1]:
             calls[kind.ranks, kind.group, sample.sequence].append(sample)
     return list(calls.values())
 
@@ -323,9 +358,24 @@ def _message_times(shared: Sequence[dict[str, Any]]) -> dict[tuple[int, CallKind
 def _samples_of(shared: Sequence[dict[str, Any]], op: str) -> Iterator[tuple[int, CallKind, CallSample]]:
     """Yield rank, kind and sample of every call of one operation."""
     for report in shared:
-        for kind, (_, _, samples) in report["kinds"].items():
+        for kind, (*_, samples) in report["kinds"].items():
             if kind.op == op:
                 yield from ((report["rank"], kind, sample) for sample in samples)
+
+
+def _apart(shared: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """List what is communicated aside from the steps: calls and bytes of a rank, mean over the ranks."""
+    sums: Counter[tuple[Any, ...]] = Counter()
+    for rank in shared:
+        sums.update(rank["apart"])
+    return [
+        {
+            **dict(zip(("phase", "axis", "op"), kind)),
+            "calls": sums[kind, "calls"] / len(shared),
+            "payload_bytes": sums[kind, "bytes"] / len(shared),
+        }
+        for kind in sorted({kind for kind, _ in sums})
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------- agreement

@@ -21,7 +21,6 @@ from lightning_parallel.callbacks.collective_tracer import (
     CollectiveTracer,
     blind_spots,
     trace_collectives,
-    trace_ddp_buckets,
     tracer_for,
 )
 from lightning_parallel.comm import PROFILING, Group, ThreadExecutor
@@ -178,18 +177,19 @@ class Session:
         self._context.enter_context(lightning_phases(trainer))
         if trainer.world_size > 1:
             self._tracer = tracer_for(trainer, self.mesh)
-            self._context.enter_context(trace_collectives(self._tracer))
-            self._context.enter_context(trace_ddp_buckets(self._tracer, trainer.strategy))
-            self.missing += blind_spots(trainer)
+            self._context.enter_context(trace_collectives(self._tracer, self.recorder))
+            self.missing += blind_spots()
 
     def after_backward(self) -> None:
-        """End the collectives that others issued in backward: the gradients are there."""
+        """Charge what a backward pass has waited for at its end: the gradients are there."""
         if self.recorder is not None and self._tracer is not None:
             self._tracer.finish_pending(self.recorder)
 
     def end_step(self) -> None:
         """End a step: hand it to the members, and every n steps exchange what they share."""
         recorder = self.active_recorder
+        if self._tracer is not None:
+            self._tracer.end_step(recorder)
         # Where a device computes these are earlier steps: it is behind the host.
         for window in recorder.close_step():
             self._hand_out(window)

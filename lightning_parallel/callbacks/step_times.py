@@ -13,7 +13,6 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
-from lightning_parallel.callbacks.collective_tracer import hides_waits
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, rank_info
 from lightning_parallel.callbacks.session import PHASES
 from lightning_parallel.mesh import PIPELINE
@@ -132,8 +131,8 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
     thread did other things. Validation and checkpoints after the last step are distributed over the steps.
     `communication_least`, where there are several ranks, gives for each pipeline stage the time per step for which
     communication blocked every one of its ranks: what a rank was blocked beyond that, it waited for late ranks.
-    `missing`, only where something is, names the communication of the strategy that is not recorded and so counts as
-    forward or backward.
+    `missing`, only where something is, names groups whose communication is not seen and so counts as forward or
+    backward.
 
     Logged: `step_breakdown/<phase>`, seconds per step of rank 0, mean over the steps since the last logging.
     """
@@ -172,17 +171,27 @@ def _least_waits(shared: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def hidden_ns(spans: Iterable[Span]) -> int:
-    """Return the time for which collectives were in flight, without that for which they blocked the main thread.
+    """Return the time for which collectives were in flight while the thread that trains did other things.
 
     A collective that was complete before it was waited for counts only if something reported when. Messages between
     pipeline stages are left out: the schedule hides them, see `PipelineTimeline`.
     """
-    # Collectives may overlap: the union counts each moment once, while blocked times never overlap on one thread.
-    flights = [
-        span for span in spans if span.in_flight is not None and span.peer is None and span.axis != "pipeline_parallel"
-    ]
-    in_flight = union_ns((span.start_ns, span.complete_ns) for span in flights)
-    return max(0, in_flight - sum(span.blocked_ns for span in flights))
+    flights: list[tuple[int, int]] = []
+    stalls: list[tuple[int, int]] = []
+    for span in spans:
+        if span.apart is not None:
+            continue
+        if span.category == "wait":
+            stalls.append((span.start_ns, span.end_ns))
+        if span.category != "communication" or span.peer is not None or span.axis == "pipeline_parallel":
+            continue
+        if span.in_flight is not None:
+            flights.append((span.start_ns, span.complete_ns))
+        # Whose time is exposed by a wait of another thread, that wait is among the stalls.
+        if span.exposed_ns == span.blocked_ns:
+            stalls.append((span.end_ns - span.blocked_ns, span.end_ns))
+    # Collectives may overlap: the union counts each moment once.
+    return union_ns([*flights, *stalls]) - union_ns(stalls)
 
 
 def union_ns(intervals: Iterable[tuple[int, int]]) -> int:
@@ -276,19 +285,17 @@ class StragglerAccumulator(Accumulator):
     Args:
         rank_info: `rank` and `coordinate` of this process.
         threshold: See `compare_peers`.
-        blind: Phases in which waiting cannot be told from work, so that they are not compared.
     """
 
-    def __init__(self, rank_info: Mapping[str, Any], threshold: float = 0.1, blind: Sequence[str] = ()) -> None:
+    def __init__(self, rank_info: Mapping[str, Any], threshold: float = 0.1) -> None:
         self._rank_info = dict(rank_info)
         self._threshold = threshold
-        self._blind = frozenset(blind)
         self._steps = StepSampler[WorkTimes](KEPT)
         self._last: WorkTimes = {}
 
     @override
     def add(self, window: Window) -> None:
-        phases = {phase: window.phases.get(phase, 0) / 1e9 for phase in WORK if phase not in self._blind}
+        phases = {phase: window.phases.get(phase, 0) / 1e9 for phase in WORK}
         self._last = {**phases, "wall": window.wall_ns / 1e9}
         self._steps.add(window.step, self._last)
 
@@ -308,11 +315,7 @@ class StragglerAccumulator(Accumulator):
             if one.late >= LATE_SHARE
         ]
         rows = [{"rank": one.rank, "own": one.own, "excess": one.excess, "late": one.late} for one in found]
-        report: dict[str, Any] = {"stragglers": stragglers, "ranks": rows}
-        if not self._blind:
-            return report
-        phases = " and ".join(phase for phase in WORK if phase in self._blind)
-        return {**report, "missing": [f"In {phases} ranks wait for each other unseen: who is late there is not known."]}
+        return {"stragglers": stragglers, "ranks": rows}
 
     def _compare(self, shared: Sequence[dict[str, Any]]) -> list[RankLateness]:
         """Compare the ranks at each pipeline and tensor coordinate, which do the same work on other data."""
@@ -349,9 +352,7 @@ class StragglerMonitor(MeasuringCallback[StragglerAccumulator]):
         stragglers: [{rank, cause, excess}]       `cause` is None if no single phase explains it
         ranks: [{rank, own, excess, late}]        `late`: share of the steps in which it was late
 
-    While there are fewer than 20 steps, and where no rank has a peer, `missing` says so instead. Under FSDP on CUDA,
-    DeepSpeed and Lightning's `ModelParallelStrategy` ranks wait for each other inside forward and backward, unseen, so
-    that only the other phases are compared, as `missing` says.
+    While there are fewer than 20 steps, and where no rank has a peer, `missing` says so instead.
 
     Logged: `straggler/own`, seconds of work of rank 0 in the last step.
 
@@ -380,8 +381,7 @@ class StragglerMonitor(MeasuringCallback[StragglerAccumulator]):
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> StragglerAccumulator:
-        blind = ("forward", "backward") if hides_waits(trainer.strategy) else ()
-        return StragglerAccumulator(rank_info(self.open_session), self.threshold, blind)
+        return StragglerAccumulator(rank_info(self.open_session), self.threshold)
 
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:

@@ -45,6 +45,7 @@ from lightning_parallel.comm.strict_order import strict_order
 from lightning_parallel.comm.work import (
     PROFILING,
     Pending,
+    current_call,
     skip_communication,
 )
 
@@ -76,6 +77,7 @@ __all__ = [
     "broadcast_",
     "broadcast_from",
     "broadcast_object",
+    "current_call",
     "skip_communication",
     "strict_order",
     "equal_everywhere",

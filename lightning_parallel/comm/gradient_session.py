@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_parallel import tracing
 from lightning_parallel.comm.collectives import all_reduce_
 from lightning_parallel.comm.groups import Group
 from lightning_parallel.compat.torch import pytree
@@ -114,17 +115,19 @@ class ThreadExecutor:
         stream = self._stream
         # The event orders the call after what the caller has enqueued: its kernels may not have run yet.
         ready = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
-        self._calls.put(partial(self._run, call, future, ready))
+        self._calls.put(partial(self._run, _noted(call), future, ready))
 
         def result() -> T:
-            value, done = future.result()
+            with tracing.waiting("result"):
+                value, done = future.result()
             return value if done is None else _taken_over(value, done, self._stream)
 
         return result
 
     def wait(self) -> None:
         """Wait for the calls, and let the current stream wait for their kernels."""
-        self._calls.join()
+        with tracing.waiting("results"):
+            self._calls.join()
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -180,6 +183,7 @@ class StreamExecutor:
         """Enqueue the kernels of `call` now; the stream of the caller waits for them when the result is taken."""
         # Kernels that the caller enqueues later do not delay the call, which is the point of a second stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        call = _noted(call)
         with torch.cuda.stream(self._stream):
             value = call()
         done = self._stream.record_event()
@@ -192,6 +196,22 @@ class StreamExecutor:
     def close(self) -> None:
         """Let the current stream wait for the kernels of all calls."""
         self.wait()
+
+
+def _noted(call: Callable[[], T]) -> Callable[[], T]:
+    """Let `call`, which leaves the thread or the stream, tell the recorder when it is done, if that wants to know."""
+    recorder = tracing.active()
+    note_done = None if recorder is None else recorder.submitted()
+    if note_done is None:
+        return call
+
+    def noted() -> T:
+        try:
+            return call()
+        finally:
+            note_done()
+
+    return noted
 
 
 def _taken_over(value: T, done: torch.cuda.Event, stream: torch.cuda.Stream | None) -> T:

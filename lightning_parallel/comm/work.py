@@ -25,6 +25,7 @@ __all__ = [
     "Done",
     "Pending",
     "blocking_call",
+    "current_call",
     "skip_communication",
     "raise_explained",
 ]
@@ -39,6 +40,8 @@ have completed long before, while the thread was computing."""
 
 class _ThreadState(threading.local):
     skips_communication = False
+    # The call of this module that the thread is in: what torch issues for it is no other call.
+    call: InFlight | _Unrecorded | None = None
 
 
 _thread = _ThreadState()
@@ -130,7 +133,7 @@ class Pending:
             self._group.gate(self._op)
         flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer, self._tag)
         try:
-            with flight:
+            with flight, _as_call(flight):
                 # Messages between hosts are told apart by their tags, collectives by their order.
                 is_ordered = is_strict() and not (between_hosts and self._peer is not None)
                 self._work = in_strict_order(self._group.process_group, call) if is_ordered else call()
@@ -174,7 +177,7 @@ class Pending:
             flight = self._flight
             start_ns = time.perf_counter_ns()
             try:
-                with flight, _blocked(self._op, self._group, self._peer):
+                with flight, _as_call(flight), _blocked(self._op, self._group, self._peer):
                     work.wait()
             except RuntimeError as error:
                 raise_explained(error, self._op, self._group)
@@ -202,6 +205,9 @@ class _Unrecorded:
 
     complete: Any = None
     clock = None
+    op = ""
+    bytes: int | None = 0
+    dtype: str | None = ""
 
     def __enter__(self) -> None:
         pass
@@ -214,6 +220,31 @@ class _Unrecorded:
 
 
 _UNRECORDED = _Unrecorded()
+
+
+class _as_call:
+    """Let `current_call` return `flight` during the block."""
+
+    # Entered twice for each call of a step: `contextmanager` would take three times as long.
+    __slots__ = ("_before", "_flight")
+
+    def __init__(self, flight: InFlight | _Unrecorded) -> None:
+        self._flight = flight
+
+    def __enter__(self) -> None:
+        self._before = _thread.call
+        _thread.call = self._flight
+
+    def __exit__(self, *_: object) -> None:
+        _thread.call = self._before
+
+
+def current_call() -> InFlight | _Unrecorded | None:
+    """Return the call of this module that the calling thread issues or waits for, None if it does neither.
+
+    It is recorded, or left out, by itself: whoever sees what torch does for it must not record that again.
+    """
+    return _thread.call
 
 
 def _begin(
@@ -240,7 +271,7 @@ def blocking_call(op: str, group: Group) -> Iterator[None]:
     """
     flight = _begin(op, group, None, None)
     try:
-        with flight, _blocked(op, group):
+        with flight, _as_call(flight), _blocked(op, group):
             finish_ordered(group.process_group)
             yield
     except RuntimeError as error:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
@@ -33,9 +32,6 @@ from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
 # recurrent layers keep of their weights, and exchanges attributes too.
 from torch._C import _swap_tensor_impl as swap_tensor_impl
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
-
-# No public name; its methods raise.
-from torch.distributed.distributed_c10d import _IllegalWork
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX
 
@@ -72,7 +68,6 @@ __all__ = [
     "children_of",
     "copy_all_",
     "current_graph_task_id",
-    "ddp_comm_hooks",
     "ddp_ignored_names",
     "dispatch_modes_suspended",
     "flight_recorder_entries",
@@ -88,7 +83,6 @@ __all__ = [
     "uses_cuda_graphs",
     "has_unsharded_storage",
     "install_fsdp1_comm_hook",
-    "intercepted_all_reduce",
     "is_backward_running",
     "make_subclass",
     "mark_as_parameter",
@@ -373,11 +367,6 @@ def overload_packet(op: Any) -> Any:
     return op._overloadpacket
 
 
-def ddp_comm_hooks(model: DistributedDataParallel) -> list[Callable[..., Any]]:
-    """Return the communication hooks on a DDP module, which can be registered but not asked for."""
-    return [hook for hook, _ in model._comm_hooks]
-
-
 def sharded_flat_parameters(model: nn.Module) -> list[Tensor]:
     """Return the flat parameters that FSDP1 has sharded; empty without FSDP1. `parameters()` gives only views."""
     if not isinstance(model, FullyShardedDataParallel):
@@ -401,11 +390,6 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def is_coalesced(work: Any) -> bool:
-    """Tell whether a handle is the placeholder that torch returns inside of its coalescing manager."""
-    return isinstance(work, _IllegalWork)
-
-
 def flight_recorder_entries() -> list[dict[str, Any]]:
     """Return what torch's flight recorder keeps of the collectives of all groups; empty where it does not run.
 
@@ -416,45 +400,6 @@ def flight_recorder_entries() -> list[dict[str, Any]]:
         return []
     entries: list[dict[str, Any]] = json.loads(dump()).get("entries", [])
     return entries
-
-
-Interceptor = Callable[[list[Tensor], dist.ProcessGroup, Callable[[], dist.Work]], Any]
-
-_interceptors: list[Interceptor] = []
-
-
-@contextmanager
-def intercepted_all_reduce(interceptor: Interceptor) -> Iterator[None]:
-    """Inside the block, call `interceptor(tensors, group, call)` for each all-reduce, from C++ too; it must run `call`.
-
-    DDP reduces its buckets in C++, out of reach of functions replaced in `torch.distributed`. Its one public hook would
-    replace the reduction, and cannot be removed. All process groups go through the dispatcher, though, where a kernel
-    can be put before theirs: in place of autograd's, which only warns if the result is differentiated. Tensors of
-    inference mode pass it by. With several interceptors the last one is called.
-    """
-    library = None
-    if not _interceptors:
-        library = torch.library.Library("c10d", "IMPL")
-        library.impl("allreduce_", _intercept_all_reduce, "Autograd")
-    _interceptors.append(interceptor)
-    try:
-        yield
-    finally:
-        _interceptors.remove(interceptor)
-        if library is not None:
-            library._destroy()  # otherwise only garbage collection takes the kernel out again
-
-
-def _intercept_all_reduce(tensors: list[Tensor], process_group: Any, *arguments: Any) -> Any:
-    results: list[Any] = []
-
-    def call() -> dist.Work:
-        with torch._C._AutoDispatchBelowAutograd():  # to the kernel of the backend
-            results.append(torch.ops.c10d.allreduce_(tensors, process_group, *arguments))
-        return dist.Work.unbox(results[0][1])
-
-    _interceptors[-1](tensors, dist.ProcessGroup.unbox(process_group), call)
-    return results[0]
 
 
 def mark_as_parameter(tensor: Tensor, is_parameter: bool) -> None:

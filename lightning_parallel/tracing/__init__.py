@@ -14,9 +14,8 @@ the time. They are read steps later, when the device has passed them: nothing ev
 CUDA is `callbacks.clocks.CudaClock`; this package does not import torch.
 """
 
+from lightning_parallel.tracing.in_flight import DeviceClock, InFlight
 from lightning_parallel.tracing.recorder import (
-    DeviceClock,
-    InFlight,
     OpenSpan,
     Recorder,
     activate,
@@ -24,6 +23,7 @@ from lightning_parallel.tracing.recorder import (
     is_suspended,
     span,
     suspended,
+    waiting,
 )
 from lightning_parallel.tracing.spans import OTHER, CallCounter, Ledger, Span, StepSampler, Window
 
@@ -43,4 +43,5 @@ __all__ = [
     "is_suspended",
     "span",
     "suspended",
+    "waiting",
 ]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import get_ident
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-from lightning_parallel.tracing.spans import CallCounter, Ledger, Span, Window
+from lightning_parallel.tracing.in_flight import DeviceClock, InFlight
+from lightning_parallel.tracing.spans import CallCounter, Ledger, Span, Window, expose
 
 __all__ = [
-    "DeviceClock",
-    "InFlight",
     "OpenSpan",
     "Recorder",
     "activate",
@@ -24,6 +23,7 @@ __all__ = [
     "is_suspended",
     "span",
     "suspended",
+    "waiting",
 ]
 
 SpanFields = tuple[Any, ...]
@@ -34,126 +34,6 @@ Write = tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
 
 # Thousands of spans a step are possible, and this takes a third of the time of `Span(...)`.
 _new_span = partial(tuple.__new__, Span)
-
-
-class DeviceClock(Protocol):
-    """Reads when a device reached a point in its queue, without waiting for it."""
-
-    def mark(self) -> Any:
-        """Put a mark into the queue."""
-
-    def is_on_main_stream(self) -> bool:
-        """Return whether marks go to the queue whose time is charged to phases."""
-
-    def completion(self, work: Any, lane: Hashable) -> Any:
-        """Make a mark that is passed when `work` is complete; what is on other lanes does not hold it up."""
-
-    def passed(self, mark: Any) -> bool:
-        """Return whether the device has passed `mark`."""
-
-    def read(self, mark: Any) -> int:
-        """Return when the device passed `mark`, in `perf_counter_ns`."""
-
-    def synchronize(self) -> None:
-        """Wait for the device to pass all marks."""
-
-
-class InFlight:
-    """A communication call that has begun; as a context manager, it records that the calling thread is blocked by it.
-
-    Attributes:
-        complete: When it was complete, where something reports that: nanoseconds, or a mark of the device clock.
-    """
-
-    # One is made for every communication call of a step; slots keep that cheap.
-    __slots__ = (
-        "_blocked",
-        "_recorder",
-        "axis",
-        "bytes",
-        "complete",
-        "dtype",
-        "group",
-        "op",
-        "peer",
-        "ranks",
-        "sequence",
-        "start",
-        "tag",
-    )
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        op: str,
-        axis: str,
-        ranks: tuple[int, ...],
-        num_bytes: int | None,
-        dtype: str | None,
-        peer: int | None,
-        tag: int | None = None,
-        group: str = "",
-    ) -> None:
-        self._recorder = recorder
-        self._blocked: list[Any] = []  # begin, end, begin, end, ...
-        self.op = op
-        self.axis = axis
-        self.ranks = ranks
-        self.bytes = num_bytes
-        self.dtype = dtype
-        self.peer = peer
-        self.tag = tag
-        self.group = group
-        self.sequence = recorder.calls_of(axis, ranks, group, op, peer, tag).add(op, num_bytes, dtype)
-        self.complete: Any = None
-        self.start: Any = recorder.now()
-        # By identity, as several calls of one kind may be in flight; a hang is explained from these.
-        recorder.in_flight[id(self)] = self
-
-    @property
-    def clock(self) -> DeviceClock | None:
-        """The device clock in use."""
-        return self._recorder.clock
-
-    def now(self) -> Any:
-        """Read the recorder's clock."""
-        return self._recorder.now()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the device is known to have completed it."""
-        return self.clock is not None and self.complete is not None and self.clock.passed(self.complete)
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether a thread is blocked by it right now."""
-        return len(self._blocked) % 2 == 1
-
-    def __enter__(self) -> None:
-        self._blocked.append(self._recorder.now())
-
-    def __exit__(self, *_: object) -> None:
-        between_stages = self.peer is not None or self.axis == "pipeline_parallel"
-        phase = "pipeline_wait" if between_stages else "communication_exposed"
-        self._blocked.append(self._recorder.charge(phase, self._blocked[-1]))
-
-    def blocked_until(self, end: Any) -> Any:
-        """Note that the calling thread was blocked until `end`, since it was last released; returns since when."""
-        begin = self._blocked[-1]
-        self._blocked += begin, end
-        return begin
-
-    def finish(self, end: Any = None) -> None:
-        """Record the span: the calling thread has the result, since `end`, or since it was last blocked."""
-        recorder = self._recorder
-        recorder.land(self)
-        blocked = self._blocked
-        if end is None:
-            end = blocked[-1] if blocked else recorder.now()
-        what = "communication", self.op, recorder.step, None, None, self.axis, self.op, self.bytes
-        who = self.ranks, self.peer, self.dtype, get_ident()
-        fields = (*what, *who, self.sequence, self.tag, self.group)
-        recorder.add(fields, self.start, end, self.complete, *blocked)
 
 
 class Recorder:
@@ -171,6 +51,10 @@ class Recorder:
         in_flight: Communications that have begun and not ended, on the device if there is one.
         add: Keeps a finished span, see `_keep`.
         calls: Collectives issued in each group, by axis, ranks and name; messages also by operation, peer and tag.
+        apart: The absorbing phase that runs, if one does.
+        on_submit: Called where work is given to another thread or stream; tells whether a backward pass waits for it.
+        beside: When work that a backward pass waits for was done, in the order in which it ended.
+        num_beside: How much of such work has not ended.
     """
 
     def __init__(
@@ -187,6 +71,12 @@ class Recorder:
         self.now: Callable[[], Any] = perf_counter_ns if clock is None else clock.mark
         self.in_flight: dict[int, InFlight] = {}
         self.calls: dict[tuple[Any, ...], CallCounter] = {} if calls is None else calls
+        self.apart: str | None = None
+        self.on_submit: Callable[[], bool] | None = None
+        self.beside: list[Any] = []
+        self.num_beside = 0
+        self._absorbing = frozenset(absorbing)
+        self._num_nested = 0  # phases that began inside of `apart`
         self._ledger = Ledger(perf_counter_ns(), absorbing)
         self._start_ns = self._ledger.last_ns
         self._ended: list[Span] = []
@@ -205,11 +95,21 @@ class Recorder:
         # Autograd starts its threads in C++: Python has a dummy object for each, of a class with no public name.
         return isinstance(threading.current_thread(), threading._DummyThread)
 
+    def is_computing(self) -> bool:
+        """Return whether the time of what the caller does is charged to phases: it trains, in the stream of that."""
+        if get_ident() != self.main_thread and not self.is_main_thread():
+            return False
+        return self.clock is None or self.clock.is_on_main_stream()
+
     def enter(self, phase: str) -> Any:
         """Charge the main thread's time to `phase`, until `leave`; returns `now()`."""
         now = self.now()
         # Compared here first: the call is the slower part, and almost all phases are entered on the main thread.
         if get_ident() == self.main_thread or self.is_main_thread():
+            if self.apart is not None:
+                self._num_nested += 1
+            elif phase in self._absorbing:
+                self.apart = phase
             if self.clock is None:
                 self._ledger.enter(phase, now)
             else:
@@ -220,6 +120,10 @@ class Recorder:
         """End the innermost phase; returns `now()`."""
         now = self.now()
         if get_ident() == self.main_thread or self.is_main_thread():
+            if self._num_nested:
+                self._num_nested -= 1
+            else:
+                self.apart = None
             if self.clock is None:
                 self._ledger.leave(now)
             else:
@@ -227,19 +131,33 @@ class Recorder:
         return now
 
     def charge(self, phase: str, start: Any) -> Any:
-        """Charge the main thread's time since `start`, in which no phase began or ended; returns `now()`."""
+        """Charge the time since `start`, in which no phase began or ended; returns `now()`. See `is_computing`."""
         now = self.now()
-        if get_ident() == self.main_thread or self.is_main_thread():
-            if self.clock is None:
-                self._ledger.charge(phase, start, now)
-            else:
-                self._unread.append((self._ledger.charge, (phase,), (start, now)))
+        if self.clock is None:
+            self._ledger.charge(phase, start, now)
+        else:
+            self._unread.append((self._ledger.charge, (phase,), (start, now)))
         return now
 
-    def reassign(self, phase: str, start: Any, end: Any) -> None:
-        """Charge the time between two values of `now()` to `phase` instead of the innermost one."""
+    def reassign(self, phase: str, start: Any, end: Any, source: str | None = None) -> None:
+        """Charge the time between two values of `now()` to `phase` instead of `source`, or the innermost one."""
         if self.is_main_thread():
-            self._put(self._ledger.reassign, (phase,), start, end, self.now())
+            self._put(partial(self._ledger.reassign, source=source), (phase,), start, end, self.now())
+
+    def submitted(self) -> Callable[[], None] | None:
+        """Note that work is given to another thread or stream; returns what to call when it is done, if anything."""
+        if self.on_submit is None or not self.on_submit():
+            return None
+        self.num_beside += 1
+        return self._note_done
+
+    def _note_done(self) -> None:
+        self.beside.append(self.now())
+        self.num_beside -= 1
+
+    def add_wait(self, name: str, start: Any, end: Any) -> None:
+        """Keep a wait of the thread that trains, which something else has charged."""
+        self.add(_plain_fields(("wait", name, self.step, None, None)), start, end)
 
     # -------------------------------------------------------------------------------------------------------- spans
 
@@ -284,7 +202,8 @@ class Recorder:
             complete_ns: When a communication was complete, if that is known.
             blocked_ns: Begin and end of each time for which the calling thread was blocked.
         """
-        category, name, step, stage, microbatch, axis, op, size, ranks, peer, dtype, thread, number, tag, group = fields
+        (category, name, step, stage, microbatch, axis, op, size, ranks, peer, dtype, thread, *rest) = fields
+        number, tag, group, exposes, apart = rest
         # Nearly always: one call that blocks, or one wait.
         if len(blocked_ns) == 2:
             total_ns = blocked_ns[1] - blocked_ns[0]
@@ -292,7 +211,10 @@ class Recorder:
             total_ns = sum(max(0, end - begin) for begin, end in zip(blocked_ns[::2], blocked_ns[1::2]))
         in_flight = None if complete_ns is None else complete_ns - start_ns
         what = category, name, start_ns, end_ns, step, stage, microbatch, axis, op, size
-        span = _new_span((*what, total_ns, ranks, peer, dtype, thread, in_flight, number, tag, group))
+        exposed_ns = total_ns if exposes else 0
+        span = _new_span(
+            (*what, total_ns, ranks, peer, dtype, thread, in_flight, number, tag, group, exposed_ns, apart)
+        )
         self.spans.append(span)
         self._ended.append(span)
 
@@ -319,7 +241,7 @@ class Recorder:
 
     def _close(self, step: int, now_ns: int) -> None:
         phases = self._ledger.close(now_ns)
-        self._windows.append(Window(step, self._start_ns, now_ns, phases, self._ended))
+        self._windows.append(Window(step, self._start_ns, now_ns, phases, expose(self._ended)))
         self._ended = []
         self._start_ns = now_ns
 
@@ -432,9 +354,19 @@ class _RecordedSpan(OpenSpan):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = self._recorder.now() if self._phase is None else self._recorder.leave()
-        # In the order in which `_keep` unpacks them.
-        fields = (*self._fields, None, None, None, (), None, None, get_ident(), None, None, "")
-        self._recorder.add(fields, self._start, end)
+        self._recorder.add(_plain_fields(self._fields), self._start, end)
+
+
+def _plain_fields(first: SpanFields) -> SpanFields:
+    """Complete the first fields of a span that is no communication, in the order in which `_keep` unpacks them."""
+    return (*first, None, None, None, (), None, None, get_ident(), None, None, "", False, None)
+
+
+def waiting(what: str) -> OpenSpan:
+    """Record that the thread that trains waits in the block for work that it gave to another thread or stream."""
+    if _active is None or not _active.is_computing():
+        return _NOTHING
+    return _RecordedSpan(_active, "communication_exposed", ("wait", what, _active.step, None, None))
 
 
 _NOTHING = OpenSpan()

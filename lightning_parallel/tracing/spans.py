@@ -22,6 +22,7 @@ __all__ = [
     "Window",
     "bytes_text",
     "count_text",
+    "expose",
     "gap_text",
     "percent",
     "rank_label",
@@ -42,7 +43,8 @@ class Span(NamedTuple):
     """Something that happened on this rank from `start_ns` to `end_ns`.
 
     Attributes:
-        category: `phase`, `pipeline`, `communication`, `compression`, or another name for a row of the trace.
+        category: `phase`, `pipeline`, `communication`, `compression`, `wait` (the thread that trains waited for another
+            one), or another name for a row of the trace.
         name: What is shown: a phase, an action, an operation.
         step: Training batch, from 0.
         stage: Pipeline stage.
@@ -59,6 +61,9 @@ class Span(NamedTuple):
         sequence: How many calls this rank had made in that group (with that peer, operation and tag) before this one.
         tag: Of a point-to-point message; messages of one tag arrive in the order in which they were sent.
         group: Name of the group, the same on all its ranks; several groups may have the same ranks.
+        exposed_ns: How long the thread that trains stood still for it: as long as it was blocked, where that thread
+            made the call; where another one did, as long as the first waited for that one meanwhile.
+        apart: The phase aside from the steps in which it began, such as validation.
     """
 
     category: str
@@ -80,6 +85,8 @@ class Span(NamedTuple):
     sequence: int | None = None
     tag: int | None = None
     group: str = ""
+    exposed_ns: int = 0
+    apart: str | None = None
 
     @property
     def complete_ns(self) -> int:
@@ -178,11 +185,11 @@ class Ledger:
         self._charged[around if around in self._absorbing else phase] += end_ns - start_ns
         self.last_ns = end_ns
 
-    def reassign(self, phase: str, start_ns: int, end_ns: int, now_ns: int) -> int:
-        """Charge an interval to `phase` instead of the current one; returns how many nanoseconds were reassigned."""
+    def reassign(self, phase: str, start_ns: int, end_ns: int, now_ns: int, source: str | None = None) -> int:
+        """Charge an interval to `phase` instead of `source`, by default the current one; returns the nanoseconds."""
         self._charge(now_ns)
-        # At most what the current phase was charged in this window, so that no phase becomes negative.
-        current = self._phases[-1]
+        # At most what that phase was charged in this window, so that no phase becomes negative.
+        current = self._phases[-1] if source is None else source
         reassigned = min(max(end_ns - start_ns, 0), self._charged[current])
         self._charged[current] -= reassigned
         self._charged[phase] += reassigned
@@ -199,6 +206,26 @@ class Ledger:
     def _charge(self, now_ns: int) -> None:
         self._charged[self._phases[-1]] += now_ns - self.last_ns
         self.last_ns = now_ns
+
+
+def expose(spans: list[Span]) -> list[Span]:
+    """Give communication of other threads the time for which the thread that trains waited for those meanwhile.
+
+    >>> lane = Span("communication", "all_reduce", 0, 90, 0, blocked_ns=50)
+    >>> expose([lane, Span("wait", "backward", 70, 100, 0)])[0].exposed_ns
+    20
+    """
+    waits = [(span.start_ns, span.end_ns) for span in spans if span.category == "wait"]
+    if not waits:
+        return spans
+    exposed = []
+    for span in spans:
+        if span.category == "communication" and span.blocked_ns and not span.exposed_ns:
+            since = span.end_ns - span.blocked_ns
+            overlap = sum(max(0, min(span.end_ns, end) - max(since, begin)) for begin, end in waits)
+            span = span._replace(exposed_ns=overlap)
+        exposed.append(span)
+    return exposed
 
 
 class StepSampler(Generic[T]):

@@ -5,9 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_parallel import HybridParallelStrategy, comm, tracing
 from lightning_parallel.callbacks import CommunicationProfiler, StepBreakdown
@@ -110,7 +108,7 @@ def test_groups_of_the_same_ranks_are_told_apart(group):
     """Between two groups the order is free: a thread may use a group of its own."""
     groups = [Group.of(dist.new_group([0, 1]), "data_parallel") for _ in range(2)]
     recorder, tracer = Recorder(), CollectiveTracer({(0, 1): "data_parallel"})
-    with tracing.activate(recorder), trace_collectives(tracer):
+    with tracing.activate(recorder), trace_collectives(tracer, recorder):
         for _ in range(20):
             mine = groups[:: 1 if group.rank == 0 else -1]
             pending = [comm.all_reduce_(torch.ones(4 + 4 * (one is groups[0])), one, async_op=True) for one in mine]
@@ -133,7 +131,7 @@ def window(*spans):
 def collective(start_ns, end_ns, complete=True, ranks=(0, 1), op="all_reduce", blocked_ns=0, sequence=0):
     in_flight = end_ns - start_ns if complete else None
     facts = {"axis": "data_parallel", "op": op, "bytes": 1000, "ranks": ranks, "dtype": "float32"}
-    facts |= {"in_flight": in_flight, "blocked_ns": blocked_ns, "sequence": sequence}
+    facts |= {"in_flight": in_flight, "blocked_ns": blocked_ns, "sequence": sequence, "exposed_ns": blocked_ns}
     return Span("communication", op, start_ns, end_ns, 0, **facts)
 
 
@@ -233,21 +231,12 @@ class SlowOnOne(Net):
         time.sleep(0.06 * self.global_rank)
 
 
-class CpuFSDP(FSDPStrategy):
-    """Lightning refuses its own on CPU, and passes the index of a GPU."""
-
-    def _setup_model(self, model):
-        policy = self.kwargs.get("auto_wrap_policy")
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), auto_wrap_policy=policy)
-
-
 def fit_stock(kind, module_class=Net, accumulate=1):
     rank, size = place_rank()
     callbacks = [StepBreakdown(show_table=False), CommunicationProfiler(show_table=False, warmup_steps=2)]
     strategies = {
         "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
         "unused": lambda: DDPStrategy(process_group_backend="gloo", find_unused_parameters=True),
-        "fsdp": lambda: CpuFSDP(process_group_backend="gloo", auto_wrap_policy=None),
     }
     module = module_class(hidden=64)
     parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -274,32 +263,3 @@ def test_ddp_exchanges_accumulated_gradients_once():
     ((_, report), parameters), _ = run(fit_stock, 2, kind="unused", accumulate=2)
     (record,) = chosen(report, "data_parallel", "all_reduce", least=100)
     assert (record["payload_bytes"], record["count"]) == (4 * parameters, 0.5)
-
-
-def test_fsdp_gathers_and_scatters_where_it_is_seen():
-    ((_, report), parameters), _ = run(fit_stock, 2, kind="fsdp")
-    padded = 4 * (parameters + parameters % 2)
-    (scattered,) = chosen(report, "data_parallel", "reduce_scatter")
-    assert (scattered["payload_bytes"], scattered["count"]) == (padded, 1)
-    gathered = chosen(report, "data_parallel", "all_gather", least=100)
-    assert {record["payload_bytes"] for record in gathered} == {padded}
-
-
-def fit_sharded_by_dtensor():
-    _, size = place_rank()
-    callbacks = [StepBreakdown(show_table=False), CommunicationProfiler(show_table=False)]
-    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=size, process_group_backend="gloo")
-    trainer_for(strategy, size, callbacks=callbacks).fit(Divided(), loader(dtype=torch.float32))
-    return [callback.report() for callback in callbacks]
-
-
-class Divided(Net):
-    def configure_model(self):
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
-
-
-def test_what_dtensor_communicates_is_missing_and_said_to_be():
-    for report in run(fit_sharded_by_dtensor, 2)[0]:
-        assert report["mesh"] == {"data_parallel": 1, "pipeline_parallel": 1, "tensor_parallel": 2}
-        assert "DTensor" in report["missing"][0]

@@ -1,0 +1,262 @@
+"""Collectives and messages on their way through PyTorch's dispatcher, from Python as from C++.
+
+All process groups of torch, whatever calls them (DDP's reducer, FSDP, DTensor, compiled code, `torch.distributed`),
+issue their operations as operators of the namespace `c10d`, in torch 2.6 to 2.13. Inside `intercepted_collectives` a
+kernel runs before that of the backend. Waits pass through `Work.wait`, which C++ does not call by that way: what C++
+waits for is seen by `on_graph_end`, and by the arguments of `intercepted_collectives`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# The id of the backward pass that is running, -1 outside of one: no public function tells two passes apart.
+from torch._C import _current_graph_task_id as current_graph_task_id
+
+from lightning_parallel.compat import Patches
+
+__all__ = [
+    "Collective",
+    "Interceptor",
+    "current_graph_task_id",
+    "groups_past_dispatcher",
+    "intercepted_collectives",
+    "is_coalescing",
+    "on_graph_end",
+]
+
+
+class Collective(NamedTuple):
+    """An operation of a process group that is about to be issued.
+
+    Attributes:
+        op: Its name in `torch.distributed`; with `_object` where it carries Python objects.
+        process_group: The group.
+        tensors: What it reads and writes.
+        payload: The tensors that count as its payload, as in nccl-tests.
+        times: How often each of them counts: the parts of a gather, of which each rank knows one.
+        peer: Position in the group of the rank at the other end of a message.
+        tag: Of a message.
+        is_waited_for: Whether the function that issues it waits for it at once. Older versions of torch do not tell.
+    """
+
+    op: str
+    process_group: Any
+    tensors: list[Tensor]
+    payload: list[Tensor]
+    times: int = 1
+    peer: int | None = None
+    tag: int | None = None
+    is_waited_for: bool = False
+
+
+class Interceptor(Protocol):
+    """Sees operations and waits; each method must call what it is given, once, and return what that returns."""
+
+    def issue(self, collective: Collective, call: Callable[[], Any]) -> None:
+        """Run `call`, which issues the operation and returns torch's handle; None where nothing is to wait for."""
+
+    def wait(self, work: Any, call: Callable[[], Any]) -> Any:
+        """Run `call`, in which the calling thread waits for the handle `work`."""
+
+    def wait_tensor(self, tensor: Tensor, call: Callable[[], Any]) -> Any:
+        """Run `call`, in which the calling thread waits for the functional collective that makes `tensor`."""
+
+    def finish(self, call: Callable[[], Any]) -> Any:
+        """Run `call`, which issues operations and waits for all of them in C++."""
+
+    def wait_event(self, event: Any, stream: Any, call: Callable[[], Any]) -> Any:
+        """Run `call`, which lets a CUDA stream wait for `event`; the current one, where `stream` is None."""
+
+
+# Operator -> its name in `torch.distributed`, and which argument holds the payload.
+_OPERATORS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "recv_any_source_": ("recv", 0),
+    "barrier": ("barrier", None),
+    "monitored_barrier_": ("barrier", None),
+}
+
+# Functions of `torch.distributed` for Python objects: each sends sizes and contents, as tensors.
+_OBJECT_CALLS = {
+    "all_gather_object": "all_gather_object",
+    "gather_object": "gather_object",
+    "broadcast_object_list": "broadcast_object",
+    "scatter_object_list": "scatter_object",
+}
+_MODULES_OF_CALLS = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
+
+_interceptors: list[Interceptor] = []
+_libraries: list[torch.library.Library] = []
+_patches = Patches()
+
+
+@contextmanager
+def intercepted_collectives(interceptor: Interceptor) -> Iterator[None]:
+    """Inside the block, show `interceptor` each operation of process groups, and each wait for one.
+
+    With several interceptors the last one is called. After the last block the dispatcher is as it was.
+    """
+    _interceptors.append(interceptor)
+    try:
+        if len(_interceptors) == 1:
+            _register()
+            _intercept_waits()
+        yield
+    finally:
+        _interceptors.remove(interceptor)
+        if not _interceptors:
+            _patches.undo()
+            while _libraries:
+                _libraries.pop()._destroy()  # otherwise only garbage collection takes the kernels out again
+
+
+def _register() -> None:
+    # This key comes after those of autograd, which tensors of inference mode lack, and before those of all backends; it
+    # is there whatever the tensors are.
+    key = "BackendSelect"
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    collectives = torch.library.Library("c10d", "IMPL")
+    _libraries.append(collectives)
+    for name in _OPERATORS:
+        if hasattr(torch.ops.c10d, name):  # some came with later versions of torch
+            collectives.impl(name, _kernel(name, after), key, with_keyset=True)
+    functional = torch.library.Library("_c10d_functional", "IMPL")
+    _libraries.append(functional)
+    operator = torch.ops._c10d_functional.wait_tensor.default
+
+    def wait_tensor(keys: Any, tensor: Tensor) -> Any:
+        return _interceptors[-1].wait_tensor(tensor, lambda: operator.redispatch(keys & after, tensor))
+
+    functional.impl("wait_tensor", wait_tensor, key, with_keyset=True)
+
+
+def _kernel(name: str, after: Any) -> Callable[..., Any]:
+    """Make the kernel of one operator: its work is done by those of the keys in `after`."""
+    operator = getattr(torch.ops.c10d, name).default
+    arguments = [argument.name for argument in operator._schema.arguments]
+    group_at = arguments.index("process_group")
+
+    def kernel(keys: Any, *given: Any) -> Any:
+        results: list[Any] = []
+
+        def call() -> Any:
+            results.append(operator.redispatch(keys & after, *given))
+            work = results[0][-1] if isinstance(results[0], (tuple, list)) else results[0]
+            return None if work is None else dist.Work.unbox(work)
+
+        named = dict(zip(arguments[group_at:], given[group_at:]))
+        _interceptors[-1].issue(_describe(name, given[:group_at], named), call)
+        return results[0]
+
+    return kernel
+
+
+def _describe(name: str, given: Sequence[Any], named: dict[str, Any]) -> Collective:
+    """Say what an operator is about to do, from the arguments before its group, and those from there on by name."""
+    op, payload_at = _OPERATORS[name]
+    group = dist.ProcessGroup.unbox(named["process_group"])
+    is_waited_for = not named.get("async_op", True)
+    if payload_at is None:
+        return Collective(op, group, [], [], is_waited_for=is_waited_for)
+    tensors = [tensor for argument in given for tensor in _flat(argument)]
+    times = group.size() if op in ("gather", "scatter") else 1
+    peer = named.get("dst" if op == "send" else "src")
+    called = _object_call(_caller()) or op
+    payload = _flat(given[payload_at])
+    return Collective(called, group, tensors, payload, times, peer, named.get("tag"), is_waited_for)
+
+
+def _flat(argument: Any) -> list[Tensor]:
+    if isinstance(argument, Tensor):
+        return [argument]
+    if argument and not isinstance(argument[0], Tensor):
+        return [tensor for tensors in argument for tensor in tensors]
+    return list(argument)
+
+
+def _caller() -> FrameType | None:
+    """Return the frame of Python that issued what `_describe` is asked about; none in a thread of C++."""
+    kernel = sys._getframe(2)
+    return kernel.f_back
+
+
+def _object_call(frame: FrameType | None) -> str | None:
+    """Name the function for Python objects that leads to `frame`, the caller of the kernel, if one does."""
+    found = None
+    while frame is not None and frame.f_globals.get("__name__") in _MODULES_OF_CALLS:
+        found = _OBJECT_CALLS.get(frame.f_code.co_name, found)
+        frame = frame.f_back
+    return found
+
+
+def _intercept_waits() -> None:
+    """Show waits: torch's handles have no operator for it, and some functions wait in C++."""
+
+    def around(method: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            return getattr(_interceptors[-1], method)(*args[:1], lambda: function(*args, **kwargs))
+
+        return wait
+
+    _patches.replace(dist.Work, "wait", around("wait", dist.Work.wait))
+    broadcast = dist._broadcast_coalesced  # how DDP sends buffers before each forward
+
+    @wraps(broadcast)
+    def broadcast_coalesced(*args: Any, **kwargs: Any) -> Any:
+        return _interceptors[-1].finish(lambda: broadcast(*args, **kwargs))
+
+    _patches.replace(dist, "_broadcast_coalesced", broadcast_coalesced)
+    if torch.cuda.is_available():
+        wait = torch.cuda.Event.wait  # `Stream.wait_event` and `Stream.wait_stream` call it, too
+
+        @wraps(wait)
+        def wait_event(event: Any, stream: Any = None) -> Any:
+            return _interceptors[-1].wait_event(event, stream, lambda: wait(event, stream))
+
+        _patches.replace(torch.cuda.Event, "wait", wait_event)
+
+
+def is_coalescing(process_group: Any) -> bool:
+    """Tell whether operations of a group are being gathered to be issued together; torch has no public name for it."""
+    return process_group in dist.distributed_c10d._world.pg_coalesce_state
+
+
+def groups_past_dispatcher() -> list[str]:
+    """Name the classes of groups that are implemented in Python, whose operations do not pass through here."""
+    groups = dist.distributed_c10d._world.pg_map
+    return sorted({type(group).__qualname__ for group in groups if type(group) is not dist.ProcessGroup})
+
+
+def on_graph_end(call: Callable[[], None]) -> None:
+    """Run `call` when the backward pass that is running has no node left, before what is asked for later than this.
+
+    DDP and FSDP wait for gradients in such a call of their own. Only the engine's private object has this.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)
