@@ -1,4 +1,4 @@
-"""Runs `benchmarks/chaos.py train` on four processes by torchrun's own launcher, which forks this one: FOLDER FORMAT.
+"""Runs `benchmarks/chaos.py train` on two processes by torchrun's own launcher, which forks this one: FOLDER FORMAT.
 
 From the command line each process would import torch, at every restart.
 """
@@ -18,7 +18,7 @@ options = argparse.Namespace(folder=folder, format=checkpoint_format, **given)
 config = LaunchConfig(
     min_nodes=1,
     max_nodes=1,
-    nproc_per_node=4,
+    nproc_per_node=2,
     max_restarts=3,
     rdzv_backend="c10d",
     rdzv_endpoint="localhost:0",
