@@ -90,13 +90,19 @@ def write_compression(state: Mapping[str, Any], place: Place, path: PathLike, wo
         RuntimeError: On every rank, if one cannot write its file.
     """
     key = comm.broadcast_object(uuid4().hex[:12], world)
-    folder, failure = state_beside(path), None
+    folder, failure = state_beside(path), ""
     try:
         _write(f"{folder}/{key}-{world.rank}.pt", dict(state))
         _remove_older(folder, world.rank)
     except Exception as error:
-        failure = error
-    comm.raise_together(failure, world)
+        failure = str(error) or type(error).__name__
+    failures = {rank: text for rank, text in enumerate(comm.all_gather_object(failure, world)) if text}
+    if failures:
+        rank, text = next(iter(failures.items()))
+        raise RuntimeError(
+            f"the checkpoint {path} was not saved: rank {rank} cannot write what its compressor remembers beside it"
+            f" (`state='local'`): {text}"
+        )
     places = [list(found) for found in comm.all_gather_object(tuple(place), world)]
     return {"version": VERSION, "layout": _FILES, "key": key, "places": places, "step": int(state["step"])}
 
