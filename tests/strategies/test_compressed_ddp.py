@@ -18,14 +18,15 @@ from tests.harness import distributed, run
 from tests.strategies.models import Net, loader, trainer_for
 
 SMALL = {"min_numel": 16}
+EXACT = {"exact_rollback": True, **SMALL}
 TWO_BUCKETS = {"bucket_cap_mb": 0.001}
 COMPRESSORS = {
     "powersgd": lambda: PowerSGD(2, **SMALL),
-    "alternating": lambda: PowerSGD(2, alternate=True, **SMALL),
+    "alternating": lambda: PowerSGD(2, alternate=True, **EXACT),
     "topk_int8": lambda: TopK(0.1, **SMALL) | Quantize(8),
     "int8": lambda: Quantize(8, **SMALL),
     "sign": lambda: Sign(**SMALL),
-    "policy": lambda: Policy({"net.0*": None, "*": PowerSGD(1, **SMALL)}),
+    "policy": lambda: Policy({"net.0*": None, "*": PowerSGD(1, **EXACT)}),
 }
 
 
