@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any, Literal, Optional, Union
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_parallel.compression.compressor import Compressor, check_flag, check_integer, seeded_generator
 from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
+from lightning_parallel.compression.rowwise import decode_rows, decode_sum, encode_rows, packed_bytes, scales
 from lightning_parallel.compression.wire import (
     AllGatherRequest,
     AllReduceRequest,
@@ -24,19 +25,16 @@ from lightning_parallel.compression.wire import (
     as_bytes,
     from_bytes,
     launches_kernels,
-    pack_nibbles,
     pack_signs,
     pad,
     split_by_rank,
-    unpack_nibbles,
     unpack_signs,
 )
 
 __all__ = ["Cast", "Quantize", "Sign"]
 
 _GROUP = 512  # elements that share a scale, at most
-_CACHED_NUMBERS = 1 << 16  # that a CPU works on in one go
-_DEVICE_NUMBERS = 1 << 26  # that a device works on in one go: few kernels, and no large temporary tensors
+_ALIGNED = 8  # numbers to which groups are filled up, so that the scales behind them are aligned
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -131,9 +129,9 @@ class Cast(Quantizer):
 
 
 class Quantize(Quantizer):
-    """Send elements as integers of 8 or 4 bits, with one scale per group of at most 512 elements.
+    """Send elements as integers of 8 or 4 bits, with scale and bias per group of at most 512 elements.
 
-        s = max|x| / L        C(x) = s round(x / s)        L = 127 or 7
+        b = min x    s = (max x - b) / L        C(x) = s round((x - b) / s) + b        L = 255 or 15
 
     The mean is taken in two phases, each of n bits/8 bytes per rank whatever the number of ranks:
 
@@ -145,7 +143,7 @@ class Quantize(Quantizer):
 
     Args:
         bits: 8 or 4.
-        stochastic: Round up with the probability of the fraction: floor(x / s + u), u uniform in [0, 1).
+        stochastic: Round up with the probability of the fraction: floor((x - b) / s + u), u uniform in [0, 1).
         seed: Seed of stochastic rounding; every rank draws different numbers.
         kwargs: The arguments of every compressor, see `Compressor`.
 
@@ -172,7 +170,6 @@ class Quantize(Quantizer):
         self.bits = bits
         self.stochastic = stochastic
         self.seed = seed
-        self.levels = 2 ** (bits - 1) - 1
 
     @property
     def unbiased(self) -> bool:
@@ -180,19 +177,12 @@ class Quantize(Quantizer):
         return self.stochastic and self.feedback.kind is None
 
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
-        packed = self._new_packed(rows, 1, len(rows), rows.shape[1])
-        self._encode(rows.unsqueeze(0), packed, rows.shape[1], noise)
-        return packed[0]
+        return self._encode(rows, 1, rows.shape[1], noise).flatten(1)
 
     def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         numbers = torch.empty(*packed.shape[:-1], n, dtype=dtype, device=packed.device)
-        self._decode(packed.reshape(1, -1, packed.shape[-1]), numbers.view(1, -1, n), n)
+        self._decode(packed.reshape(-1, 1, packed.shape[-1]), numbers.view(-1, n), n)
         return numbers
-
-    def _packed_bytes(self, n: int) -> int:
-        """Return the bytes of one packed row of `n` numbers."""
-        groups, extent = self._grouping(n)
-        return groups * extent * self.bits // 8 + 4 * groups
 
     def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
         rows = work.flatten(1)
@@ -217,42 +207,32 @@ class Quantize(Quantizer):
         """Write the mean of `rows` (rows, n) into `mean`; with `keep`, leave in `rows` what was not sent."""
         size = step.group.size
         rank = step.group.rank
-        chunk = math.ceil(rows.shape[1] / size)
+        # Whole groups, so that the parts of all ranks lie side by side and are encoded in one go.
+        chunk = math.prod(self._grouping(math.ceil(rows.shape[1] / size)))
         noise = self._noise(rows, step, purpose)
         mine = yield from self._mean_part(rows, step, chunk, noise, keep)
-        packed_mine = self._new_packed(rows, 1, len(rows), chunk)
-        self._encode(mine.unsqueeze(0), packed_mine, chunk, noise, rest=keep)
+        packed = self._encode(mine, 1, chunk, noise, rest=keep)
         if keep:
             # The error of the second encoding belongs to all ranks. Its owner keeps it times their number, so that it
             # counts once in the mean of the residuals.
             part = rows[:, rank * chunk : (rank + 1) * chunk]
             part.add_(mine[:, : part.shape[1]], alpha=size)
-        everyone = (yield AllGatherRequest(packed_mine.flatten())).reshape(size, *packed_mine.shape[1:])
+        everyone = (yield AllGatherRequest(packed.flatten())).reshape(size, len(rows), -1)
         # A group that holds something not finite has such a scale, so the scales tell of all numbers.
-        step.watch(self._scales(everyone, chunk))
-        n = rows.shape[1]
-        whole = mean.new_empty(len(mean), size * chunk) if n < size * chunk and launches_kernels(mean) else mean
-        for parts, some in _side_by_side(whole, everyone, chunk):
-            self._decode(some, parts, chunk)
-        if whole is not mean:
-            mean.copy_(whole[:, :n])
+        step.watch(scales(everyone.reshape(-1, self._group_bytes(chunk)), self.bits))
+        self._decode(everyone.transpose(0, 1), mean, chunk)
 
     def _mean_part(
         self, rows: Tensor, step: StepContext, chunk: int, noise: Optional[torch.Generator], keep: bool
     ) -> Generator[Request, Tensor, Tensor]:
         """Run the first phase and return this rank's part (rows, chunk) of the mean. The last parts may be short."""
         size = step.group.size
-        packed = self._new_packed(rows, size, len(rows), chunk)
-        padded = pad(rows, size * chunk) if launches_kernels(rows) else rows
-        for parts, some in _side_by_side(padded, packed, chunk):
-            self._encode(parts, some, chunk, noise, rest=keep)
-        if keep and padded is not rows:
-            rows.copy_(padded[:, : rows.shape[1]])
-        received = (yield AllToAllRequest(packed.view(size, -1))).reshape(packed.shape)
-        mine = torch.empty_like(rows[:, :chunk])
-        for index, some in enumerate(received.split(size if launches_kernels(rows) else 1)):
-            self._decode(some, mine.unsqueeze(0), chunk, add=index > 0)
-        return mine.div_(size)
+        packed = self._encode(rows, size, chunk, noise, rest=keep)
+        received = yield AllToAllRequest(packed.transpose(0, 1).reshape(size, -1))
+        groups, extent = self._grouping(chunk)
+        mine = rows.new_empty(len(rows), groups * extent)
+        decode_sum(received.reshape(size, len(rows) * groups, -1), mine.view(-1), self.bits)
+        return mine.div_(size)[:, :chunk]
 
     def _noise(self, rows: Tensor, step: StepContext, purpose: object) -> Optional[torch.Generator]:
         return (
@@ -261,129 +241,53 @@ class Quantize(Quantizer):
         )
 
     def _encode(
-        self, parts: Tensor, packed: Tensor, n: int, noise: Optional[torch.Generator], rest: bool = False
-    ) -> None:
-        """Encode `parts` (parts, rows, at most n, followed by zeros) into `packed` (parts, rows, packed).
+        self, rows: Tensor, parts: int, chunk: int, noise: Optional[torch.Generator], rest: bool = False
+    ) -> Tensor:
+        """Return bytes (rows, parts, packed) of rows (rows, n), each in parts of `chunk` numbers, followed by zeros.
 
         Args:
-            rest: Leave in `parts` what the encoding has lost.
+            rest: Leave in `rows` what the encoding has lost.
         """
-        if parts.is_meta:  # only the size of `packed` is asked for, of up to thousands of ranks
+        groups, extent = self._grouping(chunk)
+        count, n = rows.shape
+        packed = rows.new_empty(count, parts, groups * self._group_bytes(chunk), dtype=torch.uint8)
+        flat = packed.view(-1, self._group_bytes(chunk))
+        # One row of whole groups lies as it is to be encoded; others have gaps between their parts, or at their ends.
+        if rows.is_contiguous() and (n == parts * groups * extent or (count == 1 and chunk == groups * extent)):
+            encode_rows(rows.view(-1), flat, self.bits, noise, rest)
+            return packed
+        padded = pad(pad(rows, parts * chunk).view(count * parts, chunk), groups * extent)
+        padded = padded.clone() if padded.data_ptr() == rows.data_ptr() else padded
+        encode_rows(padded.view(-1), flat, self.bits, noise, rest)
+        if rest:
+            rows.copy_(padded[:, :chunk].reshape(count, -1)[:, :n])
+        return packed
+
+    def _decode(self, packed: Tensor, rows: Tensor, chunk: int) -> None:
+        """Decode bytes (rows, parts, packed) into rows (rows, n), parts of `chunk` numbers side by side."""
+        groups, extent = self._grouping(chunk)
+        count, parts, _ = packed.shape
+        flat = packed.reshape(-1, self._group_bytes(chunk))
+        n = rows.shape[1]
+        if rows.is_contiguous() and (n == parts * groups * extent or (count == 1 and chunk == groups * extent)):
+            decode_rows(flat, rows.view(-1), self.bits)
             return
-        groups, extent = self._grouping(n)
-        count, rows, _ = parts.shape
-        scales = parts.new_empty(count, rows, groups, dtype=torch.float32)
-        for begin, end in self._pieces(parts, count, n):
-            piece = _elements(parts, begin * extent, end * extent)
-            grouped = _padded(piece, (end - begin) * extent).view(count, rows, end - begin, extent)
-            # A group of zeros has some tiny scale instead of none; NaN passes.
-            some = scales.narrow(2, begin, end - begin)
-            some.copy_(_peaks(grouped).div_(self.levels)).clamp_min_(torch.finfo(torch.float32).tiny)
-            exact = some.to(parts.dtype).unsqueeze(3)
-            levels = grouped * exact.reciprocal()
-            if self.stochastic:
-                levels.add_(torch.rand(levels.shape, generator=noise, dtype=parts.dtype, device=parts.device)).floor_()
-                # The reciprocal is rounded: it may lift the largest number of a group over the last level.
-                levels.clamp_max_(self.levels)
-            else:
-                levels.round_()
-            # Integers first, then the scales: both at the same place for every row.
-            where = _elements(packed, begin * extent * self.bits // 8, end * extent * self.bits // 8).view(torch.int8)
-            if self.bits == 8:
-                where.view(levels.shape).copy_(levels)
-            else:
-                where.copy_(pack_nibbles(levels.to(torch.int8).flatten(2)).view(torch.int8))
-            if rest:
-                piece.sub_(_elements(levels.mul_(exact).flatten(2), 0, piece.shape[2]))
-        packed[..., -4 * groups :] = as_bytes(scales)
+        padded = rows.new_empty(count * parts, groups * extent)
+        decode_rows(flat, padded.view(-1), self.bits)
+        rows.copy_(padded[:, :chunk].reshape(count, -1)[:, :n])
 
-    def _decode(self, packed: Tensor, numbers: Tensor, n: int, add: bool = False) -> None:
-        """Decode the first of n numbers from `packed` (parts, rows, packed) into `numbers` (parts, rows, at most n).
-
-        Args:
-            numbers: Of one part only, to take the sum over the parts.
-            add: Add to what is there; of one part only.
-        """
-        if numbers.is_meta:
-            return
-        _, extent = self._grouping(n)
-        scales = self._scales(packed, n).to(numbers.dtype).unsqueeze(3)
-        count, rows, _ = packed.shape
-        is_sum = count > len(numbers)
-        for begin, end in self._pieces(numbers, count, n):
-            integers = _elements(packed, begin * extent * self.bits // 8, end * extent * self.bits // 8)
-            levels = integers.view(torch.int8) if self.bits == 8 else unpack_nibbles(integers)
-            levels = levels.view(count, rows, end - begin, extent)
-            piece, some = _elements(numbers, begin * extent, end * extent), scales.narrow(2, begin, end - begin)
-            if is_sum or piece.shape[2] < (end - begin) * extent:
-                found = levels.to(numbers.dtype).mul_(some)
-                found = (found.sum(0, keepdim=True) if is_sum else found).flatten(2)
-                found = found[..., : piece.shape[2]]
-                piece.copy_(piece + found if add else found)
-            elif add:
-                piece.view(levels.shape).addcmul_(levels.to(numbers.dtype), some)
-            else:
-                piece.view(levels.shape).copy_(levels).mul_(some)
-
-    def _pieces(self, parts: Tensor, parts_at_once: int, n: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the groups of each part to encode or decode at once."""
-        groups, extent = self._grouping(n)
-        numbers = _DEVICE_NUMBERS if launches_kernels(parts) else _CACHED_NUMBERS
-        count = max(1, numbers // (parts_at_once * parts.shape[1] * extent))
-        for begin in range(0, groups, count):
-            yield begin, min(begin + count, groups)
-
-    def _new_packed(self, like: Tensor, *shape: int) -> Tensor:
-        """Return an uninitialised tensor for packed rows of `shape[-1]` numbers."""
-        return like.new_empty(*shape[:-1], self._packed_bytes(shape[-1]), dtype=torch.uint8)
-
-    def _scales(self, packed: Tensor, n: int) -> Tensor:
-        groups, _ = self._grouping(n)
-        return from_bytes(packed[..., -4 * groups :], torch.float32)
+    def _group_bytes(self, chunk: int) -> int:
+        return packed_bytes(self._grouping(chunk)[1], self.bits)
 
     def _grouping(self, n: int) -> tuple[int, int]:
         """Return the number and extent of the equal groups that `n` elements are padded to."""
         # Equal groups, rather than full ones and a rest, so that a row can be viewed as (groups, extent).
         groups = math.ceil(n / _GROUP)
         extent = math.ceil(n / groups)
-        # Two numbers of 4 bits share a byte.
-        return groups, extent + (extent % 2 if self.bits == 4 else 0)
+        return groups, extent + -extent % _ALIGNED
 
     def _main(self) -> dict[str, str]:
         return {"bits": str(self.bits)}
-
-
-def _side_by_side(rows: Tensor, packed: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield parts (parts, rows, chunk) of rows (rows, n), with their `packed` (parts, rows, packed).
-
-    All at once on a device, where launching kernels takes longer than running them; one by one on CPUs, where the last
-    ones may be short, and what one works on stays in the cache.
-    """
-    if launches_kernels(rows):
-        yield split_by_rank(rows, len(packed), chunk), packed
-        return
-    for index, some in enumerate(packed.split(1)):
-        yield rows[:, index * chunk : (index + 1) * chunk].unsqueeze(0), some
-
-
-def _elements(parts: Tensor, begin: int, end: int) -> Tensor:
-    """Return a range of the last of three dimensions, as far as there is one."""
-    size = parts.shape[2]
-    if end <= size:
-        return parts.narrow(2, begin, end - begin)  # faster than an index
-    return parts[..., begin:end]
-
-
-def _padded(parts: Tensor, extent: int) -> Tensor:
-    missing = extent - parts.shape[2]
-    return torch.nn.functional.pad(parts, (0, missing)) if missing else parts
-
-
-def _peaks(grouped: Tensor) -> Tensor:
-    """Return the largest magnitudes along the last dimension, in a new tensor; NaN passes."""
-    if launches_kernels(grouped):
-        return torch.linalg.vector_norm(grouped, torch.inf, -1)  # one kernel instead of four
-    return torch.maximum(grouped.amax(-1), grouped.amin(-1).neg_())  # several times faster than a norm on CPUs
 
 
 class Sign(Compressor):

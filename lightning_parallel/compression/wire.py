@@ -47,12 +47,10 @@ __all__ = [
     "from_bytes",
     "goes_alone",
     "launches_kernels",
-    "pack_nibbles",
     "pack_signs",
     "pad",
     "run",
     "split_by_rank",
-    "unpack_nibbles",
     "unpack_signs",
 ]
 
@@ -377,20 +375,6 @@ def pad(rows: Tensor, extent: int) -> Tensor:
 def split_by_rank(rows: Tensor, size: int, shard: int) -> Tensor:
     """Return the part of `shard` elements that each of `size` ranks needs of rows (rows, n): (size, rows, shard)."""
     return pad(rows, size * shard).view(len(rows), size, shard).transpose(0, 1)
-
-
-def pack_nibbles(levels: Tensor) -> Tensor:
-    """Return bytes (..., n / 2) of integers in [-8, 7], (..., n) with n even."""
-    pairs = levels.view(*levels.shape[:-1], -1, 2)
-    # The mask takes away the sign bits of the lower number, which would cover the upper one.
-    return ((pairs[..., 0] & 15) | (pairs[..., 1] << 4)).view(torch.uint8)
-
-
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Return integers (..., 2 n), int8, from bytes (..., n)."""
-    signed = packed.view(torch.int8)
-    # Shifting left and back right copies the sign bit of the lower nibble.
-    return torch.stack([(signed << 4) >> 4, signed >> 4], dim=-1).flatten(-2)
 
 
 def pack_signs(numbers: Tensor) -> Tensor:

@@ -52,7 +52,9 @@ COMPRESSORS = {
     "alternating": lambda: PowerSGD(2, alternate=True, **SMALL),
     "alternating_bf16": lambda: PowerSGD(2, alternate=True, **SMALL) | Cast("bf16"),
     "late": lambda: TopK(0.1, start_step=2, **SMALL),
-    "policy": lambda: Policy({"conv": None, "a.*": Sign(**SMALL), "*": PowerSGD(1, **SMALL) | Cast("bf16")}),
+    "policy": lambda: Policy(
+        {"conv": None, "a.*": Sign(**SMALL), "odd": Quantize(8, **SMALL), "*": PowerSGD(1, **SMALL) | Cast("bf16")}
+    ),
 }
 REPRESENTATIVES = (
     *("dense", "cast_feedback", "topk_int8", "topk_ef21", "dgc", "late", "randomk_int4", "blocktopk"),

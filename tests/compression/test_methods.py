@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lightning_parallel.comm import Group
+from lightning_parallel.compat import patched
 from lightning_parallel.compression import (
     Auto,
     BlockTopK,
@@ -17,6 +18,7 @@ from lightning_parallel.compression import (
     Sign,
     StepValue,
     TopK,
+    rowwise,
 )
 from lightning_parallel.compression.sparsifiers import largest
 from tests.harness import distributed
@@ -216,10 +218,37 @@ def test_quantization_error_is_within_a_level(bits):
     compressor = Quantize(bits, feedback=None)
     rows = matrix.view(1, -1)
     back = compressor.unpack(compressor.pack(rows), rows.shape[1], torch.float32)
-    groups = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 500)).view(-1, 500)
-    level = groups.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
-    assert ((back.view(-1, 500) - groups).abs() <= level / 2 * 1.0001).all()
-    assert compressor.pack(rows).shape[1] == 3000 * bits // 8 + 6 * 4, "with a scale for each of 6 groups"
+    groups, found = (torch.nn.functional.pad(some, (0, 24)).view(6, 504) for some in (rows, back))
+    level = (groups.amax(1, keepdim=True) - groups.amin(1, keepdim=True)) / (2**bits - 1)
+    # Scale and bias of 4 bits have 11 bits themselves.
+    assert ((found - groups).abs() <= level * (0.5001 if bits == 8 else 0.52)).all()
+    assert compressor.pack(rows).shape[1] == 6 * (504 * bits // 8 + 8), "with what scales each of 6 groups"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_fused_kernels_and_single_operations_give_the_same_bits(bits):
+    """On a rank that lacks the kernels, or on a device; and both see what is not finite, which the kernels may hide."""
+    rows = randn(8, 512, dtype=torch.float32) * torch.logspace(-18, 6, 8).unsqueeze(1)
+    rows[2] = 0
+    rows[3] = 7.25
+    fused, single = (torch.zeros(8, rowwise.packed_bytes(512, bits), dtype=torch.uint8) for _ in range(2))
+    rest, other_rest = rows.clone(), rows.clone()
+    rowwise.encode_rows(rest.view(-1), fused, bits, rest=True)
+    with patched(rowwise, "_FUSED", False):
+        rowwise.encode_rows(other_rest.view(-1), single, bits, rest=True)
+        back = torch.empty(8 * 512)
+        rowwise.decode_rows(fused, back, bits)
+    assert torch.equal(fused, single)
+    assert torch.equal(rest, other_rest)
+    torch.testing.assert_close(rest, rows - back.view(8, 512), rtol=0, atol=0)
+    assert rest[2].count_nonzero() == 0
+    for is_fused in (True, False):
+        for value in (torch.nan, torch.inf, -torch.inf):
+            poisoned = rows.clone()
+            poisoned[5, 77] = value
+            with patched(rowwise, "_FUSED", is_fused):
+                rowwise.encode_rows(poisoned.view(-1), fused, bits)
+            assert not rowwise.scales(fused, bits).isfinite().all(), (is_fused, value)
 
 
 def test_eight_bits_beat_fp32_at_any_world_size():

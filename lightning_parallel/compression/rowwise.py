@@ -1,0 +1,186 @@
+"""Numbers as integers of 8 or 4 bits, in groups: row by row, from the least to the largest number of each.
+
+    8 bits     | q, one byte each | scale, fp32 | bias, fp32 |                 x = q scale + bias
+    4 bits     | q, two in a byte | scale, fp16 | bias, fp16 | peak, fp32 |    x = (q scale + bias) peak
+
+Both begin with what torch's fused kernels for embedding tables write, on CPUs several times faster than single
+operations. Elsewhere (on devices, in fp64, with stochastic rounding) operations do the same, in fp32 with the same
+bits, so that ranks may mix. Two things these kernels cannot do are done around them:
+
+    They add 1e-8 to the width of a group, and many gradients are smaller than that: they are given 2^56 times the
+    numbers. For 4 bits, whose scale has the small range of fp16, numbers are divided by the largest magnitude.
+    They may pass over NaN: a sum of all numbers makes the scales NaN as well. An infinity makes them infinite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Optional
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.compression.wire import as_bytes, from_bytes, launches_kernels
+
+__all__ = ["decode_rows", "decode_sum", "encode_rows", "packed_bytes", "scales"]
+
+Bits = Literal[8, 4]
+
+_HOST_NUMBERS = 1 << 18  # that a CPU works on in one go: few calls, and temporary tensors that stay in its cache
+_DEVICE_NUMBERS = 1 << 26  # that a device works on in one go: few kernels, and no large temporary tensors
+_ENLARGED = 2.0**56
+_EPSILON = 1e-8  # of torch's kernel
+_FUSED = hasattr(torch.ops.quantized, "embedding_bag_byte_prepack")
+
+
+def packed_bytes(extent: int, bits: int) -> int:
+    """Return the bytes of a group of `extent` numbers."""
+    return extent * bits // 8 + 8
+
+
+def scales(packed: Tensor, bits: int) -> Tensor:
+    """Return what of `packed` (..., bytes) is not finite if a number of the group was not."""
+    return from_bytes(packed[..., -8:] if bits == 8 else packed[..., -4:], torch.float32)
+
+
+def encode_rows(
+    numbers: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Generator] = None, rest: bool = False
+) -> None:
+    """Encode `numbers` (n), followed by zeros, into `packed` (groups, bytes).
+
+    Args:
+        noise: Draws the numbers of stochastic rounding; None to round to the nearest.
+        rest: Leave in `numbers` what the encoding has lost.
+    """
+    if numbers.is_meta:  # only the size of `packed` is asked for
+        return
+    extent = (packed.shape[1] - 8) * 8 // bits
+    for begin, end in _pieces(packed, 1, extent):
+        piece = numbers[begin * extent : end * extent]
+        whole, tail = len(piece) // extent, len(piece) % extent
+        rows = piece[: whole * extent].view(whole, extent)
+        if whole:
+            _encode(rows, packed[begin : begin + whole], bits, noise, rest)
+        if begin + whole == end:
+            continue
+        padded = piece.new_zeros(end - begin - whole, extent)
+        padded[0, :tail] = piece[whole * extent :]
+        _encode(padded, packed[begin + whole : end], bits, noise, rest)
+        if rest:
+            piece[whole * extent :] = padded[0, :tail]
+
+
+def decode_rows(packed: Tensor, numbers: Tensor, bits: int) -> None:
+    """Decode `packed` (groups, bytes) into `numbers` (n), as many as there are of them."""
+    if numbers.is_meta:
+        return
+    extent = (packed.shape[1] - 8) * 8 // bits
+    for begin, end in _pieces(packed, 1, extent):
+        piece = numbers[begin * extent : end * extent]
+        if len(piece):
+            piece.copy_(_decode(packed[begin:end], bits, numbers.dtype).view(-1)[: len(piece)])
+
+
+def decode_sum(packed: Tensor, numbers: Tensor, bits: int) -> None:
+    """Decode `packed` (ranks, groups, bytes) into `numbers` (groups * extent): the sum over the ranks."""
+    if numbers.is_meta:
+        return
+    ranks, _, num_bytes = packed.shape
+    extent = (num_bytes - 8) * 8 // bits
+    for begin, end in _pieces(packed[0], ranks, extent):
+        found = _decode(packed[:, begin:end].reshape(-1, num_bytes), bits, numbers.dtype).view(ranks, -1)
+        into = numbers[begin * extent : end * extent]
+        if ranks == 2 and not launches_kernels(found):
+            torch.add(found[0], found[1], out=into)  # in half the time of a sum
+        else:
+            torch.sum(found, 0, out=into)
+
+
+def _pieces(packed: Tensor, at_once: int, extent: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of groups to work on at once, `at_once` times."""
+    count = max(1, (_DEVICE_NUMBERS if launches_kernels(packed) else _HOST_NUMBERS) // (at_once * extent))
+    for begin in range(0, len(packed), count):
+        yield begin, min(begin + count, len(packed))
+
+
+def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Generator], rest: bool) -> None:
+    """Encode rows (groups, extent), all of them at once."""
+    is_fused = _FUSED and noise is None and rows.dtype == torch.float32 and not launches_kernels(rows)
+    if is_fused:
+        (_encode_bytes_fused if bits == 8 else _encode_nibbles_fused)(rows, packed)
+    else:
+        (_encode_bytes if bits == 8 else _encode_nibbles)(rows, packed, noise)
+    if rest:
+        rows.sub_(_decode(packed, bits, rows.dtype))
+
+
+def _decode(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Return rows (groups, extent)."""
+    packed = packed.contiguous()
+    if packed.storage_offset() % 4:
+        packed = packed.clone()  # of a message with other things: floats can be seen where they lie if that is aligned
+    is_fused = _FUSED and dtype == torch.float32 and not launches_kernels(packed)
+    if bits == 8:
+        if is_fused:
+            return torch.ops.quantized.embedding_bag_byte_unpack(packed)
+        ends = packed[:, -8:].view(torch.float32).to(dtype)
+        return torch.addcmul(ends[:, 1:], packed[:, :-8].to(dtype), ends[:, :1])
+    peaks = packed[:, -4:].view(torch.float32).to(dtype)
+    if is_fused:
+        found: Tensor = torch.ops.quantized.embedding_bag_4bit_unpack(packed[:, :-4].contiguous())
+        return found.mul_(peaks)
+    pairs = packed[:, :-8]
+    levels = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1).to(dtype)
+    ends = packed[:, -8:-4].view(torch.float16).to(dtype)
+    return torch.addcmul(ends[:, 1:], levels, ends[:, :1]).mul_(peaks)
+
+
+def _encode_bytes_fused(rows: Tensor, packed: Tensor) -> None:
+    packed.copy_(torch.ops.quantized.embedding_bag_byte_prepack(rows * _ENLARGED))
+    # Zero times a number that is not finite is NaN.
+    packed[:, -8:].view(torch.float32).mul_(1 / _ENLARGED).add_(rows.sum() * 0)
+
+
+def _encode_bytes(rows: Tensor, packed: Tensor, noise: Optional[torch.Generator]) -> None:
+    enlarged = rows * _ENLARGED
+    least, largest = enlarged.amin(1, keepdim=True), enlarged.amax(1, keepdim=True)
+    width = (largest - least).float()
+    bias = least.float()
+    levels = _rounded(enlarged.sub_(bias).mul_(255 / (width + _EPSILON)), noise).clamp_(0, 255)
+    packed[:, :-8] = levels.to(torch.uint8)
+    packed[:, -8:] = as_bytes(torch.cat([width / 255, bias], dim=1).mul_(1 / _ENLARGED))
+
+
+def _peaks(rows: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, (groups, 1), in fp32; some tiny number for zeros, and NaN passes."""
+    if launches_kernels(rows):
+        found = torch.linalg.vector_norm(rows, torch.inf, 1, keepdim=True)  # one kernel instead of four
+    else:
+        found = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
+    return found.float().clamp_min_(torch.finfo(torch.float32).tiny)
+
+
+def _encode_nibbles_fused(rows: Tensor, packed: Tensor) -> None:
+    peaks = _peaks(rows)
+    packed[:, :-4] = torch.ops.quantized.embedding_bag_4bit_prepack(rows * peaks.reciprocal())
+    packed[:, -4:] = as_bytes(peaks)
+
+
+def _encode_nibbles(rows: Tensor, packed: Tensor, noise: Optional[torch.Generator]) -> None:
+    peaks = _peaks(rows)
+    reduced = rows * peaks.reciprocal()
+    least, largest = reduced.amin(1, keepdim=True), reduced.amax(1, keepdim=True)
+    bias = least.half()
+    scale = ((largest.float() - bias.float()) / 15).half()
+    scale = scale.masked_fill(scale == 0, 1)
+    levels = _rounded(reduced.sub_(bias).mul_(scale.float().reciprocal()), noise).clamp_(0, 15).to(torch.uint8)
+    packed[:, :-8] = levels[:, 0::2] | (levels[:, 1::2] << 4)
+    packed[:, -8:-4] = as_bytes(torch.cat([scale, bias], dim=1))
+    packed[:, -4:] = as_bytes(peaks)
+
+
+def _rounded(levels: Tensor, noise: Optional[torch.Generator]) -> Tensor:
+    """Round in place: to the nearest, or up with the probability of the fraction."""
+    if noise is None:
+        return levels.round_()
+    return levels.add_(torch.rand(levels.shape, generator=noise, dtype=levels.dtype, device=levels.device)).floor_()
