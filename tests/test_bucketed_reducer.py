@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
-from lightning_parallel.compression import Compressor, PowerSGD, RandomK, TopK
+from lightning_parallel.compression import Compressor, PowerSGD, RandomK, TopK, thin_products
 from lightning_parallel.compression.compressor import Dense
 from lightning_parallel.data_parallel import GradientReducer, bucketed_reducer
 from lightning_parallel.tensor.sharding import reduce_partial_
@@ -351,7 +351,7 @@ def test_an_overflow_anywhere_in_a_replica_makes_all_its_compressors_forget_the_
     side = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     half, replica = divmod(group.rank, 2)
-    compressor = PowerSGD(2, min_numel=1)
+    compressor = PowerSGD(2, min_numel=1, exact_rollback=True)
     module = Layers().double()
     reducer = GradientReducer(
         dict(module.named_parameters()),
@@ -401,7 +401,9 @@ def test_the_host_waits_for_a_device_at_most_once_in_a_step(kind, group):
     options = {} if kind == "plain" else _compressed(PowerSGD(1, min_numel=1), kind == "overlapped")
     module = Branches().double()
     reducer = GradientReducer(dict(module.named_parameters()), group, **options, replica_group=group)
-    with patched(comm, "on_any_rank", on_any_rank):
+    # As on a device, where products are not numpy's.
+    on_device = patched(thin_products, "launches_kernels", lambda tensor: True)
+    with patched(comm, "on_any_rank", on_any_rank), on_device:
         for step in range(3):
             module.zero_grad()
             seen = Launches()
