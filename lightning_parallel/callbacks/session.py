@@ -23,6 +23,7 @@ from lightning_parallel.callbacks.collective_tracer import (
     trace_collectives,
     tracer_for,
 )
+from lightning_parallel.callbacks.processor import cores_of_process
 from lightning_parallel.comm import PROFILING, Group, ThreadExecutor
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.twins import is_a, kinds_of
@@ -95,6 +96,8 @@ class Session:
         group: All ranks, for the callbacks' exchange only; always gloo, even under NCCL.
         recorder: Records this rank's spans; None before training begins.
         calls: Collectives issued in each group, see `Recorder.calls`.
+        cores: The processors of this rank.
+        cores_shared_by: How many ranks use these.
         one_clock: Whether `perf_counter_ns` is the same clock on all ranks: they run on one host.
         missing: The communication of the strategy that is not recorded, in sentences.
         steps: Steps counted, without those that warm up.
@@ -117,7 +120,10 @@ class Session:
         self.device: torch.device = trainer.strategy.root_device
         self.group = self._create_group(trainer)
         self.calls: dict[tuple[Any, ...], CallCounter] = {}
-        self.one_clock = len(set(comm.all_gather_object(clock_id(), self.group))) == 1
+        self.cores = cores_of_process()
+        places = comm.all_gather_object((clock_id(), self.cores.place), self.group)
+        self.one_clock = len({clock for clock, _ in places}) == 1
+        self.cores_shared_by = sum(place == self.cores.place for _, place in places)
         self.missing: list[str] = []
         self._worker: ThreadExecutor | None = None
         self._pending: Callable[[], Any] | None = None

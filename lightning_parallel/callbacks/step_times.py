@@ -14,6 +14,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, rank_info
+from lightning_parallel.callbacks.processor import ProcessorUse
 from lightning_parallel.callbacks.session import PHASES
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.tracing import OTHER, Span, StepSampler, Window
@@ -27,6 +28,7 @@ __all__ = [
     "StragglerMonitor",
     "compare_peers",
     "hidden_ns",
+    "training_seconds",
     "union_ns",
 ]
 
@@ -46,10 +48,14 @@ class BreakdownAccumulator(Accumulator):
     Args:
         rank_info: `rank` and `coordinate` of this process.
         missing: Communication that is not recorded, in sentences; may grow until `summarize`.
+        processor: Adds up what the thread that trains gets of a processor, if anything does.
     """
 
-    def __init__(self, rank_info: Mapping[str, Any], missing: Sequence[str] = ()) -> None:
+    def __init__(
+        self, rank_info: Mapping[str, Any], missing: Sequence[str] = (), processor: ProcessorUse | None = None
+    ) -> None:
         self._rank_info = dict(rank_info)
+        self._processor = processor
         self._missing = missing
         self._total: Counter[str] = Counter()
         self._steps = 0
@@ -60,6 +66,8 @@ class BreakdownAccumulator(Accumulator):
     @override
     def add(self, window: Window) -> None:
         self._steps += 1
+        if self._processor is not None:
+            self._processor.add(window)
         # By step, as only the waits of the same step can be compared between ranks.
         self._waits.add(window.step, window.phases.get(EXPOSED, 0))
         self.end(window)
@@ -74,7 +82,8 @@ class BreakdownAccumulator(Accumulator):
     @override
     def share(self) -> dict[str, Any]:
         means = self._means(self._total, self._steps) if self._steps else {}
-        return {"row": {**self._rank_info, **means}, "waits": dict(self._waits.values)}
+        processor = {} if self._processor is None or not means else self._processor.row()
+        return {"row": {**self._rank_info, **means, **processor}, "waits": dict(self._waits.values)}
 
     def _means(self, total_ns: Mapping[str, int], steps: int) -> dict[str, float]:
         """Return seconds per step; `wall` is the sum of the phases."""
@@ -123,12 +132,16 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
     `report()` has, besides the common keys, one row for each rank, in seconds per step:
 
         ranks: [{rank, coordinate: {axis: index}, wall, data_wait, forward, backward, communication_exposed,
-                 communication_hidden, pipeline_wait, optimizer, checkpoint, validation, other}]
+                 communication_hidden, pipeline_wait, optimizer, checkpoint, validation, other,
+                 cores, cores_shared_by, processor, processor_wait, interruptions}]
         communication_least: [seconds]
         missing: [sentence]
 
     `wall` is the sum of the phases. `communication_hidden` is not part of it: collectives in flight while the main
     thread did other things. Validation and checkpoints after the last step are distributed over the steps.
+    `processor` and `processor_wait` are how long the thread that trains ran on a processor, and how long it could have
+    run while others did, `interruptions` how often it was made to stop; of steps without validation and checkpoint,
+    where the system tells. `cores` are what the rank may use, together with all `cores_shared_by` ranks.
     `communication_least`, where there are several ranks, gives for each pipeline stage the time per step for which
     communication blocked every one of its ranks: what a rank was blocked beyond that, it waited for late ranks.
     `missing`, only where something is, names groups whose communication is not seen and so counts as forward or
@@ -139,7 +152,9 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> BreakdownAccumulator:
-        return BreakdownAccumulator(rank_info(self.open_session), self.open_session.missing)
+        session = self.open_session
+        processor = ProcessorUse(session.cores, session.cores_shared_by)
+        return BreakdownAccumulator(rank_info(session), session.missing, processor)
 
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:
@@ -148,7 +163,7 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
             return None
         title = f"Where a step goes: milliseconds, mean of {report['steps']} steps"
         table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        keys = [key for key in ranks[0] if key not in ("coordinate", "rank")]
+        keys = ["wall", *PHASES[:4], HIDDEN, *PHASES[4:], "processor_wait"]
         # A terminal has room for about ten columns: phases that no rank spent time in are left out.
         shown = [key for key in keys if any(rank.get(key, 0.0) > 0 for rank in ranks)]
         for header in ("rank", *shown):
@@ -156,6 +171,12 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
         for rank in ranks:
             table.add_row(str(rank["rank"]), *(f"{rank[key] * 1e3:.2f}" if key in rank else "-" for key in shown))
         return table
+
+
+def training_seconds(rank: Mapping[str, Any]) -> float:
+    """Return the time of a step on a rank without validation and checkpoints, which are no part of it."""
+    seconds: float = rank["wall"] - rank.get("validation", 0.0) - rank.get("checkpoint", 0.0)
+    return seconds
 
 
 def _least_waits(shared: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Optional, Union
 
@@ -14,33 +12,21 @@ from rich.table import Table
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
-from lightning_parallel.compat.precision import uses_tf32
-from lightning_parallel.compat.torch import (
-    CPU_FLASH_ATTENTION,
-    TorchDispatchMode,
-    is_backward_running,
-    overload_packet,
-    pytree,
-)
+from lightning_parallel.callbacks.model_flops import ModelFlops, PeakFlops, peak_flops_of
+from lightning_parallel.callbacks.session import Session
+from lightning_parallel.compat.torch import pytree
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.microbatch import num_samples
 from lightning_parallel.tracing import Window
 
-__all__ = ["ForwardFlops", "Throughput", "ThroughputAccumulator", "num_tokens", "peak_flops_of"]
+__all__ = ["Throughput", "ThroughputAccumulator", "num_tokens"]
 
 POINTS = 512
 """Points of a curve over the steps at most."""
-
-BACKWARD_FACTOR = 3
-"""Operations of a step over those of its forward: the gradients of inputs and of weights take as many again each."""
-
-PeakFlops = tuple[float, str]
-"""Operations per second of a device, and where the figure comes from."""
 
 
 class BatchCounts(NamedTuple):
@@ -70,6 +56,7 @@ class ThroughputAccumulator(Accumulator):
 
     Attributes:
         flops: Operations of this rank, forward and backward, and for how many samples of its replica; or None.
+        uncounted: Operators that are not in there, because nobody knows what they compute.
     """
 
     def __init__(self, rank: int, mesh: Mesh, peak: PeakFlops | None = None, wants_utilisation: bool = True) -> None:
@@ -85,6 +72,7 @@ class ThroughputAccumulator(Accumulator):
         self._stride = 1
         self._logged = (0, 0, 0.0)
         self.flops: tuple[float, int] | None = None
+        self.uncounted: list[str] = []
 
     def count(self, step: int, batch: BatchCounts) -> None:
         """Add the batch of `step`, whose time comes later by `add`."""
@@ -125,6 +113,7 @@ class ThroughputAccumulator(Accumulator):
             "points": list(self._points),
             "flops": self.flops,
             "peak": self._peak,
+            "uncounted": self.uncounted,
         }
 
     @override
@@ -145,6 +134,10 @@ class ThroughputAccumulator(Accumulator):
                 missing.append(f"The {key} of a batch could not be counted: pass `{key}` to Throughput.")
         utilisation, why = self._utilisation(shared, replicas, report.get("samples_per_second"))
         missing += why if self._wants_utilisation else []
+        uncounted = sorted({name for rank in shared for name in rank["uncounted"]})
+        if uncounted:
+            names = ", ".join(f"`{name}`" for name in uncounted)
+            missing.append(f"The operations of {names} are not known and not counted: pass `flops_per_sample`.")
         report |= {**utilisation, "series": _series(replicas)}
         return {**report, "missing": missing} if missing else report
 
@@ -205,9 +198,10 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         samples: Counts the samples of a batch; by default the length of its tensors.
         tokens: Counts the tokens of a batch; by default the elements of `input_ids`, or of the first tensor of integers
             with two dimensions.
-        flops_per_sample: Operations of forward and backward of the whole model. `"auto"`: three times those of a
-            forward, counted in the first step and summed over the ranks of a replica; what several tensor-parallel
-            ranks compute counts on each. None: no utilisation.
+        flops_per_sample: Operations of forward and backward of the whole model. `"auto"`: counted in the first step as
+            they run, so that frozen parameters cost less, without what activation checkpointing computes again, and
+            summed over the ranks of a replica; what several tensor-parallel ranks compute counts on each. None: no
+            utilisation.
         peak_flops: Operations per second of one device. `"auto"`: from a table of dense peaks; on CPU calibrated with a
             matrix product. None: no utilisation.
         every_n_steps, warmup_steps, dirpath, show_table: See `MeasuringCallback`.
@@ -244,7 +238,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         self.tokens = tokens or num_tokens
         self.flops_per_sample = flops_per_sample
         self.peak_flops = peak_flops
-        self._counter: ForwardFlops | None = None
+        self._counter: ModelFlops | None = None
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._depth = 0  # of optimizer steps that run: one may call that of its superclass
 
@@ -255,6 +249,8 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
             peak = self.peak_flops, "given"
         elif self.peak_flops == "auto" and self.flops_per_sample is not None:
             peak = peak_flops_of(trainer.strategy.root_device, _dtype(trainer, pl_module))
+            if peak is not None and trainer.strategy.root_device.type == "cpu":
+                peak = _share_of(peak, self.open_session)
         wanted = self.flops_per_sample is not None and self.peak_flops is not None
         return ThroughputAccumulator(self.open_session.rank, self.open_session.mesh, peak, wanted)
 
@@ -279,7 +275,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
         )
-        self._counter = ForwardFlops()
+        self._counter = ModelFlops()
         self._counter.__enter__()
 
     def _pause(self, paused: bool) -> None:
@@ -295,7 +291,7 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        # Backward itself is left out anyway; gradient compression multiplies matrices in its hooks.
+        # Backward itself is counted nevertheless; gradient compression multiplies matrices beside it.
         self._pause(True)
 
     @override
@@ -325,7 +321,8 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
         self._depth = 0
         # A step that ended with an error counted only a part, and a model may have no such operations at all.
         if samples and counter.total:
-            self.accumulator.flops = BACKWARD_FACTOR * counter.total, samples
+            self.accumulator.flops = float(counter.total), samples
+            self.accumulator.uncounted = sorted(counter.unknown)
 
     @override
     def _leave(self) -> None:
@@ -406,94 +403,9 @@ def _dtype(trainer: Trainer, pl_module: LightningModule) -> torch.dtype:
     return next(dtypes, torch.float32)
 
 
-# -------------------------------------------------------------------------------------------------------- operations
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-_FORMULAS: dict[Any, Callable[..., int]] = {CPU_FLASH_ATTENTION: _attention}
-"""Operations that torch's table lacks."""
-
-
-class ForwardFlops(TorchDispatchMode):
-    """Counts the operations of matrix products, convolutions and attention inside the block, by torch's formulas.
-
-    `FlopCounterMode` would count backward, too, and with it what activation checkpointing computes again; here both are
-    left out, and so are tensors without data.
-
-    Attributes:
-        total: Operations so far; a multiplication and its addition are two.
-        paused: Count nothing now: gradients are reduced, or parameters updated, by matrix products that are not the
-            model's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-        self.paused = False
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A tensor subclass has to say first which plain tensors it stands for: those are counted.
-        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        operator = overload_packet(func)
-        formula = flop_registry.get(operator) or _FORMULAS.get(operator)
-        if formula is not None and not self.paused and not is_backward_running() and not _is_meta(out):
-            self.total += formula(*args, **(kwargs or {}), out_val=out)
-        return out
-
-
-def _is_meta(out: Any) -> bool:
-    first = out[0] if isinstance(out, tuple) else out
-    return isinstance(first, Tensor) and first.is_meta
-
-
-_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
-    ("B200", {"bfloat16": 2250e12, "float16": 2250e12}),
-    ("H100 PCIe", {"bfloat16": 756e12, "float16": 756e12, "tf32": 378e12, "float32": 51.2e12}),
-    ("H100 NVL", {"bfloat16": 835.5e12, "float16": 835.5e12, "tf32": 417.8e12, "float32": 60e12}),
-    ("H100|H200|GH200", {"bfloat16": 989.4e12, "float16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}),
-    ("GB200", {"bfloat16": 2500e12, "float16": 2500e12}),
-    ("A100", {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}),
-    ("L40S", {"bfloat16": 362e12, "float16": 362e12, "tf32": 183e12, "float32": 91.6e12}),
-    ("L40", {"bfloat16": 181e12, "float16": 181e12, "tf32": 90.5e12, "float32": 90.5e12}),
-    ("A10", {"bfloat16": 125e12, "float16": 125e12, "tf32": 62.5e12, "float32": 31.2e12}),
-    ("RTX 4090", {"bfloat16": 165.2e12, "float16": 165.2e12, "tf32": 82.6e12, "float32": 82.6e12}),
-    ("L4", {"bfloat16": 121e12, "float16": 121e12, "tf32": 60e12, "float32": 30.3e12}),
-    ("V100", {"float16": 125e12, "float32": 15.7e12}),
-    ("T4", {"float16": 65e12, "float32": 8.1e12}),
-    ("MI300X", {"bfloat16": 1307.4e12, "float16": 1307.4e12, "float32": 163.4e12}),
-)
-"""Operations per second in dense matrix products, from data sheets, by a part of the device's name, specific first.
-
-Lightning's `get_available_flops` (2.6) has figures for sparse matrices, twice as high, and takes L40 for L4.
-"""
-
-
-def peak_flops_of(device: torch.device, dtype: torch.dtype) -> PeakFlops | None:
-    """Return peak rate of `device` in dense matrix products of `dtype`; None if it is not known."""
-    if device.type == "cpu":
-        return _measured_flops(dtype), "calibrated by a matrix product"
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    kind = "tf32" if dtype is torch.float32 and uses_tf32() else str(dtype).removeprefix("torch.")
-    peaks = next((peaks for part, peaks in _PEAKS if re.search(rf"\b({part})\b", name)), {})
-    return (peaks[kind], f"data sheet of {name}, dense {kind}") if kind in peaks else None
-
-
-def _measured_flops(dtype: torch.dtype, size: int = 512, seconds: float = 0.05) -> float:
-    """Return the best rate of a square matrix product within some seconds."""
-    matrix = torch.ones(size, size, dtype=dtype)
-    matrix @ matrix  # the first one allocates
-    fastest = float("inf")
-    until = time.perf_counter() + seconds
-    while (start := time.perf_counter()) < until:
-        matrix @ matrix
-        # Other load only ever makes a product slower.
-        fastest = min(fastest, time.perf_counter() - start)
-    return 2 * size**3 / fastest
+def _share_of(peak: PeakFlops, session: Session) -> PeakFlops:
+    """Return what a rank has of a peak that it measured with all the cores that it may use, shared with other ranks."""
+    wanted = session.cores_shared_by * session.cores.threads
+    share = min(1.0, session.cores.number / wanted)
+    flops, source = peak
+    return (flops, source) if share == 1 else (share * flops, f"{source}, {session.cores.number:g} cores for {wanted}")

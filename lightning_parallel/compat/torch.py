@@ -55,6 +55,7 @@ from lightning_parallel.compat import Patches
 __all__ = [
     "BUFFERS",
     "CPU_FLASH_ATTENTION",
+    "CPU_FLASH_ATTENTION_BACKWARD",
     "DisableTorchFunctionSubclass",
     "FullyShardedGroup",
     "FullyShardedParameter",
@@ -65,6 +66,7 @@ __all__ = [
     "WRAPPER_PREFIXES",
     "add_all_",
     "buffers_of",
+    "current_autograd_node",
     "children_of",
     "copy_all_",
     "current_graph_task_id",
@@ -354,7 +356,11 @@ def move_tensor_hooks(source: Tensor, target: Tensor) -> None:
 # -- used by callbacks: memory, operations, collectives -----
 
 CPU_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_FLASH_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """Attention on CPU, which is missing in torch's table of operations; it has no public name as an operator."""
+
+# The node of backward that runs in this thread, None between nodes: hooks see it too, and no public function tells.
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:

@@ -236,3 +236,28 @@ def test_an_absent_signal_takes_only_advice_away(callback):
     kinds = {advice.title.split()[0] for advice in diagnose(whole)}
     others = {advice.title.split()[0] for advice in diagnose(less) if "Add `" not in advice.text}
     assert others <= kinds
+
+
+def test_ranks_without_a_processor_come_before_any_link():
+    """Four ranks wait for messages half of the time; on shared cores that says nothing about the link."""
+    waits = {"communication_exposed": 0.05, "pipeline_wait": 0.01}
+    records = [{"axis": "tensor_parallel", "op": "all_reduce", "exposed": 0.05, "count": 1.0}]
+    free = [rank(number, **waits) | {"cores": 8, "cores_shared_by": 4, "processor_wait": 0.002} for number in range(4)]
+    found = diagnose(report(free, CommunicationProfiler={"records": records}))
+    assert "held up by communication" in found[0].title
+    shared = [one | {"cores": 2, "processor_wait": 0.03 + 0.001 * one["rank"]} for one in free]
+    found = diagnose(report(shared, CommunicationProfiler={"records": records}))
+    assert found[0].title == "4 ranks share 2 cores: rank 3 waits 33 ms of a 100 ms step for a processor (33 %)"
+    assert not any("held up by communication" in advice.title for advice in found)
+    assert 0.5 < found[0].gain <= 1
+    busy = [one | {"cores": 8, "processor_wait": 0.03} for one in free]
+    assert diagnose(report(busy))[0].title.startswith("The 8 cores are used by others, too: rank 0 waits")
+
+
+def test_validation_is_a_part_of_the_run_and_not_of_a_step():
+    ranks = [rank(0, wall=0.2, validation=0.1, data_wait=0.02)]
+    found = report(ranks)
+    found["reports"]["StepBreakdown"]["steps"] = 50
+    pause, data = diagnose(found)
+    assert pause.title == "Validation took 5 s of 10 s in training (50 %, rank 0)"
+    assert data.title.startswith("Waiting for data takes 20 ms of a 100 ms step (20 %")

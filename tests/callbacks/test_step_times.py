@@ -1,6 +1,7 @@
 """Phases of a step and slow ranks: against constructed times, and runs whose times are made of sleeps."""
 
 import json
+import os
 import random
 import time
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy,
 from lightning_parallel.callbacks import (
     StepBreakdown,
 )
+from lightning_parallel.callbacks.processor import Cores, ProcessorTimes, ProcessorUse, processor_times
 from lightning_parallel.callbacks.session import PHASES
 from lightning_parallel.callbacks.step_times import (
     KEPT,
@@ -146,6 +148,8 @@ def test_every_rank_has_the_report_of_all(strategy, wait):
     check_sums(report)
     assert all(rank[wait] > 0 for rank in report["ranks"])
     assert all(rank["validation"] > 0 for rank in report["ranks"])
+    assert all(rank["cores_shared_by"] == 2 and 0 < rank["cores"] <= os.cpu_count() for rank in report["ranks"])
+    assert all(0 < rank["processor"] <= rank["wall"] for rank in report["ranks"])
 
 
 # --------------------------------------------------------------------------------------------------- the accumulator
@@ -184,6 +188,23 @@ def test_means_are_per_step_and_unknown_phases_are_other():
     assert rank["communication_exposed"] == 0
     assert accumulator.scalars()["step_breakdown/wall"] == 1.5
     assert accumulator.scalars() == {}
+
+
+def test_the_processor_is_that_of_steps_alone():
+    """Each step runs for 4 ms and waits for 2 ms; that of a validation, the third, for far longer."""
+    use = ProcessorUse(Cores("here", 2.0, 1), shared_by=4)
+    assert use.row() == {"cores": 2.0, "cores_shared_by": 4}
+    now = ProcessorTimes(0, 0, 0)
+    for step in range(6):
+        busy, waiting = (500, 900) if step == 2 else (4, 2)
+        now = ProcessorTimes(now.running_ns + busy * MS, now.waiting_ns + waiting * MS, now.interrupted + 3)
+        with patch("lightning_parallel.callbacks.processor.processor_times", lambda now=now: now):
+            use.add(Window(step, 0, 10 * MS, {"validation": 5 * MS} if step == 2 else {}, []))
+    expected = {"processor": 0.004, "processor_wait": 0.002, "interruptions": 3}
+    assert use.row() == {"cores": 2.0, "cores_shared_by": 4, **expected}
+    before = processor_times()
+    sum(range(200_000))
+    assert processor_times().running_ns > before.running_ns
 
 
 def test_what_all_ranks_of_a_stage_wait_is_told_from_waiting_for_each_other():

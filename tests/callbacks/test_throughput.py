@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_parallel import HybridParallelStrategy, PowerSGD
 from lightning_parallel.callbacks import Throughput
-from lightning_parallel.callbacks.throughput import POINTS, BatchCounts, ForwardFlops, ThroughputAccumulator, num_tokens
+from lightning_parallel.callbacks.model_flops import ModelFlops
+from lightning_parallel.callbacks.throughput import POINTS, BatchCounts, ThroughputAccumulator, num_tokens
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.tracing import Window
 from tests.callbacks.conftest import place_rank
@@ -99,21 +100,74 @@ def test_replicas_count_and_the_ranks_of_one_do_not():
 def test_what_backward_computes_again_is_not_counted():
     module = Block()
     x = torch.randn(3, WIDTH, requires_grad=True)
-    with ForwardFlops() as plain:
+    with ModelFlops() as plain:
         module(x).sum().backward()
-    with ForwardFlops() as again:
+    with ModelFlops() as again:
         torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False).sum().backward()
-    with ForwardFlops() as meta:
+    with ModelFlops() as meta:
         Block().to("meta")(x.to("meta"))
-    assert plain.total == again.total == 3 * 2 * (2 * WIDTH * 4 * WIDTH)
+    with ModelFlops() as reentrant:
+        torch.utils.checkpoint.checkpoint(module, x, use_reentrant=True).sum().backward()
+    forward = 3 * 2 * (2 * WIDTH * 4 * WIDTH)
+    assert plain.total == again.total == reentrant.total == 3 * forward
     assert meta.total == 0
+    assert plain.unknown == set()
+
+
+def test_what_is_frozen_costs_no_gradients_of_weights():
+    """Frozen layers of one size with trained low-rank terms, and a trained head, on inputs without gradients."""
+    rows, width, rank, layers = 3, 16, 2, 4
+    frozen = [torch.randn(width, width) for _ in range(layers)]
+    down = [nn.Parameter(torch.randn(width, rank)) for _ in range(layers)]
+    up = [nn.Parameter(torch.randn(rank, width)) for _ in range(layers)]
+    head = nn.Parameter(torch.randn(width, 5))
+    x = torch.randn(rows, width)
+    with ModelFlops() as counter:
+        for whole, first, second in zip(frozen, down, up):
+            x = x @ whole + x @ first @ second
+        (x @ head).sum().backward()
+    one, low = 2 * rows * width * width, 2 * rows * width * rank
+    # The first layer's inputs need no gradient: neither through its frozen matrix, nor through its low-rank term.
+    forward, gradients = layers * (one + 2 * low), (layers - 1) * (one + 4 * low) + 3 * low
+    assert counter.total == forward + gradients + 3 * (2 * rows * width * 5)
+
+
+def test_hooks_on_parameters_are_no_work_of_the_model():
+    layer = nn.Linear(8, 8, bias=False)
+    products = []
+    layer.weight.register_post_accumulate_grad_hook(lambda weight: products.append(weight.grad @ weight.grad))
+    with ModelFlops() as counter:
+        layer(torch.ones(2, 8)).sum().backward()
+    assert counter.total == 2 * (2 * 2 * 8 * 8)
+    assert len(products) == 1
+
+
+def test_operators_without_a_formula_are_named():
+    library = torch.library.Library("of_a_user", "DEF")
+    library.define("fused(Tensor x) -> Tensor")
+    library.impl("fused", lambda x: x * 2, "CompositeExplicitAutograd")
+    accumulator = ThroughputAccumulator(0, Mesh(1), (1e9, "given"))
+    with ModelFlops() as counter:
+        torch.ops.of_a_user.fused(torch.ones(2, 2) @ torch.ones(2, 2)).sum()
+        nn.LSTM(4, 4)(torch.ones(2, 1, 4))
+    assert "of_a_user::fused" in counter.unknown
+    assert len(counter.unknown) <= 2, "what adds and copies takes no products"
+    accumulator.flops, accumulator.uncounted = (16.0, 2), ["of_a_user::fused"]
+    accumulator.count(0, BatchCounts(2, 2))
+    accumulator.add(Window(0, 0, 10**9, {}, []))
+    assert "`of_a_user::fused`" in accumulator.summarize([accumulator.share()])["missing"][0]
+    library._destroy()
 
 
 def test_attention_counts_its_two_products():
     query = torch.randn(2, 3, 5, 8)
-    with ForwardFlops() as counter:
+    with ModelFlops() as counter:
         F.scaled_dot_product_attention(query, query, query)
-    assert counter.total == 2 * (2 * 3 * 5 * 5 * 8) * 2
+    forward = 2 * (2 * 3 * 5 * 5 * 8) * 2
+    assert counter.total == forward
+    with ModelFlops() as counter:
+        F.scaled_dot_product_attention(*(query.clone().requires_grad_() for _ in range(3))).sum().backward()
+    assert counter.total == 3 * forward, "four products in backward, beside the one that it takes again"
 
 
 class Orthogonal(torch.optim.SGD):

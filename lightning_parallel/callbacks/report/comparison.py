@@ -17,6 +17,7 @@ from lightning_parallel.callbacks.report.page import (
     render_template,
     run_line,
 )
+from lightning_parallel.callbacks.step_times import training_seconds
 from lightning_parallel.tracing.spans import bytes_text, count_text, gap_text, percent, seconds_text
 
 __all__ = ["Change", "changes", "render_comparison"]
@@ -93,7 +94,7 @@ def _figures(report: Report) -> dict[str, float]:
     ranks = reports.get("StepBreakdown", {}).get("ranks", [])
     if ranks:
         # A step takes as long as its slowest rank.
-        found["step"] = max(rank["wall"] for rank in ranks)
+        found["step"] = max(map(training_seconds, ranks))
         found |= _mean_phases(ranks)
     throughput = reports.get("Throughput", {})
     for name in ("samples_per_second", "tokens_per_second", "model_flops_utilisation"):

@@ -6,78 +6,15 @@ sentence rests on a figure of the report: a signal that was not measured gives n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
 from statistics import fmean
-from typing import Any, Literal
 
 from lightning_parallel.callbacks.memory import HELD
+from lightning_parallel.callbacks.report.evidence import WORTH_SAYING, Advice, Evidence, Report, processor_lack
+from lightning_parallel.callbacks.step_times import training_seconds
 from lightning_parallel.tracing.spans import bytes_text, gap_text, percent, seconds_text
 
 __all__ = ["Advice", "diagnose"]
-
-Report = Mapping[str, Any]
-
-WORTH_SAYING = 0.03
-"""Share of a step from which a loss of time is mentioned."""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """One finding of the diagnosis, and what to do about it.
-
-    Attributes:
-        kind: `wrong` (results cannot be trusted), `slow` (time is lost), `note`, or `good`.
-        title: The finding, with its figure.
-        text: What to do.
-        gain: Share of the step's time that can be saved at most; None where no time is lost.
-        figures: The numbers that the sentences rest on.
-    """
-
-    kind: Literal["wrong", "slow", "note", "good"]
-    title: str
-    text: str
-    gain: float | None = None
-    figures: dict[str, float] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give a form that JSON can hold."""
-        return asdict(self)
-
-
-class _Evidence:
-    """A gathered report as the rules read it."""
-
-    def __init__(self, report: Report) -> None:
-        self.reports: Report = report.get("reports", {})
-        self.run: Report = report.get("run", {})
-        self.loss: Sequence[Sequence[Any]] = report.get("series", {}).get("loss", [])
-        self.ranks: Sequence[Report] = self.of("StepBreakdown").get("ranks", [])
-        self.stragglers: Sequence[Report] = self.of("StragglerMonitor").get("stragglers", [])
-
-    def of(self, callback: str) -> Report:
-        """Give the report of a callback; empty if the run did not have it."""
-        found: Report = self.reports.get(callback) or {}
-        return found
-
-    @property
-    def wall(self) -> float:
-        """Seconds of a step, on the slowest rank."""
-        return max(rank["wall"] for rank in self.ranks)
-
-    @property
-    def has_all_ranks(self) -> bool:
-        """Whether several ranks were measured, and all of them."""
-        return len(self.ranks) == self.run.get("world_size", len(self.ranks)) > 1
-
-    def longest(self, phase: str) -> tuple[float, int]:
-        """Find the most seconds of a phase on any rank, and the rank; 0 s where it was not measured.
-
-        Ranks that are late because of this phase are left out: the rule on stragglers speaks of them.
-        """
-        late = {(one["rank"], one.get("cause")) for one in self.stragglers}
-        times = [(rank[phase], rank["rank"]) for rank in self.ranks if phase in rank]
-        return max((time for time in times if (time[1], phase) not in late), default=(0.0, 0))
 
 
 def diagnose(report: Report) -> list[Advice]:
@@ -86,7 +23,7 @@ def diagnose(report: Report) -> list[Advice]:
     Args:
         report: `reports` by callback name, with the keys of each callback's `report()`; `run` with facts of the run.
     """
-    evidence = _Evidence(report)
+    evidence = Evidence(report)
     found = [advice for rule in RULES for advice in rule(evidence)]
     found.sort(key=lambda advice: (advice.kind != "wrong", -(advice.gain or 0.0)))
     notes = [advice for rule in REMARKS for advice in rule(evidence)]
@@ -96,7 +33,7 @@ def diagnose(report: Report) -> list[Advice]:
 # --------------------------------------------------------------------------------------------------------------- wrong
 
 
-def _loss_not_finite(evidence: _Evidence) -> Iterator[Advice]:
+def _loss_not_finite(evidence: Evidence) -> Iterator[Advice]:
     gap = gap_text(evidence.loss)
     # Single steps that overflow are usual with a gradient scaler, which skips them; a loss that stays so is not.
     if gap:
@@ -123,7 +60,7 @@ _MONITORS = {
 }
 
 
-def _monitors_found(evidence: _Evidence) -> Iterator[Advice]:
+def _monitors_found(evidence: Evidence) -> Iterator[Advice]:
     for callback, (title, text) in _MONITORS.items():
         findings = evidence.of(callback).get("findings", [])
         if findings:
@@ -135,7 +72,7 @@ def _monitors_found(evidence: _Evidence) -> Iterator[Advice]:
             yield Advice("wrong", full_title, text, figures={"findings": len(findings)})
 
 
-def _desynchronised(evidence: _Evidence) -> Iterator[Advice]:
+def _desynchronised(evidence: Evidence) -> Iterator[Advice]:
     for group in evidence.of("CommunicationProfiler").get("desynchronised", []):
         yield Advice(
             "wrong",
@@ -157,16 +94,6 @@ _PHASES = {
         "Load batches ahead of need: raise `num_workers` of the DataLoader, with `persistent_workers=True` and a"
         " higher `prefetch_factor`, or make a sample cheaper to read.",
     ),
-    "checkpoint": (
-        "Checkpoint",
-        0.1,
-        "Save less often (`every_n_train_steps` of ModelCheckpoint), or write in the background.",
-    ),
-    "validation": (
-        "Validation",
-        0.1,
-        "Validate less often (`val_check_interval`), or on fewer batches (`limit_val_batches`).",
-    ),
     "optimizer": ("Optimizer", 0.1, "Use the fused form of the optimizer (`fused=True`) where torch has one."),
     "other": (
         "Other",
@@ -178,7 +105,7 @@ _PHASES = {
 """Phases that may take too long: words, share of a step from which they do, remedy."""
 
 
-def _long_phases(evidence: _Evidence) -> Iterator[Advice]:
+def _long_phases(evidence: Evidence) -> Iterator[Advice]:
     # The slowest rank counts, not the mean: the others wait for it.
     for phase, (words, threshold, remedy) in _PHASES.items():
         seconds, rank = evidence.longest(phase)
@@ -194,7 +121,61 @@ def _long_phases(evidence: _Evidence) -> Iterator[Advice]:
             )
 
 
-def _stragglers(evidence: _Evidence) -> Iterator[Advice]:
+_PAUSES = {
+    "checkpoint": (
+        "Saving checkpoints",
+        "Save less often (`every_n_train_steps` of ModelCheckpoint), or write in the background.",
+    ),
+    "validation": (
+        "Validation",
+        "Validate less often (`val_check_interval`), or on fewer batches (`limit_val_batches`).",
+    ),
+}
+"""Phases between steps: words, remedy."""
+
+
+def _pauses(evidence: Evidence) -> Iterator[Advice]:
+    # Not of a step: nothing about a step would make it shorter.
+    steps = evidence.of("StepBreakdown").get("steps") or evidence.run.get("steps") or 1
+    for phase, (words, remedy) in _PAUSES.items():
+        seconds, rank = evidence.longest(phase)
+        wall = max((one["wall"] for one in evidence.ranks), default=0.0)
+        if seconds and seconds / wall >= 0.1:
+            yield Advice(
+                "slow",
+                f"{words} took {seconds_text(steps * seconds)} of {seconds_text(steps * wall)} in training"
+                f" ({percent(seconds / wall)}, rank {rank})",
+                remedy,
+                seconds / wall,
+                {phase: steps * seconds, "wall": steps * wall},
+            )
+
+
+def _few_processors(evidence: Evidence) -> Iterator[Advice]:
+    rank = evidence.lacking
+    if rank is None:
+        return
+    cores, ranks = rank.get("cores", 0), rank.get("cores_shared_by", 1)
+    who = "core is used" if cores == 1 else f"{cores:g} cores are used"
+    if ranks > cores:
+        words = f"{ranks} ranks share {cores:g} core{'' if cores == 1 else 's'}"
+    else:
+        words = f"The {who} by others, too"
+    wall, lack = evidence.wall, rank["processor_wait"]
+    waits = [(one.get("communication_exposed", 0.0) + one.get("pipeline_wait", 0.0)) / wall for one in evidence.ranks]
+    yield Advice(
+        "slow",
+        f"{words}: rank {rank['rank']} waits {seconds_text(lack)} of a {seconds_text(wall)} step for a processor"
+        f" ({percent(lack / wall)})",
+        "Waits for other ranks are mostly for the processor then, and bandwidths say nothing about the link. Start as"
+        " many ranks as there are cores, with `OMP_NUM_THREADS=1`, and end what else runs there; or take a look at"
+        " these figures on the machine that the model is to train on.",
+        min(1.0, max(lack / wall, fmean(waits) + processor_lack(rank) / 2)),
+        {"processor_wait": lack, "wall": wall, "cores": cores, "ranks": ranks},
+    )
+
+
+def _stragglers(evidence: Evidence) -> Iterator[Advice]:
     for straggler in evidence.stragglers if evidence.ranks else ():  # shares are of a step, which ranks tell
         excess = straggler["excess"]
         cause = straggler.get("cause") or "unattributed"
@@ -221,7 +202,7 @@ _CAUSES = {
 }
 
 
-def _compressing(evidence: _Evidence) -> Iterator[Advice]:
+def _compressing(evidence: Evidence) -> Iterator[Advice]:
     monitor = evidence.of("CompressionMonitor")
     if not evidence.ranks or not all(key in monitor for key in ("encode", "decode", "wire")):
         return
@@ -239,10 +220,12 @@ def _compressing(evidence: _Evidence) -> Iterator[Advice]:
         )
 
 
-def _communication(evidence: _Evidence) -> Iterator[Advice]:
+def _communication(evidence: Evidence) -> Iterator[Advice]:
     """Advise on the waits that all ranks share; waits of some ranks beyond that are the lateness of others."""
     least = evidence.of("StepBreakdown").get("communication_least")
     if not least or not evidence.has_all_ranks or min(least) / evidence.wall < WORTH_SAYING:
+        return
+    if evidence.lacking is not None:  # nothing is known about the links
         return
     # One value per stage; their least is held up by nothing but communication, on every rank.
     wait = min(least)
@@ -265,7 +248,7 @@ def _communication(evidence: _Evidence) -> Iterator[Advice]:
     )
 
 
-def _less_communication(axis: str, evidence: _Evidence) -> str:
+def _less_communication(axis: str, evidence: Evidence) -> str:
     if axis == "tensor_parallel":
         return (
             "Each layer waits for its peers: use a smaller `tensor_parallel_size` with more pipeline stages or"
@@ -286,10 +269,10 @@ _COMPRESSED = {f"{name}Strategy": f"Compressed{name}Strategy" for name in ("DDP"
 """Replacements of Lightning's own strategies, which take no `compression`."""
 
 
-def _uneven_ranks(evidence: _Evidence) -> Iterator[Advice]:
+def _uneven_ranks(evidence: Evidence) -> Iterator[Advice]:
     """Advise on waits between ranks of one stage beyond those that they share, if no rank is late in most steps."""
     least = evidence.of("StepBreakdown").get("communication_least")
-    if not least or not evidence.has_all_ranks or evidence.stragglers:  # a straggler explains the waits
+    if not least or not evidence.has_all_ranks or evidence.stragglers or evidence.lacking:  # these explain the waits
         return
     stages: dict[int, list[tuple[float, int]]] = {}
     for rank in evidence.ranks:
@@ -325,8 +308,8 @@ def _uneven_ranks(evidence: _Evidence) -> Iterator[Advice]:
 # ------------------------------------------------------------------------------------------------------------ pipeline
 
 
-def _unexplained_waits(evidence: _Evidence) -> Iterator[Advice]:
-    waits = [rank["pipeline_wait"] / rank["wall"] for rank in evidence.ranks if "pipeline_wait" in rank]
+def _unexplained_waits(evidence: Evidence) -> Iterator[Advice]:
+    waits = [rank["pipeline_wait"] / training_seconds(rank) for rank in evidence.ranks if "pipeline_wait" in rank]
     if evidence.of("PipelineTimeline").get("bubble") or not waits or fmean(waits) < WORTH_SAYING:
         return
     yield Advice(
@@ -338,7 +321,7 @@ def _unexplained_waits(evidence: _Evidence) -> Iterator[Advice]:
     )
 
 
-def _schedule_bubble(evidence: _Evidence) -> Iterator[Advice]:
+def _schedule_bubble(evidence: Evidence) -> Iterator[Advice]:
     bubble = evidence.of("PipelineTimeline").get("bubble", {})
     measured = bubble.get("measured")
     ideal = bubble.get("ideal")
@@ -398,12 +381,14 @@ _BUBBLE_GROWTH = (
 """Bubble without a cause, bubble with it, the cause, and a remedy."""
 
 
-def _bubble_growth(evidence: _Evidence) -> Iterator[Advice]:
+def _bubble_growth(evidence: Evidence) -> Iterator[Advice]:
     bubble = evidence.of("PipelineTimeline").get("bubble", {})
     for before_key, after_key, cause, remedy in _BUBBLE_GROWTH:
         before = bubble.get(before_key)
         after = bubble.get(after_key)
         if before is None or after is None or after - before < WORTH_SAYING:
+            continue
+        if after_key == "measured" and evidence.lacking is not None:
             continue
         yield Advice(
             "slow",
@@ -414,17 +399,17 @@ def _bubble_growth(evidence: _Evidence) -> Iterator[Advice]:
         )
 
 
-def _pipeline_share(evidence: _Evidence) -> float:
+def _pipeline_share(evidence: Evidence) -> float:
     """Estimate the share of the step in which the pipeline runs; all of it where that was not measured."""
     inside = ("forward", "backward", "communication_exposed", "pipeline_wait")
-    shares = [sum(rank.get(phase, 0.0) for phase in inside) / rank["wall"] for rank in evidence.ranks]
+    shares = [sum(rank.get(phase, 0.0) for phase in inside) / training_seconds(rank) for rank in evidence.ranks]
     return max(shares, default=1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------- remarks
 
 
-def _completeness(evidence: _Evidence, found_any: bool) -> Iterator[Advice]:
+def _completeness(evidence: Evidence, found_any: bool) -> Iterator[Advice]:
     """Say that ranks are missing, or that nothing holds the run back."""
     ranks = evidence.ranks
     if not ranks:
@@ -441,7 +426,7 @@ def _completeness(evidence: _Evidence, found_any: bool) -> Iterator[Advice]:
         )
     elif not found_any:
         useful = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks)
-        share = useful / sum(rank["wall"] for rank in ranks)  # of all ranks together, as at the top of the page
+        share = useful / sum(map(training_seconds, ranks))  # of all ranks together, as at the top of the page
         yield Advice(
             "good",
             f"Nothing that was measured holds this run back: {percent(share)} of the time is forward and backward",
@@ -450,7 +435,7 @@ def _completeness(evidence: _Evidence, found_any: bool) -> Iterator[Advice]:
         )
 
 
-def _learning_rate(evidence: _Evidence) -> Iterator[Advice]:
+def _learning_rate(evidence: Evidence) -> Iterator[Advice]:
     replicas, batch, rate = (evidence.run.get(key) for key in ("replicas", "global_batch", "learning_rate"))
     # Always said, as no figure can show whether the rate was found with this batch.
     if not replicas or not batch or rate is None or replicas < 2:
@@ -465,7 +450,7 @@ def _learning_rate(evidence: _Evidence) -> Iterator[Advice]:
     )
 
 
-def _uneven_memory(evidence: _Evidence) -> Iterator[Advice]:
+def _uneven_memory(evidence: Evidence) -> Iterator[Advice]:
     ranks = evidence.of("MemoryProfiler").get("ranks", [])
     held = [(sum(rank.get(key, 0) for key in HELD), rank["rank"]) for rank in ranks]
     mean = fmean(total for total, _ in held) if held else 0.0
@@ -479,13 +464,15 @@ def _uneven_memory(evidence: _Evidence) -> Iterator[Advice]:
         )
 
 
-Rule = Callable[[_Evidence], Iterator[Advice]]
+Rule = Callable[[Evidence], Iterator[Advice]]
 
 RULES: tuple[Rule, ...] = (
     _loss_not_finite,
     _monitors_found,
     _desynchronised,
+    _few_processors,
     _long_phases,
+    _pauses,
     _stragglers,
     _compressing,
     _communication,

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lightning_parallel.callbacks.memory import HELD
 from lightning_parallel.callbacks.report.charts import Bar, Curve, Segment, line_chart
+from lightning_parallel.callbacks.step_times import training_seconds
 from lightning_parallel.pipeline.plot import draw_svg
 from lightning_parallel.pipeline.simulate import Timeline
 from lightning_parallel.tracing.spans import bytes_text, count_text, gap_text, percent, rank_label, seconds_text
@@ -149,11 +150,16 @@ def key_figures(report: Report) -> list[tuple[str, str]]:
     bubble = _of_callback(report, "PipelineTimeline").get("bubble", {}).get("measured")
     figures = []
     if ranks:
-        # A step takes as long as its slowest rank; the share of useful time is that of all ranks together.
-        wall = sum(rank["wall"] for rank in ranks)
+        # A step takes as long as its slowest rank; the share of useful time is that of all ranks together. The steps of
+        # `Throughput` are those that samples per second are of: the two figures give the batch.
+        steps = [training_seconds(rank) for rank in ranks]
         computing = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks)
-        figures.append((seconds_text(max(rank["wall"] for rank in ranks)), "per step"))
-        figures.append((percent(computing / wall), "of the time in forward and backward"))
+        figures.append((seconds_text(throughput.get("seconds_per_step", max(steps))), "per step"))
+        figures.append((percent(computing / sum(steps)), "of the steps in forward and backward"))
+        pauses = max(rank.get("validation", 0.0) + rank.get("checkpoint", 0.0) for rank in ranks)
+        if pauses:
+            share = pauses / max(rank["wall"] for rank in ranks)
+            figures.append((percent(share), "of the run in validation and checkpoints"))
     for key, words in (("samples_per_second", "samples per second"), ("tokens_per_second", "tokens per second")):
         if throughput.get(key) is not None:
             figures.append((count_text(throughput[key]), words))
@@ -186,7 +192,7 @@ def _steps(report: Report) -> dict[str, Any] | None:
         return None
     mesh = _mesh(report)
     present = {name: words for name, words in PHASE_LABELS.items() if any(rank.get(name) for rank in ranks)}
-    names = (*present, "communication_hidden", "wall")
+    names = (*present, "communication_hidden", "wall", "processor_wait")
     # Labels of ranks name axes by a letter, which the page explains where some rank has a coordinate.
     located = any(rank.get("coordinate") for rank in ranks)
     return {

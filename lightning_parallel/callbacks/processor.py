@@ -1,0 +1,113 @@
+"""Processors: how many a rank may use, who shares them, and how long its training thread waited for one."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_parallel.callbacks.clocks import clock_id
+from lightning_parallel.tracing import Window
+
+__all__ = ["Cores", "ProcessorUse", "ProcessorTimes", "cores_of_process", "processor_times"]
+
+
+class Cores(NamedTuple):
+    """The processors that a process may use.
+
+    Attributes:
+        place: Tells these processors from others, such as those of another host.
+        number: How many; a share of one, where a quota says so.
+        threads: How many of them one operation of torch uses at most.
+    """
+
+    place: str
+    number: float
+    threads: int
+
+
+def cores_of_process() -> Cores:
+    """Return the processors of this process, by its affinity and by the quota of its container."""
+    if hasattr(os, "sched_getaffinity"):
+        numbers = sorted(os.sched_getaffinity(0))
+    else:
+        numbers = list(range(os.cpu_count() or 1))
+    number = min(float(len(numbers)), _quota())
+    return Cores(f"{clock_id()} {numbers}", number, torch.get_num_threads())
+
+
+def _quota() -> float:
+    """Return the processors that the container may use at once; infinity where it has no limit."""
+    with suppress(OSError, ValueError):
+        most, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return int(most) / int(period)  # "max" is no number
+    return float("inf")
+
+
+class ProcessorTimes(NamedTuple):
+    """Totals of the calling thread: nanoseconds on a processor, and waiting for one; times it was interrupted.
+
+    `waiting_ns` is None where the system does not tell.
+    """
+
+    running_ns: int
+    waiting_ns: int | None
+    interrupted: int
+
+
+def processor_times() -> ProcessorTimes:
+    """Read the totals of the calling thread; takes some microseconds."""
+    interrupted = 0
+    if hasattr(resource, "RUSAGE_THREAD"):
+        interrupted = resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+    waiting = None
+    with suppress(OSError, ValueError, IndexError):  # Linux only
+        # Nanoseconds on a processor, nanoseconds in a queue for one: ready to run, while others did.
+        waiting = int(Path("/proc/thread-self/schedstat").read_bytes().split()[1])
+    return ProcessorTimes(time.thread_time_ns(), waiting, interrupted)
+
+
+class ProcessorUse:
+    """Adds up what the training thread got of a processor in its steps; `add` is called by that thread.
+
+    Steps with a validation or a checkpoint are left out, whose times would count as theirs.
+
+    Args:
+        cores: The processors of this rank.
+        shared_by: How many ranks use them.
+    """
+
+    def __init__(self, cores: Cores, shared_by: int) -> None:
+        self._facts = {"cores": cores.number, "cores_shared_by": shared_by}
+        self._last: ProcessorTimes | None = None
+        self._steps = self._running_ns = self._interrupted = 0
+        self._waiting_ns: int | None = 0
+
+    def add(self, window: Window) -> None:
+        """Add a step that has just ended."""
+        now = processor_times()
+        last, self._last = self._last, now
+        if last is None or any(window.phases.get(phase) for phase in ("validation", "checkpoint")):
+            return
+        self._steps += 1
+        self._running_ns += now.running_ns - last.running_ns
+        self._interrupted += now.interrupted - last.interrupted
+        if self._waiting_ns is None or now.waiting_ns is None or last.waiting_ns is None:
+            self._waiting_ns = None
+        else:
+            self._waiting_ns += now.waiting_ns - last.waiting_ns
+
+    def row(self) -> dict[str, Any]:
+        """Return keys of a rank: seconds, and interruptions, per step; those that are not known are left out."""
+        row: dict[str, Any] = dict(self._facts)
+        if self._steps:
+            row["processor"] = self._running_ns / self._steps / 1e9
+            row["interruptions"] = self._interrupted / self._steps
+            if self._waiting_ns is not None:
+                row["processor_wait"] = self._waiting_ns / self._steps / 1e9
+        return row
