@@ -190,7 +190,7 @@ def _spans(count: int = 20_000, repeats: int = 5) -> dict[str, float]:
             flight.finish()
 
     def accumulation() -> None:
-        communication, breakdown = CommunicationAccumulator(0, True, {}, []), BreakdownAccumulator({"rank": 0})
+        communication, breakdown = CommunicationAccumulator(0, None, {}, []), BreakdownAccumulator({"rank": 0})
         communication.add(window)
         breakdown.add(window)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
 from time import perf_counter_ns, time_ns
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 
-__all__ = ["ClockOffset", "CudaClock", "clock_id", "compare_clocks"]
+__all__ = ["ClockOffset", "CudaClock", "clock_id", "compare_clocks", "uncertainty_of"]
 
 PINGS = 16
 ANCHOR_MS = 1000.0
@@ -126,6 +126,15 @@ def compare_clocks(group: Group, clock_id: str, now: Callable[[], int] = perf_co
     offsets = comm.all_gather_object(mine, group)
     offset, uncertainty = offsets[ids.index(clock_id)]
     return ClockOffset(offset, uncertainty, time_ns() - perf_counter_ns())
+
+
+def uncertainty_of(clocks: Mapping[int, ClockOffset] | None, ranks: Collection[int]) -> int | None:
+    """Return by how many nanoseconds a time between two of `ranks` may be off; None if their clocks are not known."""
+    if clocks is None:
+        return 0
+    if not clocks.keys() >= set(ranks):
+        return None
+    return sum(sorted(clocks[rank].uncertainty_ns for rank in ranks)[-2:])
 
 
 def _ask(group: Group, now: Callable[[], int]) -> tuple[int, int]:

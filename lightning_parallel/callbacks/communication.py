@@ -13,6 +13,7 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_parallel.callbacks.clocks import ClockOffset, uncertainty_of
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.tracing import CallCounter, Span, Window
 
@@ -66,16 +67,21 @@ class CommunicationAccumulator(Accumulator):
 
     Args:
         rank: Global rank of this process.
-        one_clock: Whether the times of all ranks can be compared.
+        clocks: By rank, how far its clock is from that of the first, see `Session.clocks`; None where all read one.
         calls: Collectives issued in each group, see `Recorder.calls`.
         missing: Communication that is not recorded, in sentences; may grow until `summarize`.
     """
 
     def __init__(
-        self, rank: int, one_clock: bool, calls: Mapping[tuple[Any, ...], CallCounter], missing: list[str]
+        self,
+        rank: int,
+        clocks: Mapping[int, ClockOffset] | None,
+        calls: Mapping[tuple[Any, ...], CallCounter],
+        missing: list[str],
     ) -> None:
         self._rank = rank
-        self._one_clock = one_clock
+        self._clocks = clocks
+        self._shared: Counter[CallKind] = Counter()
         self._calls = calls
         self._missing = missing
         self._steps = 0
@@ -133,23 +139,44 @@ class CommunicationAccumulator(Accumulator):
         return {"rank": self._rank, "steps": self._steps, "kinds": kinds, "calls": calls, "apart": dict(self._apart)}
 
     @override
+    def share_new(self) -> dict[str, Any]:
+        shared = self.share()
+        for kind, (count, *_, samples) in shared["kinds"].items():
+            new = min(len(samples), count - self._shared[kind])
+            del samples[: len(samples) - new]
+            self._shared[kind] = count
+        return shared
+
+    @override
+    def merge(self, before: Any, new: Any) -> dict[str, Any]:
+        for kind, (*_, samples) in new["kinds"].items():
+            if before is not None and kind in before["kinds"]:
+                samples[:0] = before["kinds"][kind][-1]
+            del samples[:-SAMPLES]
+        merged: dict[str, Any] = new
+        return merged
+
+    @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if not any(rank["steps"] for rank in shared):
             return {"records": [], "apart": [], "desynchronised": []}
+        uncertainty_ns = uncertainty_of(self._clocks, [rank["rank"] for rank in shared])
+        if self._clocks and uncertainty_ns is not None:
+            shared = [_shifted(rank, self._clocks[rank["rank"]].offset_ns) for rank in shared]
         # One record for each axis, not for each group: the groups along an axis do the same on other data.
         groups: defaultdict[tuple[Any, ...], list[tuple[dict[str, Any], CallKind]]] = defaultdict(list)
         for rank in shared:
             for kind in rank["kinds"]:
                 groups[kind.axis, kind.op, len(kind.ranks), kind.dtype, kind.bytes].append((rank, kind))
         # Send and arrival are on different ranks: without a common clock there is no time between them.
-        arrivals = _message_times(shared) if self._one_clock else {}
-        records = [_record(key, found, len(shared), self._one_clock, arrivals) for key, found in groups.items()]
+        arrivals = {} if uncertainty_ns is None else _message_times(shared)
+        records = [_record(key, found, len(shared), uncertainty_ns, arrivals) for key, found in groups.items()]
         records.sort(key=lambda record: (record["axis"], record["op"], -(record.get("payload_bytes") or 0)))
         report: dict[str, Any] = {"records": records, "apart": _apart(shared)}
         report["desynchronised"] = list(_desynchronised(shared))
         missing = [*self._missing]
-        if not self._one_clock:
-            missing.append("The ranks run on several hosts, whose clocks differ: skew is left out.")
+        if uncertainty_ns is None:
+            missing.append("The ranks run on several hosts, whose clocks were not compared: skew is left out.")
         return {**report, "missing": missing} if missing else report
 
     @override
@@ -186,7 +213,8 @@ class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
     | | the bytes that a rank sends in all_to_all, the message of send and recv |
     | `wire_bytes` | bytes that one rank sends in the ring form of the operation |
     | `latency` | seconds from the last rank's call to the end, so without the waiting for late ranks |
-    | `skew` | seconds from the first rank's call to the last rank's |
+    | `skew` | seconds from the first rank's call to the last rank's; on several hosts, whose clocks differ, it may be |
+    | | off by `skew_uncertainty` |
     | `blocked` | seconds for which the call blocked the calling thread, mean over the ranks |
     | `exposed` | seconds for which the thread that trains stood still for it: all of `blocked`, if that thread called |
     | | it; of calls of other threads, the part in which the first waited for those. On CUDA, the stream that computes |
@@ -215,7 +243,7 @@ class CommunicationProfiler(MeasuringCallback[CommunicationAccumulator]):
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> CommunicationAccumulator:
         session = self.open_session
-        return CommunicationAccumulator(session.rank, session.one_clock, session.calls, session.missing)
+        return CommunicationAccumulator(session.rank, session.clocks, session.calls, session.missing)
 
     @override
     def rows(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -277,7 +305,7 @@ def _record(
     key: tuple[Any, ...],
     found: Sequence[tuple[dict[str, Any], CallKind]],
     num_ranks: int,
-    one_clock: bool,
+    uncertainty_ns: int | None,
     arrivals: Mapping[tuple[int, CallKind], list[int]],
 ) -> dict[str, Any]:
     axis, op, size, dtype, payload = key
@@ -296,13 +324,17 @@ def _record(
     else:
         # Ranks keep their latest samples; a call that not all still have says nothing about the last rank.
         calls = [call for call in _matched(found) if len(call) == size]
-        latencies = [_latency(call, one_clock) for call in calls]
+        # What a call takes is shorter than what clocks of several hosts may be off.
+        latencies = [_latency(call, uncertainty_ns == 0) for call in calls]
         times = [latency for latency in latencies if latency is not None]
-        skews = [_last_start(call) - min(sample.start_ns for sample in call) for call in calls if one_clock]
+        known = () if uncertainty_ns is None else calls
+        skews = [_last_start(call) - min(sample.start_ns for sample in call) for call in known]
     if times:
         record["latency"] = fmean(times) / 1e9
     if skews:
         record["skew"] = fmean(skews) / 1e9
+        if uncertainty_ns:
+            record["skew_uncertainty"] = uncertainty_ns / 1e9
     record["blocked"] = blocked_ns / count / 1e9
     record["exposed"] = exposed_ns / count / 1e9
     if times and payload is not None:
@@ -318,6 +350,25 @@ def _matched(found: Iterable[tuple[dict[str, Any], CallKind]]) -> list[list[Call
         for sample in rank["kinds"][kind][-1]:
             calls[kind.ranks, kind.group, sample.sequence].append(sample)
     return list(calls.values())
+
+
+def _shifted(rank: dict[str, Any], offset_ns: int) -> dict[str, Any]:
+    """Express the times of a rank by another clock."""
+    kinds = {
+        kind: (
+            *sums,
+            [
+                one._replace(
+                    start_ns=one.start_ns + offset_ns,
+                    end_ns=one.end_ns + offset_ns,
+                    waiting_ns=one.waiting_ns + offset_ns,
+                )
+                for one in samples
+            ],
+        )
+        for kind, (*sums, samples) in rank["kinds"].items()
+    }
+    return {**rank, "kinds": kinds}
 
 
 def _last_start(call: Sequence[CallSample]) -> int:

@@ -66,6 +66,19 @@ class Accumulator(ABC):
     def share(self) -> Any:
         """Return what the other ranks need to know so far: picklable, and small."""
 
+    def share_new(self) -> Any:
+        """Return what `share` returns, or only what is new in it since the last call, if `merge` can do with that."""
+        return self.share()
+
+    def merge(self, before: Any, new: Any) -> Any:
+        """Return what a rank shares, from what `share_new` has returned there.
+
+        Args:
+            before: What this method has returned for that rank last; None at first.
+            new: What has come since.
+        """
+        return new
+
     @abstractmethod
     def summarize(self, shared: Sequence[Any]) -> dict[str, Any]:
         """Return the callback's keys of the report, from what the ranks shared, without signals that no rank has."""
@@ -165,6 +178,8 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
 
     def report(self) -> dict[str, Any]:
         """Return the results of all ranks as of their last exchange; complete from the end of training on.
+
+        Until then the first rank alone knows of the others; each of these reports on itself.
 
         Keys of every report: `version` of the keys; `steps` counted; `world_size`; `mesh`, `{axis: size}`;
         `incomplete`, why ranks are missing, only if they are. The others are described on each callback.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_parallel.callbacks.clocks import ClockOffset, uncertainty_of
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.mesh import PIPELINE, Mesh
 from lightning_parallel.pipeline.engine import PipelineEngine
@@ -43,14 +44,24 @@ class PipelineAccumulator(Accumulator):
         rank: Global rank of this process.
         mesh: The mesh of all ranks.
         schedule: Of a full step; a step on fewer microbatches is not counted. None without a pipeline.
-        one_clock: Whether the times of all ranks can be compared.
+        clocks: By rank, how far its clock is from that of the first, see `Session.clocks`; None where all read one.
+        predicted_s: Seconds of a step by the plan.
     """
 
-    def __init__(self, rank: int, mesh: Mesh, schedule: Schedule | None, one_clock: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int,
+        mesh: Mesh,
+        schedule: Schedule | None,
+        clocks: Mapping[int, ClockOffset] | None = None,
+        predicted_s: float | None = None,
+    ) -> None:
         self._rank = rank
         self._mesh = mesh
         self._schedule = schedule
-        self._one_clock = one_clock
+        self._clocks = clocks
+        self._predicted_s = predicted_s
+        self._last_shared = -1
         row = schedule.rows[mesh.coordinate(rank).pipeline_parallel] if schedule is not None else ()
         self._actions = {str(action): action for action in row}  # spans are named by the text of their action
         self._count: Counter[tuple[int, Kind]] = Counter()
@@ -91,11 +102,22 @@ class PipelineAccumulator(Accumulator):
         return {"rank": self._rank, "costs": costs, "steps": list(self._steps), "last": last}
 
     @override
+    def share_new(self) -> dict[str, Any]:
+        new = [times for times in self._steps if times.step > self._last_shared]
+        self._last_shared = max((times.step for times in new), default=self._last_shared)
+        return {**self.share(), "steps": new}
+
+    @override
+    def merge(self, before: Any, new: Any) -> dict[str, Any]:
+        return {**new, "steps": [*([] if before is None else before["steps"]), *new["steps"]][-STEPS:]}
+
+    @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
         schedule = self._schedule
         if schedule is None:
             return {"missing": ["The strategy has no pipeline: there is no timeline of one."]}
         # Only pipelines of which all ranks have answered: a bubble is that of the whole.
+        shared, uncertainty_ns = _on_one_clock(shared, self._clocks)
         by_rank = {rank["rank"]: rank for rank in shared}
         pipelines = [ranks for ranks in self._mesh.peers(PIPELINE) if all(_ran(by_rank.get(rank)) for rank in ranks)]
         if not pipelines:
@@ -108,17 +130,26 @@ class PipelineAccumulator(Accumulator):
             "simulated": planned.bubble_fraction,
         }
         report: dict[str, Any] = {"schedule": schedule.name, "microbatches": schedule.num_microbatches}
-        if not self._one_clock:
-            sentence = "The ranks run on several hosts, whose clocks differ: the measured bubble is left out."
-            return {**report, "bubble": bubble, "missing": [sentence]}
+        seconds = {} if self._predicted_s is None else {"predicted": self._predicted_s}
+        seconds["simulated"] = planned.makespan_s
+        if uncertainty_ns is None:
+            sentence = (
+                "The ranks run on several hosts, whose clocks were not compared: the measured bubble is left out."
+            )
+            return {**report, "bubble": bubble, "seconds": seconds, "missing": [sentence]}
         matched = [_common_steps([by_rank[rank] for rank in ranks]) for ranks in pipelines]
         bubble["measured"] = fmean(_bubble(step) for steps in matched for step in steps)
+        lengths = [_length_ns(step) for steps in matched for step in steps]
+        seconds["measured"] = median(lengths) / 1e9
+        if uncertainty_ns:
+            bubble["uncertainty"] = uncertainty_ns / median(lengths)
         rows = []
         for ranks, steps in zip(pipelines, matched):
             rows += self._rows(schedule, ranks, steps, by_rank)
         return {
             **report,
             "bubble": bubble,
+            "seconds": seconds,
             "ranks": sorted(rows, key=lambda row: row["rank"]),
             "stages": [_stage_row(stage, cost) for stage, cost in enumerate(costs)],
             # Of one replica: all run the same schedule.
@@ -176,16 +207,22 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
     `report()` has, besides the common keys:
 
         schedule, microbatches
-        bubble: {measured, ideal, simulated}
+        bubble: {measured, ideal, simulated, uncertainty}
+        seconds: {predicted, simulated, measured}
         ranks: [{rank, coordinate, stage, stages, busy, wait, wait_before, wait_between, wait_after, receive_wait, send,
                  in_flight_peak}]
         stages: [{stage, forward, backward} or {stage, forward, input_gradient, weight_gradient}]
         timeline: {step, planned, measured}
         missing: [sentence]
 
-    The bubble is the share of the time, from the first action of a step to the last, in which the ranks computed
-    nothing. `ideal`: that of the schedule, had all stages the same times. `simulated`: with each stage's mean times and
-    instant messages; beyond `ideal` it is imbalance. `measured`: beyond `simulated` it is messages and jitter.
+    The bubble is the share of the time, from the first action of a step to the last, in which the ranks ran no action.
+    `ideal`: that of the schedule, had all stages the same times. `simulated`: with each stage's mean times and instant
+    messages; beyond `ideal` it is imbalance. `measured`: beyond `simulated` it is messages and jitter. On several
+    hosts, whose clocks differ, it may be off by `uncertainty`.
+
+    `seconds` are those of a step in the pipeline: as predicted by the plan, with costs measured when the model was cut;
+    simulated with each stage's mean times in the run, which are longer where ranks share a machine or wait for each
+    other inside of a stage; measured, the median, with messages and jitter.
 
     Ranks, in seconds per step, mean over the last 256 steps: `wait` is divided into the time before the rank's first
     action, between its actions, and after its last. `receive_wait` and `send` are how long receiving and sending
@@ -203,7 +240,10 @@ class PipelineTimeline(MeasuringCallback[PipelineAccumulator]):
         session = self.open_session
         engine = getattr(trainer.strategy, "engine", None)
         schedule = engine.schedule if isinstance(engine, PipelineEngine) else None
-        return PipelineAccumulator(session.rank, session.mesh, schedule, session.one_clock)
+        # With the costs that were measured when the model was cut, and the link between the stages.
+        plan = engine.plan if isinstance(engine, PipelineEngine) else None
+        predicted = None if plan is None else simulate(plan.schedule, plan.stage_costs, plan.link).makespan_s
+        return PipelineAccumulator(session.rank, session.mesh, schedule, session.clocks, predicted)
 
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:
@@ -283,5 +323,27 @@ def _common_steps(pipeline: Sequence[Mapping[str, Any]]) -> list[list[StepTimes]
 
 def _bubble(step: Sequence[StepTimes]) -> float:
     """Return the share of the time of a step in which its ranks computed nothing."""
-    length = max(times.end_ns for times in step) - min(times.start_ns for times in step)
-    return 1 - sum(times.busy_ns for times in step) / (len(step) * length)
+    return 1 - sum(times.busy_ns for times in step) / (len(step) * _length_ns(step))
+
+
+def _length_ns(step: Sequence[StepTimes]) -> int:
+    """Return the time from the first action of a step to the last, over all ranks of a pipeline."""
+    return max(times.end_ns for times in step) - min(times.start_ns for times in step)
+
+
+def _on_one_clock(
+    shared: Sequence[dict[str, Any]], clocks: Mapping[int, ClockOffset] | None
+) -> tuple[Sequence[dict[str, Any]], int | None]:
+    """Express the times of all ranks by the clock of the first; returns how far they may be off, None if unknown."""
+    uncertainty_ns = uncertainty_of(clocks, [rank["rank"] for rank in shared])
+    if clocks is None or uncertainty_ns is None:
+        return shared, uncertainty_ns
+    aligned = []
+    for rank in shared:
+        offset = clocks[rank["rank"]].offset_ns
+        steps = [
+            times._replace(start_ns=times.start_ns + offset, end_ns=times.end_ns + offset) for times in rank["steps"]
+        ]
+        last = [(name, start_ns + offset, end_ns + offset) for name, start_ns, end_ns in rank["last"]]
+        aligned.append({**rank, "steps": steps, "last": last})
+    return aligned, uncertainty_ns

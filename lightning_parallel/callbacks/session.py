@@ -16,7 +16,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from lightning_parallel import comm, tracing
-from lightning_parallel.callbacks.clocks import CudaClock, clock_id
+from lightning_parallel.callbacks.clocks import ClockOffset, CudaClock, clock_id, compare_clocks
 from lightning_parallel.callbacks.collective_tracer import (
     CollectiveTracer,
     blind_spots,
@@ -79,6 +79,12 @@ class Member(Protocol):
     def share(self) -> Any:
         """Return what the other ranks need to know so far: picklable, and small."""
 
+    def share_new(self) -> Any:
+        """Return what the first rank needs to know beyond what this has returned before."""
+
+    def merge(self, before: Any, new: Any) -> Any:
+        """Return what a rank would `share`, from what it has shared before and what is new."""
+
 
 class Session:
     """Recording of one `fit`, and exchange of results between the ranks.
@@ -98,10 +104,12 @@ class Session:
         calls: Collectives issued in each group, see `Recorder.calls`.
         cores: The processors of this rank.
         cores_shared_by: How many ranks use these.
-        one_clock: Whether `perf_counter_ns` is the same clock on all ranks: they run on one host.
+        clocks: By rank, how far its clock is from that of the first, as of the last exchange; None where all ranks run
+            on one host, and read the same clock.
         missing: The communication of the strategy that is not recorded, in sentences.
         steps: Steps counted, without those that warm up.
-        latest: What the ranks shared last: by rank, then by member; empty before the first exchange, or if it fails.
+        latest: What the ranks shared last: by rank, then by member; empty before the first exchange, or if it fails,
+            and until the end of training on all ranks but the first.
         failure: Why the exchange between the ranks ended early, if it did.
     """
 
@@ -122,7 +130,7 @@ class Session:
         self.calls: dict[tuple[Any, ...], CallCounter] = {}
         self.cores = cores_of_process()
         places = comm.all_gather_object((clock_id(), self.cores.place), self.group)
-        self.one_clock = len({clock for clock, _ in places}) == 1
+        self.clocks: dict[int, ClockOffset] | None = None if len({clock for clock, _ in places}) == 1 else {}
         self.cores_shared_by = sum(place == self.cores.place for _, place in places)
         self.missing: list[str] = []
         self._worker: ThreadExecutor | None = None
@@ -220,7 +228,7 @@ class Session:
         if self.steps:
             for member in self.members:
                 member.end(tail)
-        self._exchange()
+        self._exchange(with_all=True)
         self._wait()
 
     def close(self) -> None:
@@ -245,13 +253,25 @@ class Session:
         self._submit(value, lambda values: None)
         return self._wait()
 
-    def _exchange(self) -> None:
+    def _exchange(self, with_all: bool = False) -> None:
+        """Let the first rank know what is new, or all ranks everything."""
+
         def keep(values: list[list[Any]]) -> None:
+            before = self.latest or [[None] * len(self.members)] * len(values)
+            self.latest = [
+                [member.merge(old, new) for member, old, new in zip(self.members, *both)]
+                for both in zip(before, values)
+            ]
+
+        def replace(values: list[list[Any]]) -> None:
             self.latest = values
 
-        self._submit([member.share() for member in self.members], keep)
+        if with_all:
+            self._submit([member.share() for member in self.members], replace)
+        else:
+            self._submit([member.share_new() for member in self.members], keep, to_first=True)
 
-    def _submit(self, value: Any, keep: Callable[[list[Any]], None]) -> None:
+    def _submit(self, value: Any, keep: Callable[[list[Any]], None], to_first: bool = False) -> None:
         if self.failure is not None:
             return
         if self._worker is None:
@@ -262,16 +282,28 @@ class Session:
             if self.failure is not None:
                 return None
             try:
-                values = comm.all_gather_object(value, self.group)
+                values = self._gather_clocks_and(value, to_first)
             except RuntimeError as error:  # the deadline has passed, or a rank is gone: training need not end for it
                 self.failure = str(error)
                 self.latest = []
                 return None
-            keep(values)
+            if values is not None:
+                keep(values)
             return values
 
         self._pending = self._worker.submit(call)
         self._is_idle = False
+
+    def _gather_clocks_and(self, value: Any, to_first: bool) -> list[Any] | None:
+        # Clocks of several hosts drift: compared again for the times that are shared now.
+        clock = None if self.clocks is None else compare_clocks(self.group, clock_id())
+        gather = comm.gather_object if to_first else comm.all_gather_object
+        found = gather((clock, value), self.group)
+        if found is None:
+            return None
+        if self.clocks is not None:
+            self.clocks.update({rank: offset for rank, (offset, _) in enumerate(found) if offset is not None})
+        return [shared for _, shared in found]
 
     def _wait(self) -> list[Any] | None:
         """Wait for the latest submission; each of its collectives has a deadline."""

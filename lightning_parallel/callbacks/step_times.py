@@ -18,7 +18,7 @@ from lightning_parallel.callbacks.processor import ProcessorUse
 from lightning_parallel.callbacks.session import PHASES
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.tracing import OTHER, Span, StepSampler, Window
-from lightning_parallel.tracing.spans import percent, seconds_text
+from lightning_parallel.tracing.spans import merge_steps, percent, seconds_text
 
 __all__ = [
     "BreakdownAccumulator",
@@ -84,6 +84,14 @@ class BreakdownAccumulator(Accumulator):
         means = self._means(self._total, self._steps) if self._steps else {}
         processor = {} if self._processor is None or not means else self._processor.row()
         return {"row": {**self._rank_info, **means, **processor}, "waits": dict(self._waits.values)}
+
+    @override
+    def share_new(self) -> dict[str, Any]:
+        return {**self.share(), "waits": self._waits.take_new()}
+
+    @override
+    def merge(self, before: Any, new: Any) -> dict[str, Any]:
+        return {**new, "waits": merge_steps({} if before is None else before["waits"], new["waits"])}
 
     def _means(self, total_ns: Mapping[str, int], steps: int) -> dict[str, float]:
         """Return seconds per step; `wall` is the sum of the phases."""
@@ -323,6 +331,14 @@ class StragglerAccumulator(Accumulator):
     @override
     def share(self) -> dict[str, Any]:
         return {**self._rank_info, "steps": dict(self._steps.values)}
+
+    @override
+    def share_new(self) -> dict[str, Any]:
+        return {**self._rank_info, "steps": self._steps.take_new()}
+
+    @override
+    def merge(self, before: Any, new: Any) -> dict[str, Any]:
+        return {**new, "steps": merge_steps({} if before is None else before["steps"], new["steps"])}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:

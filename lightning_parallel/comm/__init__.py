@@ -36,6 +36,7 @@ from lightning_parallel.comm.objects import (
     broadcast_from,
     broadcast_object,
     equal_everywhere,
+    gather_object,
     on_any_rank,
     raise_together,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "skip_communication",
     "strict_order",
     "equal_everywhere",
+    "gather_object",
     "exchange",
     "fill_buckets",
     "fingerprint",

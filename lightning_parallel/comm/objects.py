@@ -26,6 +26,7 @@ __all__ = [
     "broadcast_from",
     "broadcast_object",
     "equal_everywhere",
+    "gather_object",
     "on_any_rank",
     "raise_together",
 ]
@@ -43,6 +44,16 @@ def all_gather_object(value: T, group: Group) -> list[T]:
     values: list[Any] = [None] * group.size
     with blocking_call("all_gather_object", group):
         dist.all_gather_object(values, value, group=group.process_group)
+    return values
+
+
+def gather_object(value: T, group: Group, target: int = 0) -> list[T] | None:
+    """Gather the picklable `value` of every rank, by position, on the rank at position `target`; None on the others."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] | None = [None] * group.size if group.rank == target else None
+    with blocking_call("gather_object", group):
+        dist.gather_object(value, values, group.ranks[target], group=group.process_group)
     return values
 
 

@@ -39,6 +39,7 @@ def sample_report(num_ranks=4, steps=200):
             },
             "PipelineTimeline": {
                 "bubble": {"ideal": 0.2, "simulated": 0.264, "measured": 0.303},
+                "seconds": {"predicted": 0.061, "simulated": planned.makespan_s, "measured": measured.makespan_s},
                 "ranks": [],
                 "timeline": {"step": steps - 1, "planned": planned.to_dict(), "measured": measured.to_dict()},
             },

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_parallel import HybridParallelStrategy, comm, tracing
 from lightning_parallel.callbacks import CommunicationProfiler, StepBreakdown
+from lightning_parallel.callbacks.clocks import ClockOffset
 from lightning_parallel.callbacks.collective_tracer import CollectiveTracer, trace_collectives
 from lightning_parallel.callbacks.communication import CommunicationAccumulator, bus_factor, wire_factor
 from lightning_parallel.comm import Group
@@ -116,7 +117,7 @@ def test_groups_of_the_same_ranks_are_told_apart(group):
             for each in (*pending, *works):
                 each.wait()
             tracer.finish_pending(recorder)
-    accumulator = CommunicationAccumulator(group.rank, True, recorder.calls, [])
+    accumulator = CommunicationAccumulator(group.rank, None, recorder.calls, [])
     for window in recorder.close_step():
         accumulator.add(window)
     report = accumulator.summarize(comm.all_gather_object(accumulator.share(), group))
@@ -135,8 +136,8 @@ def collective(start_ns, end_ns, complete=True, ranks=(0, 1), op="all_reduce", b
     return Span("communication", op, start_ns, end_ns, 0, **facts)
 
 
-def report_of(*by_rank, one_clock=True, calls=None):
-    ranks = [CommunicationAccumulator(rank, one_clock, (calls or {}).get(rank, {}), []) for rank in range(len(by_rank))]
+def report_of(*by_rank, clocks=None, calls=None):
+    ranks = [CommunicationAccumulator(rank, clocks, (calls or {}).get(rank, {}), []) for rank in range(len(by_rank))]
     for accumulator, spans in zip(ranks, by_rank):
         accumulator.add(window(*spans))
     return ranks[0].summarize([accumulator.share() for accumulator in ranks])
@@ -165,13 +166,34 @@ def test_bandwidth_is_that_of_the_group_and_not_of_the_world():
 
 
 def test_without_a_common_clock_there_is_no_skew_and_latency_is_that_of_the_rank_that_waits_least():
-    report = report_of([collective(100, 900)], [collective(5700, 5910)], one_clock=False)
+    report = report_of([collective(100, 900)], [collective(5700, 5910)], clocks={})
     (record,) = report["records"]
     assert "skew" not in record
     assert record["latency"] == pytest.approx(210e-9)
-    assert "clocks differ" in report["missing"][0]
-    (record,) = report_of([collective(100, 900)], [collective(700, 910, complete=False)], one_clock=False)["records"]
+    assert "clocks were not compared" in report["missing"][0]
+    (record,) = report_of([collective(100, 900)], [collective(700, 910, complete=False)], clocks={})["records"]
     assert "latency" not in record  # the other may have been the one that nobody waited for
+
+
+def test_skew_between_hosts_has_an_uncertainty():
+    """The clock of rank 1 is 5000 ahead of that of rank 0, give or take 40."""
+    clocks = {0: ClockOffset(0, 0, 0), 1: ClockOffset(-5000, 40, 0)}
+    (record,) = report_of([collective(100, 900)], [collective(5700, 5910)], clocks=clocks)["records"]
+    assert record["skew"] == pytest.approx(600e-9)
+    assert record["skew_uncertainty"] == pytest.approx(40e-9)
+    assert record["latency"] == pytest.approx(210e-9), "that of the rank that waits least needs no clock"
+
+
+def test_the_first_rank_needs_only_what_is_new():
+    accumulator, merged = CommunicationAccumulator(0, None, {}, []), None
+    for step in range(5):
+        spans = [collective(100 * n, 100 * n + 9, sequence=n) for n in range(7 * step, 7 * step + 7)]
+        accumulator.add(window(*spans))
+        new = accumulator.share_new()
+        ((*_, samples),) = new["kinds"].values()
+        assert len(samples) == 7
+        merged = accumulator.merge(merged, new)
+    assert merged == accumulator.share()
 
 
 def message(op, peer, start_ns, end_ns, blocked_ns):

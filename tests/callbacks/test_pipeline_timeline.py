@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy
 from lightning_parallel.callbacks import PipelineTimeline
+from lightning_parallel.callbacks.clocks import ClockOffset
 from lightning_parallel.callbacks.pipeline_timeline import PipelineAccumulator
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.schedule import build_schedule
@@ -152,9 +153,19 @@ def test_a_step_on_fewer_microbatches_is_not_compared_with_the_schedule():
     assert "bubble" not in accumulator.summarize([accumulator.share()] * 2)
 
 
+def test_the_bubble_between_hosts_has_an_uncertainty():
+    schedule = build_schedule("1f1b", 2, 4)
+    clocks = {0: ClockOffset(0, 0, 0), 1: ClockOffset(0, 5_000_000, 0)}
+    report, timeline = report_of(schedule, Cost(0.02, 0.02), clocks=clocks, predicted_s=0.15)
+    assert report["bubble"]["measured"] == pytest.approx(timeline.bubble_fraction, abs=1e-6)
+    assert report["bubble"]["uncertainty"] == pytest.approx(0.005 / timeline.makespan_s)
+    assert report["seconds"]["predicted"] == 0.15
+    assert report["seconds"]["measured"] == pytest.approx(report["seconds"]["simulated"]) == timeline.makespan_s
+
+
 def test_what_cannot_be_known_is_missing():
     schedule = build_schedule("1f1b", 2, 4)
-    report, _ = report_of(schedule, Cost(0.02, 0.02), one_clock=False)
+    report, _ = report_of(schedule, Cost(0.02, 0.02), clocks={})
     assert set(report["bubble"]) == {"ideal", "simulated"}
     assert "ranks" not in report
     assert len(report["missing"]) == 1

@@ -234,10 +234,33 @@ def _pipeline(report: Report) -> dict[str, Any] | None:
         share = found.get("bubble", {}).get(key)
         if share is not None:
             segments = [Segment("forward", 1 - share, ""), Segment("pipeline_wait", share, percent(share))]
-            bars.append(Bar(label, segments, percent(share)))
+            off = found["bubble"].get("uncertainty") if key == "measured" else None
+            bars.append(Bar(label, segments, percent(share) + (f" ± {percent(off)}" if off else "")))
     if not timelines and not bars:
         return None
-    return {"svg": draw_svg(timelines, _DRAWING_WIDTH, margin=0, row_name="p") if timelines else None, "bubble": bars}
+    svg = draw_svg(timelines, _DRAWING_WIDTH, margin=0, row_name="p") if timelines else None
+    return {"svg": svg, "bubble": bars, "seconds": _pipeline_seconds(found.get("seconds", {}))}
+
+
+def _pipeline_seconds(seconds: Report) -> list[list[str]]:
+    """Set the predicted, the simulated and the measured step side by side, with what lies between them."""
+    rows = []
+    before = None
+    for key, words, gap in _PIPELINE_SECONDS:
+        value = seconds.get(key)
+        if value is not None:
+            longer = "" if before is None else f"{percent(value / before - 1)}: {gap}"
+            rows.append([words, seconds_text(value), longer])
+            before = value
+    return rows if len(rows) > 1 else []
+
+
+_PIPELINE_SECONDS = (
+    ("predicted", "predicted by the plan", ""),
+    ("simulated", "with the stages' times in this run", "other load, or waits inside of stages"),
+    ("measured", "measured, the median", "messages and jitter"),
+)
+"""Key in `seconds` of `PipelineTimeline`, words, what makes the difference to the one before."""
 
 
 # --------------------------------------------------------------------------------------------- communication and memory
@@ -255,6 +278,9 @@ _CALL_COLUMNS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("algorithm_bandwidth", _bandwidth_text),
     ("bus_bandwidth", _bandwidth_text),
 )
+
+
+_SKEW = [key for key, _ in _CALL_COLUMNS].index("skew")
 
 
 def _communication(report: Report) -> dict[str, Any] | None:
@@ -275,6 +301,8 @@ def _communication(report: Report) -> dict[str, Any] | None:
 def _call_row(record: Report) -> list[str]:
     call = [record["axis"].replace("_", " "), record["op"], str(record["group_size"]), record.get("dtype") or ""]
     measured = [_cell(record.get(key), write) for key, write in _CALL_COLUMNS]
+    if "skew_uncertainty" in record:
+        measured[_SKEW] += f" ± {seconds_text(record['skew_uncertainty'])}"
     return [*call, count_text(record["count"]), *measured]
 
 
