@@ -61,11 +61,17 @@ class CollectiveTracer:
         """Axis, ranks and name of a group, and whether devices carry its messages."""
         found = self._groups.get(process_group)
         if found is None:
-            ranks = tuple(dist.get_process_group_ranks(process_group))
-            axis = self._default if process_group is all_processes() else self._axes.get(ranks, "world")
-            on_device = "nccl" in backend_of(process_group)
-            found = self._groups[process_group] = axis, ranks, getattr(process_group, "group_name", ""), on_device
+            found = self._groups[process_group] = self._describe(process_group)
         return found
+
+    def _describe(self, process_group: Any) -> tuple[str, tuple[int, ...], str, bool]:
+        try:
+            ranks = tuple(dist.get_process_group_ranks(process_group))
+            backend = backend_of(process_group)
+        except (KeyError, RuntimeError, ValueError):  # made by hand, so that torch does not know its ranks
+            return "world", tuple(range(process_group.size())), "", False
+        axis = self._default if process_group is all_processes() else self._axes.get(ranks, "world")
+        return axis, ranks, getattr(process_group, "group_name", ""), "nccl" in backend
 
     # --------------------------------------------------------------------------------------------- what is intercepted
 
@@ -149,6 +155,7 @@ class CollectiveTracer:
         if flight.complete is None and active.clock is None:
             end = active.now()
             flight.complete = end if following is not None or end - begin > ARRIVAL_NS else None
+        flight.tensors = ()  # as torch, which lets go of them here
         # Where another stream waits the host goes on, and so does the stream that computes.
         flight.finish(flight.complete if active.clock is not None and not active.is_computing() else None)
         return result

@@ -148,5 +148,6 @@ class InFlight:
         what = "communication", self.op, recorder.step, None, None, self.axis, self.op, self.bytes
         who = self.ranks, self.peer, self.dtype, get_ident()
         fields = (*what, *who, self.sequence, self.tag, self.group, self._exposes, self.apart)
-        self.tensors = ()
+        if recorder.clock is None:
+            self.tensors = ()  # a device may still read them: they stay until it has passed the completion
         recorder.add(fields, self.start, end, self.complete, *blocked)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_parallel import comm, tracing
 from lightning_parallel.callbacks.collective_tracer import CollectiveTracer, trace_collectives
 from lightning_parallel.comm import Group
-from lightning_parallel.tracing import Recorder
+from lightning_parallel.tracing import InFlight, Recorder
 from tests.harness import distributed
 from tests.tracing.test_recorder import Device
 
@@ -50,6 +50,7 @@ PAYLOADS = {
     "all_reduce functional": (lambda rank: functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).sum(), 16),
     "all_gather functional": (lambda rank: functional.all_gather_tensor(torch.ones(4), 0, dist.group.WORLD).sum(), 32),
     "barrier": (lambda rank: dist.barrier(), None),
+    "barrier monitored": (lambda rank: dist.monitored_barrier(), None),
 }
 
 
@@ -138,6 +139,21 @@ def test_a_collective_in_another_stream_blocks_nothing():
         window = spans_of(lambda: dist.all_reduce(torch.ones(4)), clock=device)
         (span,) = window.spans
         assert (window.phases.get("communication_exposed", 0) > 0) == here == (span.exposed_ns > 0)
+
+
+def test_a_stream_that_stands_still_for_communication_is_exposed():
+    device = Device()
+    recorder, tracer = Recorder(clock=device), CollectiveTracer({})
+    with tracing.activate(recorder):
+        recorder.enter("forward")
+        tracer.wait_event(None, None, device.mark)  # for nothing that communicates
+        InFlight(recorder, "all_gather", "data_parallel", (0, 1), 8, "float32", None)
+        tracer.wait_event(None, "another stream", device.mark)
+        tracer.wait_event(None, None, device.mark)
+        recorder.leave()
+    (window,) = recorder.close_step(wait=True)
+    assert window.phases["communication_exposed"] == 20
+    assert [span.category for span in window.spans] == ["wait"]
 
 
 def test_one_process_has_nothing_to_trace():

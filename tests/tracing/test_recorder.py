@@ -1,7 +1,9 @@
 """Spans, phases and windows, with clocks that the test turns."""
 
 import itertools
+import threading
 import time
+import weakref
 
 import pytest
 
@@ -21,6 +23,9 @@ class Device:
 
     def is_on_main_stream(self):
         return True
+
+    def is_main(self, stream):
+        return stream is None
 
     def completion(self, work, lane):
         return self.mark()
@@ -183,3 +188,75 @@ def test_held_times_of_a_device_are_device_times(held):
     (window,) = recorder.close_step(wait=True)
     assert window.spans[0].blocked_ns == 10 * held
     assert window.phases.get("communication_exposed", 0) == 10 * held
+
+
+def test_tensors_stay_until_the_device_has_passed_the_end_of_their_communication():
+    class Numbers:
+        pass
+
+    device = Device()
+    recorder, numbers = Recorder(clock=device), Numbers()
+    alive = weakref.ref(numbers)
+    flight = InFlight(recorder, "all_reduce", "data_parallel", (0, 1), 8, "float32", None)
+    flight.tensors = [numbers]
+    flight.complete = device.mark()
+    flight.finish(flight.complete)
+    del flight, numbers
+    recorder.close_step()
+    assert alive() is not None
+    recorder.close_step(wait=True)
+    assert alive() is None
+
+
+def test_what_another_stream_does_is_not_charged():
+    device = Device()
+    recorder = Recorder(clock=device)
+    for is_main in (True, False):
+        device.is_on_main_stream = lambda is_main=is_main: is_main
+        flight = InFlight(recorder, "all_reduce", "data_parallel", (0, 1), 8, "float32", None)
+        with flight:
+            device.mark()
+        flight.finish()
+    (window,) = recorder.close_step(wait=True)
+    here, beside = window.spans
+    assert (here.blocked_ns, here.exposed_ns, window.phases["communication_exposed"]) == (20, 20, 20)
+    assert (beside.blocked_ns, beside.exposed_ns) == (20, 0)
+
+
+def test_a_call_of_another_thread_is_exposed_as_far_as_the_training_thread_waits_for_it():
+    recorder, done = Recorder(), []
+    recorder.on_submit = lambda: True
+    with tracing.activate(recorder):
+        note_done = recorder.submitted()
+
+        def call():
+            flight = InFlight(recorder, "all_reduce", "data_parallel", (0, 1), 8, "float32", None)
+            with flight:
+                time.sleep(0.03)
+            flight.finish()
+            note_done()
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        while recorder.num_beside and not recorder.in_flight:
+            time.sleep(0.0001)
+        with tracing.waiting("results"):
+            thread.join()
+        done += recorder.beside
+    (window,) = recorder.close_step()
+    call, wait = window.spans
+    assert (call.category, wait.category, len(done), recorder.num_beside) == ("communication", "wait", 1, 0)
+    assert 0 < call.exposed_ns <= min(call.blocked_ns, wait.end_ns - wait.start_ns)
+    assert window.phases["communication_exposed"] == wait.end_ns - wait.start_ns
+
+
+def test_communication_in_validation_is_apart():
+    recorder = Recorder(absorbing=("validation",))
+    for phase in ("forward", "validation", "forward"):
+        recorder.enter(phase)
+        recorder.enter("backward")
+        InFlight(recorder, "all_reduce", "data_parallel", (0, 1), 8, "float32", None).finish()
+        recorder.leave()
+        recorder.leave()
+    (window,) = recorder.close_step()
+    assert [span.apart for span in window.spans] == [None, "validation", None]
