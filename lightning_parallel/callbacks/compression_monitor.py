@@ -50,6 +50,7 @@ class CompressionAccumulator(Accumulator):
         self._seconds = dict.fromkeys(TIMES, 0.0)
         self._labels: dict[Method, str] = {}
         self._bytes: dict[str, Numbers] = {}  # by label
+        self._inside = 0  # bytes, sent inside the node
         self._names: dict[str, set[str]] = {}
         self._errors: dict[str, list[Numbers]] = {}
         self._residuals: dict[str, float] = {}  # by parameter
@@ -112,6 +113,9 @@ class CompressionAccumulator(Accumulator):
                 total[key] += value
                 sent[key] += value
         sent["dense_bytes"] *= self._replaced()
+        self._inside += outcome.inside_bytes
+        if outcome.inside_bytes:
+            sent["inside_bytes"] = outcome.inside_bytes
         if outcome.compression_error is None:
             return {**sent, **seconds}
         # The empty label stands for all parameters together.
@@ -131,6 +135,8 @@ class CompressionAccumulator(Accumulator):
             num_bytes["dense_bytes"] *= self._replaced()
             rows[label] = {**num_bytes, **self._error(label), **_norm_of(self._residuals, self._names[label])}
         sent = {key: sum(row[key] for row in rows.values()) for key in ("dense_bytes", "sent_bytes")}
+        if self._inside:
+            sent["inside_bytes"] = self._inside / self._steps
         times = {key: value / self._timed for key, value in self._seconds.items()} if self._timed else {}
         overall = {**sent, **self._error(""), **_norm_of(self._residuals, self._residuals), **times}
         names = {label: sorted(names) for label, names in self._names.items()}
@@ -176,7 +182,8 @@ class CompressionMonitor(MeasuringCallback[CompressionAccumulator]):
     |---|---|
     | `dense_bytes` | bytes that one rank would send for plain means, by a bandwidth-optimal all-reduce; under local |
     | | SGD, where a step of the compressor is an exchange, for those of all optimizer steps since the last one |
-    | `sent_bytes` | bytes that one rank sends |
+    | `sent_bytes` | bytes that one rank sends; with `hierarchical`, as `dense_bytes`, between nodes |
+    | `inside_bytes` | bytes that one rank sends inside its node, with `hierarchical` |
     | `ratio` | `dense_bytes / sent_bytes` |
     | `encode`, `wire`, `decode` | seconds before, in and after collectives, of the slowest rank; on a CPU only |
     | `relative_error` | \|compressed mean - true mean\| / \|true mean\|, mean over the comparisons |
@@ -271,6 +278,7 @@ _WRITERS = {
     "parameters": count_text,
     "dense_bytes": bytes_text,
     "sent_bytes": bytes_text,
+    "inside_bytes": bytes_text,
     "ratio": count_text,
     "encode": seconds_text,
     "wire": seconds_text,

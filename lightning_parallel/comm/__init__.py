@@ -13,6 +13,7 @@ from lightning_parallel.comm.collectives import (
     exchange,
     irecv,
     isend,
+    reduce_,
     reduce_scatter,
 )
 from lightning_parallel.comm.gradient_session import (
@@ -26,7 +27,7 @@ from lightning_parallel.comm.gradient_session import (
     fill_buckets,
     overlapping_executor,
 )
-from lightning_parallel.comm.groups import Group, MeshGroups
+from lightning_parallel.comm.groups import Group, MeshGroups, NodeGroups
 from lightning_parallel.comm.hashes import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.comm.heartbeat import LostRankError, report_failure, start_heartbeat, stop_heartbeat
 from lightning_parallel.comm.objects import (
@@ -63,6 +64,7 @@ __all__ = [
     "MeanReducer",
     "MeanStep",
     "MeshGroups",
+    "NodeGroups",
     "Pending",
     "StreamExecutor",
     "ThreadExecutor",
@@ -92,6 +94,7 @@ __all__ = [
     "on_any_rank",
     "overlapping_executor",
     "raise_together",
+    "reduce_",
     "reduce_scatter",
     "row_fingerprints",
     "report_failure",

@@ -25,6 +25,7 @@ __all__ = [
     "exchange",
     "irecv",
     "isend",
+    "reduce_",
     "reduce_scatter",
 ]
 
@@ -85,6 +86,21 @@ def broadcast_(tensor: Tensor, group: Group, source: int = 0, async_op: bool = F
     has_handle = async_op or _has_handles(tensor)
     pending = _pending("broadcast", group, tensor, tensor).launch(
         lambda: dist.broadcast(tensor, group.ranks[source], group=group.process_group, async_op=has_handle)
+    )
+    return pending if async_op else pending.wait()
+
+
+def reduce_(tensor: Tensor, group: Group, to: int, async_op: bool = False) -> Any:
+    """Sum a contiguous `tensor` over `group` into that of the rank at position `to`; the others hold anything then.
+
+    Returns:
+        `tensor`; with `async_op`, a `Pending` that gives it.
+    """
+    if group.size == 1:
+        return Done(tensor) if async_op else tensor
+    has_handle = async_op or _has_handles(tensor)
+    pending = _pending("reduce", group, tensor, tensor).launch(
+        lambda: dist.reduce(tensor, group.ranks[to], group=group.process_group, async_op=has_handle)
     )
     return pending if async_op else pending.wait()
 

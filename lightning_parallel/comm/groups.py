@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -20,7 +20,7 @@ from lightning_parallel.compat.default_group import (
 )
 from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Axis, Mesh
 
-__all__ = ["Group", "MeshGroups"]
+__all__ = ["Group", "MeshGroups", "NodeGroups"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +109,76 @@ class Group:
 _stand_ins: dict[Any, Group] = {}
 
 
+@dataclass(frozen=True, eq=False)
+class NodeGroups:
+    """This rank's place in a group whose ranks are on several nodes, as many on each.
+
+    Attributes:
+        whole: The group.
+        inside: Its ranks on this rank's node.
+        across: Those at the same place as this one on each node, in the order of the nodes.
+    """
+
+    whole: Group
+    inside: Group
+    across: Group
+
+    @classmethod
+    def of(cls, hosts: Mapping[int, str], size: int | None = None, timeout: timedelta | None = None) -> NodeGroups:
+        """Create the groups of all ranks; every rank must call it at the same point, with the same arguments.
+
+        Args:
+            hosts: What tells the nodes apart, by global rank.
+            size: Ranks on a node: so many, one after the other. None: those with equal `hosts`.
+            timeout: Deadline of each collective.
+
+        Raises:
+            ValueError: On every rank, if the nodes have different numbers of ranks.
+        """
+        whole = Group.of()
+        nodes = _divide_by_node(whole.ranks, hosts, size)
+        return _node_groups(whole, [nodes], lambda peers: _new_groups(peers, timeout, None))
+
+    def close(self) -> None:
+        """Destroy the groups that `of` has created."""
+        for group in (self.inside, self.across):
+            if group.process_group is not None:
+                dist.destroy_process_group(group.process_group)
+
+
+def _divide_by_node(ranks: Sequence[int], hosts: Mapping[int, str], size: int | None) -> list[list[int]]:
+    """Return the ranks on each node."""
+    if size is not None:
+        if len(ranks) % size:
+            raise ValueError(f"expected a number of replicas that nodes of {size} divide, found {len(ranks)}")
+        return [list(ranks[first : first + size]) for first in range(0, len(ranks), size)]
+    nodes: dict[str, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(hosts[rank], []).append(rank)
+    if len({len(node) for node in nodes.values()}) > 1:
+        found = ", ".join(f"{len(node)} on {host}" for host, node in nodes.items())
+        raise ValueError(
+            f"expected as many replicas on each node, found {found}; use as many devices on each, or hierarchical=False"
+        )
+    return list(nodes.values())
+
+
+def _node_groups(
+    whole: Group, lines: Sequence[list[list[int]]], create: Callable[[list[list[int]]], dist.ProcessGroup | None]
+) -> NodeGroups:
+    """Create the groups along all `lines` of a mesh, of which `whole` is one, each given by the ranks on its nodes."""
+    me = whole.ranks[whole.rank]
+
+    def made(axis: str, peers: list[list[int]]) -> Group:
+        process_group = create(peers) if any(len(ranks) > 1 for ranks in peers) else None
+        ranks = next(ranks for ranks in peers if me in ranks)
+        return Group(axis, tuple(ranks), ranks.index(me), process_group if len(ranks) > 1 else None)
+
+    inside = made("node", [node for nodes in lines for node in nodes])
+    across = made("nodes", [list(peers) for nodes in lines for peers in zip(*nodes)])
+    return NodeGroups(whole, inside, across)
+
+
 class MeshGroups:
     """This rank's groups in `mesh`.
 
@@ -139,6 +209,7 @@ class MeshGroups:
         self._extra: dict[tuple[Axis, str], Group] = {}
         self._between: dict[tuple[Axis, str], dict[tuple[int, int], Group]] = {}
         self._hosts: dict[str, Group] = {}
+        self._nodes: dict[tuple[str, int | None], NodeGroups] = {}
         self._stand_in: dist.ProcessGroup | None = None
         self.data_parallel = self._create((DATA,), DATA)
         self.pipeline_parallel = self._create((PIPELINE,), PIPELINE)
@@ -163,19 +234,7 @@ class MeshGroups:
         return Group(name, tuple(ranks), ranks.index(me), process_group)
 
     def _new_groups(self, peers: list[list[int]], is_urgent: bool = False) -> dist.ProcessGroup | None:
-        """Create groups that share no rank, with one call on all ranks; returns that of this rank, if it has one."""
-        world = all_processes()
-        has_nccl = "nccl" in (self._backend or backend_of(world))
-        options: dict[str, Any] = {"timeout": self._timeout}
-        if has_nccl and is_urgent:
-            options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        if has_nccl and self._backend is None and splits_groups(world):
-            group = dist.split_group(world, peers, **options)
-            if group is not None and self._timeout is not None:
-                set_timeout(group, self._timeout)
-            return group
-        # torch requires every rank to create every group, also those of which it is not a member.
-        return dist.new_subgroups_by_enumeration(peers, backend=self._backend, **options)[0]
+        return _new_groups(peers, self._timeout, self._backend, is_urgent)
 
     def between(self, axis: Axis, pairs: Sequence[tuple[int, int]], purpose: str) -> dict[tuple[int, int], Group]:
         """Return a group for each pair of positions along `axis` that this rank is one of, created by the first call.
@@ -208,6 +267,14 @@ class MeshGroups:
             self._extra[axis, purpose] = self._create((axis,), axis)
         return self._extra[axis, purpose]
 
+    def nodes(self, hosts: Mapping[int, str], size: int | None, purpose: str) -> NodeGroups:
+        """Return the groups of the data axis in and across nodes, see `NodeGroups.of` and `extra`."""
+        key = (purpose, size)
+        if key not in self._nodes:
+            lines = [_divide_by_node(ranks, hosts, size) for ranks in self.mesh.peers(DATA)]
+            self._nodes[key] = _node_groups(self.data_parallel, lines, self._new_groups)
+        return self._nodes[key]
+
     def between_hosts(self, purpose: str) -> Group:
         """Return a group of all ranks for messages between hosts, one per `purpose`, see `extra`."""
         if purpose not in self._hosts:
@@ -238,6 +305,24 @@ class MeshGroups:
             assert self._stand_in is not None
             _stand_ins[self._stand_in] = self.data_parallel
         replace_default_group(self._stand_in)
+
+
+def _new_groups(
+    peers: list[list[int]], timeout: timedelta | None, backend: str | None, is_urgent: bool = False
+) -> dist.ProcessGroup | None:
+    """Create groups that share no rank, with one call on all ranks; returns that of this rank, if it has one."""
+    world = all_processes()
+    has_nccl = "nccl" in (backend or backend_of(world))
+    options: dict[str, Any] = {"timeout": timeout}
+    if has_nccl and is_urgent:
+        options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if has_nccl and backend is None and splits_groups(world):
+        group = dist.split_group(world, peers, **options)
+        if group is not None and timeout is not None:
+            set_timeout(group, timeout)
+        return group
+    # torch requires every rank to create every group, also those of which it is not a member.
+    return dist.new_subgroups_by_enumeration(peers, backend=backend, **options)[0]
 
 
 def _without_common_members(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -15,7 +15,8 @@ From the outside in:
   the answer. All methods of a bucket run in lockstep and share their collectives.
 * The gradients come through a `comm.GradientSession`: from `DistributedDataParallel` and DeepSpeed
   (`whole_gradients.py`: `HookState` with `compression_hook`, `compress_deepspeed`), FSDP1 and FSDP2 (`fsdp.py`:
-  `compress_fsdp`, `compress_fully_shard`), or the hooks of `data_parallel`.
+  `compress_fsdp`, `compress_fully_shard`), or the hooks of `data_parallel`. A `HierarchicalReducer`
+  (`hierarchical.py`) in between sums them inside a node, and gives each rank a part of them to compress.
 * State lives in a `Memory` (`compressor_state.py`), by parameter name, in two buffers, so that rolling back is free.
 
 A step that is dropped leaves non-finite gradients on every rank and makes `reduce_` return False.
@@ -28,6 +29,7 @@ from lightning_parallel.compression.fsdp import (
     compress_fully_shard,
     shard_ranks,
 )
+from lightning_parallel.compression.hierarchical import HierarchicalReducer
 from lightning_parallel.compression.policy import Auto, Policy, bind_to_module, warn_of_unmatched
 from lightning_parallel.compression.powersgd import PowerSGD
 from lightning_parallel.compression.quantizers import Cast, Quantize, Sign
@@ -47,6 +49,7 @@ __all__ = [
     "Compressor",
     "DeepSpeedSession",
     "Dense",
+    "HierarchicalReducer",
     "HookState",
     "Policy",
     "PowerSGD",

@@ -35,6 +35,7 @@ __all__ = [
     "GroupLike",
     "Reducer",
     "ReductionStep",
+    "as_group",
     "check_reducer",
     "scale_reader",
 ]
@@ -59,6 +60,7 @@ class Reducer(abc.ABC):
         sample_every: Measure the error of the means in every so many steps, at the price of an all-reduce; 0 for never.
         last_error: The last such measurement; None before it.
         observers: Called with the outcome of each step that is applied, on the thread that ends it.
+        owners: Which rank of a node compresses a parameter, by its position there; see `HierarchicalReducer`.
     """
 
     def __init__(self) -> None:
@@ -70,6 +72,7 @@ class Reducer(abc.ABC):
         self.sample_every = 0
         self.last_error: Optional[CompressionError] = None
         self.observers: list[Callable[[Outcome], None]] = []
+        self.owners: dict[str, int] = {}
         self.memory = Memory()
         self._group_size = 1
         self._agreed: set[tuple[Any, ...]] = set()
@@ -121,6 +124,7 @@ class Reducer(abc.ABC):
         self.seconds = Seconds()
         self.blocks = []
         self.last_error = None
+        self.owners = {}
         self._agreed = set()
         self._plans = {}
 
@@ -161,7 +165,7 @@ class Reducer(abc.ABC):
 
         Ranks whose buckets differ get an error only if the bucket is new to all of them.
         """
-        return ReductionStep(self, _as_group(group))
+        return ReductionStep(self, as_group(group))
 
     def wire_bytes(
         self,
@@ -213,7 +217,7 @@ class Reducer(abc.ABC):
         Returns:
             The state on the group's first rank, an empty dict on the others.
         """
-        return gather_state(self.memory, self.step, _as_group(group), exact)
+        return gather_state(self.memory, self.step, as_group(group), exact)
 
     def load_state_dict(self, state: Mapping[str, Any], group: GroupLike = None) -> None:
         """Continue from `state_dict()` of the same rank of as many ranks, or from `gather_state()` of any number.
@@ -223,7 +227,7 @@ class Reducer(abc.ABC):
         Raises:
             ValueError: If `state` is that of one rank among a different number of ranks, of another version or damaged.
         """
-        group = _as_group(group)
+        group = as_group(group)
         self.memory.load(values_for(state, group, self.slots))
         self.step = int(state["step"])
         self._group_size = group.size
@@ -241,7 +245,8 @@ class Reducer(abc.ABC):
         return math.hypot(*self.residual_norms.values())
 
 
-def _as_group(group: GroupLike) -> Group:
+def as_group(group: GroupLike) -> Group:
+    """Return the group of this library."""
     return group if isinstance(group, Group) else Group.of(group, axis="data_parallel")
 
 
@@ -250,6 +255,7 @@ class ReductionStep:
 
     Attributes:
         number: How many steps were committed before this one.
+        inside_bytes: Bytes that this rank has sent inside its node, see `HierarchicalReducer`.
     """
 
     def __init__(self, reducer: Reducer, group: Group) -> None:
@@ -259,6 +265,7 @@ class ReductionStep:
         self.scale = reducer.scale
         self.expects_rollback = reducer.expects_rollback or reducer.scale != 1
         self.memory = reducer.memory
+        self.inside_bytes = 0
         self._watched: list[Tensor] = []
         self._planned: Optional[tuple[Mapping[str, Tensor], ReductionPlan]] = None
         self._open = True
@@ -360,7 +367,7 @@ class ReductionStep:
         self.reducer.seconds = self._seconds
         self.reducer.blocks = self._blocks
         self.reducer.last_error = self._error or self.reducer.last_error
-        self.reducer._conclude(Outcome(self._blocks, self._seconds, self._error))
+        self.reducer._conclude(Outcome(self._blocks, self._seconds, self._error, self.inside_bytes))
         return True
 
     def rollback(self) -> None:
@@ -381,6 +388,14 @@ class ReductionStep:
                 plans.clear()
             plans[key] = ReductionPlan.of(named_gradients, shards, choose)
         return plans[key]
+
+    def agree(self, named_gradients: Mapping[str, Tensor]) -> None:
+        """Check gradients of a new kind with the other ranks, where others than these are to reduce them.
+
+        Raises:
+            TypeError, ValueError: See `Reducer.reduce_`.
+        """
+        self._agree(named_gradients, self._plan(named_gradients, {}))
 
     def _agree(self, named_gradients: Mapping[str, Tensor], plan: ReductionPlan) -> None:
         """Check gradients of a new kind with the other ranks, before the first collective on them."""

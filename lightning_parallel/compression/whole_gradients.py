@@ -37,7 +37,7 @@ mean. Without ZeRO all gradients are averaged after backward, and so they are co
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,7 @@ from lightning_parallel.compat.deepspeed import (
 )
 from lightning_parallel.compat.default_group import all_processes
 from lightning_parallel.compat.torch import ddp_ignored_names
+from lightning_parallel.compression.hierarchical import HierarchicalReducer
 from lightning_parallel.compression.reducer import Reducer, check_reducer, scale_reader
 
 __all__ = [
@@ -107,13 +108,14 @@ class HookState:
     One backward pass with synchronization is one step of the compressor; inside `no_sync()` DDP calls no hook.
 
     Args:
-        compressor: Reduces the gradients; its state is keyed by the module's parameter names.
+        compressor: Reduces the gradients; its state is keyed by the module's parameter names. A `HierarchicalReducer`
+            has groups of its own, of the ranks of `process_group`.
         module: The module whose gradients come, wrapped in DDP or not. Only its names are used.
         process_group: The group of the DDP module; all ranks when omitted.
         scaler: A `torch.amp.GradScaler` in use: residuals are kept without its scale.
         unused_parameters: Ask the other ranks which parameters have a gradient at all, and keep the residuals of the
             others as they are. None: as DDP's `find_unused_parameters` or `static_graph` says, if `module` is DDP.
-        bucket_bytes: Approximate size of the gradients compressed together.
+        bucket_bytes: Approximate size of the gradients that a rank compresses together.
         timeout: Deadline of each collective on CPU; torch's default when omitted.
 
     Attributes:
@@ -122,7 +124,7 @@ class HookState:
 
     def __init__(
         self,
-        compressor: Reducer,
+        compressor: Union[Reducer, HierarchicalReducer],
         module: nn.Module,
         process_group: Optional[dist.ProcessGroup] = None,
         scaler: Optional[Any] = None,
@@ -130,7 +132,10 @@ class HookState:
         bucket_bytes: int = 25 << 20,
         timeout: Optional[timedelta] = None,
     ) -> None:
-        check_reducer(compressor)
+        if isinstance(compressor, HierarchicalReducer):
+            bucket_bytes *= compressor.nodes.inside.size  # each rank compresses its part
+        else:
+            check_reducer(compressor)
         self._trainable: dict[str, int] = {}
         if isinstance(module, DistributedDataParallel):
             if unused_parameters is None:

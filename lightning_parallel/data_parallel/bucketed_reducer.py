@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import GradientSession, Group, MeanReducer, Pending, ThreadExecutor, fill_buckets
 
-__all__ = ["GradientReducer"]
+__all__ = ["BUCKET_BYTES", "GradientReducer"]
+
+BUCKET_BYTES = 25 << 20
 
 
 class _GradientBucket:
@@ -94,7 +96,7 @@ class GradientReducer:
         self,
         parameters: Mapping[str, nn.Parameter],
         group: Group,
-        bucket_bytes: int = 25 << 20,
+        bucket_bytes: int = BUCKET_BYTES,
         compression: MeanReducer | None = None,
         side_group: Group | None = None,
         replica_group: Group | None = None,

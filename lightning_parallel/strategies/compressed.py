@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_parallel.comm import may_outlive_attempts, start_heartbeat, stop_heartbeat
+from lightning_parallel.comm import Group, NodeGroups, may_outlive_attempts, start_heartbeat, stop_heartbeat
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import PathLike, process_group_backend_of, timeout_of
 from lightning_parallel.compat.torch import remove_ddp_hooks
@@ -31,6 +31,7 @@ from lightning_parallel.compression import (
     Auto,
     BlockTopK,
     Cast,
+    HierarchicalReducer,
     HookState,
     PowerSGD,
     Quantize,
@@ -57,6 +58,7 @@ from lightning_parallel.strategies.compression_files import (
     without_memory,
     write_compression,
 )
+from lightning_parallel.strategies.nodes import Hierarchical, between_nodes, check_hierarchical, hosts_of, size_of_node
 from lightning_parallel.strategies.processes import connect
 
 __all__ = [
@@ -131,10 +133,13 @@ class SavesCompression(SavesFiles):
             # Before FSDP wraps layers, and so renames their parameters.
             warn_of_unmatched(module, self.compression)
         if module is not None and trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
-            tell_costs(self.compression, module, trainer.world_size)
+            self._tell_costs(module, trainer.world_size)
         super().setup(trainer)
         if module is not None and trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
             warn_of_misfits(self.compression, module, self.optimizers)
+
+    def _tell_costs(self, module: LightningModule, replicas: int) -> None:
+        tell_costs(self.compression, module, replicas)
 
     @override
     def teardown(self) -> None:
@@ -259,14 +264,20 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
             `compression-state` beside the checkpoint, so that nothing travels; `exact`: the same in the checkpoint
             itself, gathered from all ranks; `mean`: the mean, from which linear compressors continue exactly;
             `none`: nothing but the number of steps.
+        hierarchical: Sum gradients as they are inside a node, and compress between nodes only: each rank of a node
+            compresses, remembers and sends its part of the parameters. True: nodes are found by host. A number: so many
+            ranks, one after the other, are a node.
         kwargs: Everything that `DDPStrategy` takes, arguments of `DistributedDataParallel` included, but a
             communication hook.
 
     Raises:
-        ValueError: If a communication hook is given as well.
+        ValueError: If a communication hook is given as well; when the Trainer starts, on every rank, if nodes have
+            different numbers of ranks.
     """
 
-    def __init__(self, compression: Reducer, state: KeptState = "local", **kwargs: Any) -> None:
+    def __init__(
+        self, compression: Reducer, state: KeptState = "local", hierarchical: Hierarchical = False, **kwargs: Any
+    ) -> None:
         hooks = {"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"} & kwargs.keys()
         given = sorted(name for name in hooks if kwargs[name] is not None)
         if given:
@@ -276,18 +287,67 @@ class CompressedDDPStrategy(SavesCompression, DDPStrategy):
             )
         check_reducer(compression)
         check_kept_state(state)
+        check_hierarchical(hierarchical, compression)
         super().__init__(**kwargs)
         self.compression = compression
         self.kept_state = state
+        self.hierarchical = hierarchical
+        self._between_nodes: HierarchicalReducer | None = None
         self._hook_state: HookState | None = None
         self._wrapped: set[int] = set()
+
+    @override
+    def _begin_compression(self) -> None:
+        super()._begin_compression()
+        module = self.lightning_module
+        world = Group.of()
+        # Kept after `fit`, as a checkpoint may be saved then, and for the next one, if it is of the same processes.
+        known = None if self._between_nodes is None else self._between_nodes.nodes.whole.process_group
+        if not self.hierarchical or module is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self._between_nodes is None or known is not world.process_group:
+            hosts = hosts_of(world, self.node_rank)
+            nodes = NodeGroups.of(hosts, size_of_node(self.hierarchical), timeout_of(self))
+            self._between_nodes = between_nodes(self.compression, nodes)
+
+    @property
+    def _means(self) -> Union[Reducer, HierarchicalReducer]:
+        """What takes the means."""
+        return self.compression if self._between_nodes is None else self._between_nodes
+
+    @override
+    def _tell_costs(self, module: LightningModule, replicas: int) -> None:
+        if self._between_nodes is None:
+            super()._tell_costs(module, replicas)
+        else:
+            nodes = self._between_nodes.nodes
+            tell_costs(self.compression, module, nodes.across.size, nodes.inside.size)
+
+    @override
+    def _own_compression(self) -> tuple[dict[str, Any], Place]:
+        if self._between_nodes is None:
+            return super()._own_compression()
+        nodes = self._between_nodes.nodes
+        return self._between_nodes.state_dict(), Place(nodes.across.rank, 0, nodes.inside.rank)
+
+    @override
+    def _load_own(self, state: dict[str, Any]) -> None:
+        self._means.load_state_dict(state)
+
+    @override
+    def _gather_compression(self, exact: bool) -> dict[str, Any]:
+        return self._means.gather_state(exact=exact)
+
+    @override
+    def _load_compression(self, state: dict[str, Any]) -> None:
+        self._means.load_state_dict(state)
 
     @override
     def _register_ddp_hooks(self) -> None:
         # Overridden as a whole: Lightning's method does nothing on CPU.
         assert isinstance(self.model, DistributedDataParallel)
         self._hook_state = HookState(
-            self.compression,
+            self._means,
             self.model,
             scaler=getattr(self.precision_plugin, "scaler", None),
             bucket_bytes=self.model.bucket_bytes_cap,

@@ -25,13 +25,14 @@ _UNDER_ADAM = {
 _LATE = 1 << 40  # a step after all warm-up
 
 
-def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, steps: int = 1) -> None:
+def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, owners: int = 1, steps: int = 1) -> None:
     """Print, on rank zero, what one rank sends per optimizer step with and without compression, and what it keeps.
 
     Args:
         reducer: The compressor.
         module: Of which this rank holds a part, perhaps.
         replicas: Ranks that hold the same.
+        owners: Ranks of a replica, a node, that divide the parameters among them.
         steps: Optimizer steps between two reductions.
     """
     trained = {name: value for name, value in module.named_parameters() if value.requires_grad}
@@ -44,9 +45,10 @@ def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, steps: int = 
         sent += reducer.wire_bytes(shapes, replicas, dtype=dtype) / steps
         dense += Dense().wire_bytes(shapes, replicas, dtype=dtype)
     kept = sum(_kept_bytes(reducer, name, value) for name, value in trained.items())
-    memory = f", and keeps {bytes_text(kept)} of what was not sent" if kept else ""
+    memory = f", and keeps {bytes_text(kept / owners)} of what was not sent" if kept else ""
     rank_zero_info(
-        f"{reducer!r}: each rank sends {bytes_text(sent)} instead of {bytes_text(dense)} per step"
+        f"{reducer!r}: each rank sends {bytes_text(sent / owners)} instead of {bytes_text(dense / owners)} per step"
+        f"{' between nodes' if owners > 1 else ''}"
         f" (1/{count_text(dense / max(1.0, sent))}){memory}"
     )
 

@@ -54,10 +54,15 @@ _KEPT = 2  # saves under one name: the last one may fail once its files are writ
 
 
 class Place(NamedTuple):
-    """Which state a rank holds: that of a replica, at a position among the ranks that share the replica."""
+    """Which state a rank holds: that of a replica, at a position among the ranks that share the replica.
+
+    Attributes:
+        replica: A node, where its ranks share what is remembered; each then holds a `part`.
+    """
 
     replica: int
     position: int
+    part: int = 0
 
 
 def check_kept_state(state: object) -> None:
@@ -163,13 +168,23 @@ def read_compression(saved: Mapping[str, Any], place: Place, path: PathLike, wor
             " sent yet is forgotten."
         )
         return None
-    return states[0] if places == now else _stacked(states)
+    return states[0] if places == now else _stacked(_of_replicas([places[rank] for rank in ranks], states))
 
 
 def _read(source: str) -> dict[str, Any]:
     fs, name = url_to_fs(source)
     with fs.open(name, "rb") as file:
         return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _of_replicas(places: Sequence[Place], states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join the parts of each replica's state."""
+    joined: dict[int, dict[str, Any]] = {}
+    for place, state in zip(places, states):
+        whole = joined.setdefault(place.replica, {})
+        for key, value in state.items():
+            whole[key] = {**whole.get(key, {}), **value} if isinstance(value, Mapping) else value
+    return list(joined.values())
 
 
 def _stacked(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

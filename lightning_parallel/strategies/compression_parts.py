@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint import PartialTensor, StoredTensor, TensorPart, take_part
-from lightning_parallel.comm import MeshGroups
+from lightning_parallel.comm import Group, MeshGroups, NodeGroups
 from lightning_parallel.compression.compressor_state import CHUNKED, REPLICATED
 from lightning_parallel.tensor.sharding import Shard
 
@@ -30,7 +30,9 @@ PARTS = "parts"
 State = Mapping[str, Any]
 
 
-def divide_state(state: State, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups) -> dict[str, Any]:
+def divide_state(
+    state: State, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups, nodes: NodeGroups | None = None
+) -> dict[str, Any]:
     """Return what a sharded checkpoint holds of the states of all ranks; every rank must call it.
 
     Args:
@@ -38,17 +40,22 @@ def divide_state(state: State, module: nn.Module, rules: Mapping[str, Shard], gr
         module: The divided module.
         rules: How its parameters are sharded.
         groups: The mesh's groups.
+        nodes: Of ranks among which a node's state is divided; the replicas are then the nodes.
     """
+    replicas, inside = _replicas(groups, nodes)
     slots = {key: value for key, value in state.items() if _is_slot(value)}
     mine = {
         slot: {name: _described(name, tensor, module, rules, groups) for name, tensor in named.items()}
         for slot, named in slots.items()
     }
     # The ranks of a replica hold different parameters; those at the same position of others hold the same.
+    mine = _joined(comm.all_gather_object(mine, inside))
     everyone = comm.all_gather_object(mine, groups.replica)
-    _fill_in(slots, mine, everyone, module, rules, groups)
+    _fill_in(slots if inside.rank == 0 else {}, mine, everyone, module, rules, groups)
     divided: dict[str, Any] = {key: value for key, value in state.items() if key not in slots}
-    divided |= {"layout": PARTS, "model": _sizes(groups), "replicas": groups.data_parallel.size, "by_name": {}}
+    if "owners" in divided:
+        divided["owners"] = comm.all_gather_object(divided["owners"], groups.replica)
+    divided |= {"layout": PARTS, "model": _sizes(groups), "replicas": replicas.size, "by_name": {}}
     divided["by_position"] = [{} for _ in everyone]
     for position, theirs in enumerate(everyone):
         held = slots if position == groups.replica.rank else {}
@@ -60,9 +67,9 @@ def divide_state(state: State, module: nn.Module, rules: Mapping[str, Shard], gr
                 if is_elementwise and first // groups.tensor_parallel.size == position // groups.tensor_parallel.size:
                     rows = divided["by_name"].setdefault(slot, {})
                     if tensor is not None or name not in rows:
-                        rows[name] = _rows(tensor, shape, dtype, rules.get(name), groups)
+                        rows[name] = _rows(tensor, shape, dtype, rules.get(name), groups, replicas)
                 else:
-                    stacked = _stacked(tensor, slot, shape, dtype, groups)
+                    stacked = _stacked(tensor, slot, shape, dtype, replicas)
                     divided["by_position"][position].setdefault(slot, {})[name] = stacked
     return divided
 
@@ -92,6 +99,21 @@ def _fill_in(
     everyone[groups.replica.rank] = mine
 
 
+def _replicas(groups: MeshGroups, nodes: NodeGroups | None) -> tuple[Group, Group]:
+    """Return the ranks that each have a state of this one's parameters, and those among which each is divided."""
+    if nodes is None:
+        return groups.data_parallel, Group.alone("node")
+    return nodes.across, nodes.inside
+
+
+def _joined(described: list[dict[str, Any]]) -> dict[str, Any]:
+    joined: dict[str, Any] = {}
+    for found in described:
+        for slot, named in found.items():
+            joined.setdefault(slot, {}).update(named)
+    return joined
+
+
 def _is_slot(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(entry, Tensor) for entry in value.values())
 
@@ -114,7 +136,12 @@ def _described(
 
 
 def _rows(
-    tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, rule: Shard | None, groups: MeshGroups
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rule: Shard | None,
+    groups: MeshGroups,
+    data: Group,
 ) -> list[Tensor]:
     """Return one full tensor for each replica; this rank writes its part of that of its own."""
     rank, part = groups.tensor_parallel.rank, TensorPart()
@@ -122,30 +149,30 @@ def _rows(
         part = TensorPart(rule.owned(tensor, rank), rule.dim % tensor.dim(), rule.owned_ranges(rank))
     elif tensor is not None and rank == 0:
         part = TensorPart(tensor)
-    data = groups.data_parallel
     return [
         PartialTensor.of(shape, dtype, part if replica == data.rank else TensorPart()) for replica in range(data.size)
     ]
 
 
-def _stacked(
-    tensor: Tensor | None, slot: str, shape: tuple[int, ...], dtype: torch.dtype, groups: MeshGroups
-) -> Tensor:
+def _stacked(tensor: Tensor | None, slot: str, shape: tuple[int, ...], dtype: torch.dtype, data: Group) -> Tensor:
     """Return the tensors of all replicas as one, (replicas, *shape), of which this rank writes its row."""
-    data = groups.data_parallel
     if slot in REPLICATED:
         return PartialTensor.of(shape, dtype, TensorPart(tensor if data.rank == 0 else None))
     part = TensorPart() if tensor is None else TensorPart(tensor.unsqueeze(0), 0, ((data.rank, data.rank + 1),))
     return PartialTensor.of((data.size, *shape), dtype, part)
 
 
-def assemble_state(divided: State, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups) -> dict[str, Any]:
+def assemble_state(
+    divided: State, module: nn.Module, rules: Mapping[str, Shard], groups: MeshGroups, nodes: NodeGroups | None = None
+) -> dict[str, Any]:
     """Return the state that this rank continues with, from what `divide_state` gave in any layout."""
-    data, rank = groups.data_parallel, groups.tensor_parallel.rank
+    (data, _), rank = _replicas(groups, nodes), groups.tensor_parallel.rank
     replicas, is_same_model = divided["replicas"], divided["model"] == _sizes(groups)
     names = {name for name, _ in module.named_parameters()}
     state = {key: value for key, value in divided.items() if key not in ("model", "replicas", "by_name", "by_position")}
     state |= {"layout": "local", "world_size": data.size}
+    if "owners" in state:
+        state["owners"] = divided["owners"][groups.replica.rank] if is_same_model else ()
     for slot, named in divided["by_name"].items():
         for name in names & named.keys():
             rows = named[name] if replicas != data.size else [named[name][data.rank]]

@@ -155,13 +155,13 @@ class LocalSGDStrategy(HybridParallelStrategy):
         if complex_names:
             raise ValueError(f"`{complex_names[0]}` is complex, which is not supported by LocalSGDStrategy")
         data, engine = self.groups.data_parallel, self.engine
-        assert self.compression is not None
+        assert self._compression is not None
         self._step_count = self._restored_steps = 0
         self._meets, self._taken, self._restored = True, Counter(), {}
         self._exchange = DriftExchange(
             dict(self.module.named_parameters()),
             data,
-            self.compression,
+            self._compression.means,
             self._make_outer,
             every_n_steps=self.every_n_steps,
             average_first=self.average_first,

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.comm import Group, MeshGroups, NodeGroups
+from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import PathLike
-from lightning_parallel.compression import Reducer, bind_to_module
+from lightning_parallel.compression import HierarchicalReducer, Reducer, bind_to_module
 from lightning_parallel.compression.compressor_state import gather_states
 from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.mesh import DATA
 from lightning_parallel.strategies.compressed import drop_gradients
 from lightning_parallel.strategies.compression_files import (
@@ -29,6 +32,7 @@ from lightning_parallel.strategies.compression_files import (
     write_compression,
 )
 from lightning_parallel.strategies.compression_parts import PARTS, assemble_state, divide_state
+from lightning_parallel.strategies.nodes import Hierarchical, between_nodes, hosts_of, size_of_node
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard, reduce_partial_
 
@@ -43,33 +47,70 @@ class MeshCompression:
         reducer: The user's compressor.
         module: The user's module.
         groups: The mesh's groups.
+        means: What takes the means: `reducer`, or what divides its work among the replicas of a node.
         kept: What checkpoints keep of its memory.
     """
 
     reducer: Reducer
     module: LightningModule
     groups: MeshGroups
+    means: Union[Reducer, HierarchicalReducer]
     kept: KeptState = "local"
 
     @classmethod
     def of(
-        cls, reducer: Optional[Reducer], module: LightningModule, groups: MeshGroups, kept: KeptState
+        cls,
+        reducer: Optional[Reducer],
+        module: LightningModule,
+        groups: MeshGroups,
+        kept: KeptState,
+        hierarchical: Hierarchical = False,
+        node_rank: int = 0,
     ) -> MeshCompression | None:
-        """Return the object for `reducer`, None without a compressor; every rank of the mesh must call it."""
+        """Return the object for `reducer`, None without a compressor; every rank of the mesh must call it.
+
+        Raises:
+            ValueError: On every rank, if nodes have different numbers of replicas.
+        """
         if reducer is None:
             return None
         if groups.data_parallel.size == 1:
             rank_zero_warn("`compression` has nothing to do: it works between replicas, and there is one.")
-        else:
-            bind_to_module(module, reducer)
-        return cls(reducer, module, groups, kept)
+            return cls(reducer, module, groups, reducer, kept)
+        bind_to_module(module, reducer)
+        if not hierarchical:
+            return cls(reducer, module, groups, reducer, kept)
+        nodes = groups.nodes(hosts_of(groups.world, node_rank), size_of_node(hierarchical), KEY)
+        rules = ParallelState.of(module).rules
+        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        for name in shapes.keys() & rules.keys():
+            shapes[name] = rules[name].full_shape(shapes[name])
+        # Tensor ranks have the same owners: those of one divide what they share with the others in the same way.
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+        return cls(reducer, module, groups, between_nodes(reducer, nodes, sizes), kept)
+
+    @property
+    def nodes(self) -> NodeGroups | None:
+        """The groups in and across nodes, with `hierarchical`."""
+        return self.means.nodes if isinstance(self.means, HierarchicalReducer) else None
+
+    @property
+    def replicas_and_owners(self) -> tuple[int, int]:
+        """How many take part in compression, and how many ranks each of them is."""
+        return (
+            (self.groups.data_parallel.size, 1)
+            if self.nodes is None
+            else (self.nodes.across.size, self.nodes.inside.size)
+        )
 
     def reducer_options(self) -> dict[str, Any]:
         """Return the arguments for a `GradientReducer`; every rank of the mesh must call it."""
         if self.groups.data_parallel.size == 1:
             return {}
+        inside = 1 if self.nodes is None else self.nodes.inside.size
         return {
-            "compression": self.reducer,
+            "compression": self.means,
+            "bucket_bytes": BUCKET_BYTES * inside,  # each of them compresses its part
             # Its own group, since it communicates while backward still uses the others.
             "side_group": self.groups.extra(DATA, "compression"),
             "replica_group": self.groups.replica,
@@ -94,12 +135,12 @@ class MeshCompression:
             checkpoint[KEY] = without_memory(self.reducer)
             return
         if is_sharded:
-            checkpoint[KEY] = divide_state(self.reducer.state_dict(), self.module, rules, self.groups)
+            checkpoint[KEY] = divide_state(self.means.state_dict(), self.module, rules, self.groups, self.nodes)
             return
         if self.kept == "local":
-            checkpoint[KEY] = write_compression(self.reducer.state_dict(), self._place, path, self.groups.world)
+            checkpoint[KEY] = write_compression(self.means.state_dict(), self._place, path, self.groups.world)
             return
-        state = self.reducer.gather_state(self.groups.data_parallel, exact=self.kept == "exact")
+        state = self.means.gather_state(self.groups.data_parallel, exact=self.kept == "exact")
         if self.groups.replica.size > 1:
             positions = gather_states(state, self.groups.replica)
             state = {"layout": "mesh", "model": self._sizes, "step": self.reducer.step, "positions": positions}
@@ -115,18 +156,18 @@ class MeshCompression:
             if found is None:
                 self.reducer.step = int(state["step"])
             else:
-                self.reducer.load_state_dict(found, self.groups.data_parallel)
+                self.means.load_state_dict(found, self.groups.data_parallel)
             return
         if state.get("layout") == PARTS:
-            assembled = assemble_state(state, self.module, rules, self.groups)
-            self.reducer.load_state_dict(assembled, self.groups.data_parallel)
+            assembled = assemble_state(state, self.module, rules, self.groups, self.nodes)
+            self.means.load_state_dict(assembled, self.groups.data_parallel)
             return
         is_mesh = state.get("layout") == "mesh"
         # A state without positions is of replicas of one rank each.
         saved = state["model"] if is_mesh else [1, 1]
         if saved == self._sizes:
             mine = state["positions"][self.groups.replica.rank] if is_mesh else state
-            self.reducer.load_state_dict(mine, self.groups.data_parallel)
+            self.means.load_state_dict(mine, self.groups.data_parallel)
             return
         rank_zero_warn(
             f"The checkpoint's compression state is that of {saved[0]} pipeline x {saved[1]} tensor ranks per replica, "
@@ -137,6 +178,8 @@ class MeshCompression:
 
     @property
     def _place(self) -> Place:
+        if self.nodes is not None:
+            return Place(self.nodes.across.rank, self.groups.replica.rank, self.nodes.inside.rank)
         return Place(self.groups.data_parallel.rank, self.groups.replica.rank)
 
     @property

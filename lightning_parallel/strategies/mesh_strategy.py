@@ -45,6 +45,7 @@ from lightning_parallel.strategies.gradient_norms import ReplicaNorm, span_repli
 from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat, MeshCheckpoints
 from lightning_parallel.strategies.mesh_compression import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.message_order import in_step
+from lightning_parallel.strategies.nodes import Hierarchical, check_hierarchical
 from lightning_parallel.strategies.optimization import WholeGroups, check_optimizers
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
 from lightning_parallel.strategies.processes import StartMethod
@@ -77,6 +78,9 @@ class MeshStrategy(MeshCheckpoints):
         compression: Reducer of the gradients between replicas.
         state: What checkpoints in one file keep of what it remembers: `local`, each rank's, in files beside them that
             it writes itself; `exact`, the same in the file; `mean`; or `none`. A sharded checkpoint has each rank's.
+        hierarchical: Sum gradients as they are between the replicas of a node, and compress between nodes only: each
+            replica of a node compresses, remembers and sends its part of the parameters. True: nodes are found by host.
+            A number: so many replicas, one after the other, are a node.
         checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning; or
             `sharded`, a folder to which each rank writes its part, for any layout, see `MeshCheckpoints`.
         async_save: Let training go on while a sharded checkpoint is written; a step waits for a copy only.
@@ -98,6 +102,7 @@ class MeshStrategy(MeshCheckpoints):
         *,
         compression: Optional[Reducer] = None,
         state: KeptState = "local",
+        hierarchical: Hierarchical = False,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",
@@ -130,8 +135,10 @@ class MeshStrategy(MeshCheckpoints):
         if compression is not None:
             check_reducer(compression)
         check_kept_state(state)
+        check_hierarchical(hierarchical, compression)
         self.compression = compression
         self.kept_state = state
+        self.hierarchical = hierarchical
         self.verify = verify
         self.restore = restore
         self.tensor_options = tensor
@@ -177,13 +184,15 @@ class MeshStrategy(MeshCheckpoints):
         open_outside(module, self.groups, self.checkpoints, self._patches)
         self._compression = None
         if fitting:
-            self._compression = MeshCompression.of(self.compression, module, self.groups, self.kept_state)
-        if fitting:
+            self._compression = MeshCompression.of(
+                self.compression, module, self.groups, self.kept_state, self.hierarchical, self.node_rank
+            )
             self.setup_optimizers(trainer)
             self.check_optimizers()
             self._reducer = self.make_reducer()
-            if self.compression is not None:
-                tell_costs(self.compression, module, self.groups.data_parallel.size, self.steps_between_reductions)
+            if self.compression is not None and self._compression is not None:
+                sizes = self._compression.replicas_and_owners
+                tell_costs(self.compression, module, *sizes, self.steps_between_reductions)
                 self.check_compression(self.compression)
             self._is_first_batch = True
             self._audit = None if self._sharding is None else StepAudit(module, self._sharding, self.verify != "off")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
@@ -19,7 +20,10 @@ from lightning_parallel import (
     CompressedDDPStrategy,
     CompressedDeepSpeedStrategy,
     CompressedFSDPStrategy,
+    CompressionMonitor,
     HybridParallelStrategy,
+    LocalSGDStrategy,
+    PowerSGD,
     Quantize,
     TensorParallelStrategy,
     TopK,
@@ -69,6 +73,14 @@ KINDS = {
     "fully_shard hybrid": _fully_shard("hybrid", 4),
     "fully_shard tensor": _fully_shard("tensor", 2),
     "replicas": Kind(4, 4, partial(TensorParallelStrategy, tensor_parallel_size=1), _double),
+    "ddp in nodes": Kind(4, 4, partial(CompressedDDPStrategy, hierarchical=2, **TWO_BUCKETS), _double),
+    "replicas in nodes": Kind(4, 4, partial(TensorParallelStrategy, tensor_parallel_size=1, hierarchical=2), _double),
+    "replicas in nodes, sharded": Kind(
+        4,
+        4,
+        partial(TensorParallelStrategy, tensor_parallel_size=1, hierarchical=2, checkpoint_format="sharded"),
+        _double,
+    ),
     "tensor": Kind(4, 2, partial(TensorParallelStrategy, tensor_parallel_size=2), _double),
     "pipeline": Kind(4, 2, partial(HybridParallelStrategy, pipeline_parallel_size=2, num_microbatches=2), Deep),
     **{
@@ -138,6 +150,8 @@ def assert_equal(found, expected):
         ("fully_shard hybrid", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}),
         ("fully_shard tensor", {"accumulate_grad_batches": 2}),
         ("replicas", {}),
+        ("ddp in nodes", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}),
+        ("replicas in nodes", {"gradient_clip_val": 0.3}),
         ("tensor", {"accumulate_grad_batches": 2}),
         ("pipeline", {}),
         ("deepspeed 0", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
@@ -176,6 +190,9 @@ def trains_as_one_process(kind, options):
         ("fully_shard", "powersgd", {}),
         ("fully_shard tensor", "powersgd", {}),
         ("replicas", "powersgd", {"accumulate_grad_batches": 2}),
+        ("ddp in nodes", "powersgd", {}),
+        ("replicas in nodes", "topk_int8", {}),
+        ("replicas in nodes, sharded", "powersgd", {}),
         ("tensor", "topk_int8", {}),
         ("pipeline", "powersgd", {}),
         ("deepspeed 0", "sign", {}),
@@ -205,6 +222,8 @@ def resumes(kind, name, options, path):
         ("fsdp", "int8", "32-true"),
         ("fsdp hybrid", "topk_int8", "32-true"),
         ("replicas", "powersgd", "32-true"),
+        ("ddp in nodes", "topk_int8", "32-true"),
+        ("replicas in nodes", "powersgd", "32-true"),
         ("fully_shard hybrid", "sign", "32-true"),
         ("tensor", "powersgd", "32-true"),
         ("pipeline", "powersgd", "32-true"),
@@ -239,7 +258,7 @@ def forgets_an_overflow(kind, name, precision):
 
 @pytest.mark.parametrize(
     "kind",
-    ["ddp", "fsdp", "fully_shard", "deepspeed 2"],
+    ["ddp", "ddp in nodes", "replicas in nodes", "fsdp", "fully_shard", "deepspeed 2"],
 )
 def test_fit_validate_and_fit_again(kind):
     on_ranks(fits_again, kind)
@@ -279,6 +298,82 @@ def test_another_division_of_the_model_forgets_what_was_not_sent_and_says_so(gro
             trainer.fit(_double(), batches, ckpt_path=path)
         assert compression.step == (8 if tensor == 1 else 4), "one replica has nothing to compress"
     trainer_for().fit(_double(), loader(), ckpt_path=path)  # stock Lightning does not mind
+
+
+@distributed(world_size=4)
+def test_nodes_are_found_and_what_is_sent_between_them_is_shown(group):
+    reports = []
+    for kind in ("replicas in nodes", "ddp in nodes"):
+        monitor = CompressionMonitor(every_n_steps=2, show_table=False)
+        fit(kind, PowerSGD(2, min_numel=16), max_epochs=1, callbacks=[monitor])
+        reports.append(monitor.report())
+    # Of 3 matrices and 6 vectors, mean of the two ranks of a node: without nodes every rank sends all of it.
+    sizes = {"0": (18, 12), "2": (12, 18), "4": (5, 12)}
+    vectors = 18 + 12 + 12 + 12 + 5
+    numbers = sum(2 * (m + n) for m, n in sizes.values()) + vectors
+    dense = sum(m * n for m, n in sizes.values()) + vectors
+    for report in reports:
+        assert report["sent_bytes"] == 8 * numbers / 2
+        assert report["dense_bytes"] == 8 * dense / 2
+        assert report["inside_bytes"] == 8 * dense
+        assert 0 < report["relative_error"] < 1.5
+    if group.rank == 0:
+        with pytest.warns(UserWarning, match="all 4 replicas are on one node"):
+            _fit_in_nodes(group, CompressedDDPStrategy, True)
+    else:
+        _fit_in_nodes(group, CompressedDDPStrategy, True)
+    for strategy in (CompressedDDPStrategy, HybridParallelStrategy):
+        with pytest.raises(ValueError, match="nodes of 3 divide, found 4"):
+            _fit_in_nodes(group, strategy, 3)
+    local = partial(LocalSGDStrategy, every_n_steps=2)
+    torch.testing.assert_close(_fit_in_nodes(group, local, 2), _fit_in_nodes(group, local, False), rtol=1e-9, atol=1e-9)
+
+
+class Begins(Callback):
+    """The residuals with which a fit begins."""
+
+    def on_train_start(self, trainer, module):
+        self.residuals = trainer.strategy.compression.state_dict().get("residual", {})
+
+
+@pytest.mark.parametrize("state", ["local", "exact"])
+@distributed(world_size=4)
+def test_residuals_of_nodes_go_on_among_ranks_and_back(group, state, tmp_path):
+    ddp, mesh, means = CompressedDDPStrategy, HybridParallelStrategy, []
+    for epochs, (kind, hierarchical) in enumerate([(ddp, 2), (ddp, False), (mesh, 2), (mesh, False), (mesh, 2)], 1):
+        begins, strategy = Begins(), kind(compression=TopK(0.25, min_numel=16), hierarchical=hierarchical, state=state)
+        options = {"limit_train_batches": 1, "callbacks": [begins], "use_distributed_sampler": False}
+        trainer = trainer_for(strategy, 4, max_epochs=epochs, **options)
+        path = None if epochs == 1 else tmp_path / f"{epochs - 1}.ckpt"
+        trainer.fit(_double(), loader(4, group.rank), ckpt_path=path)
+        before = comm.all_gather_object(begins.residuals, group)
+        after = comm.all_gather_object(strategy.compression.state_dict()["residual"], group)
+        if epochs > 1:
+            torch.testing.assert_close(_mean(before), means[-1])
+        means.append(_mean(after))
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        comm.barrier(group)
+
+
+def _mean(residuals):
+    """By name, over the ranks that have one."""
+    found = {name: [one[name] for one in residuals if name in one] for one in residuals for name in one}
+    return {name: torch.stack(found[name]).mean(0) for name in sorted(found)}
+
+
+def _fit_in_nodes(group, strategy, hierarchical):
+    module = _double()
+    strategy = strategy(compression=Dense(), hierarchical=hierarchical)
+    trainer_for(strategy, 4, max_epochs=1, use_distributed_sampler=False).fit(module, loader(4, group.rank))
+    return model_parallel.weights(module)
+
+
+def test_hierarchical_needs_compression_and_more_than_one_replica():
+    with pytest.raises(ValueError, match="give `compression`, too"):
+        TensorParallelStrategy(tensor_parallel_size=1, hierarchical=True)
+    for wrong, error in ((1, ValueError), ("2", TypeError), (2.0, TypeError)):
+        with pytest.raises(error, match="`hierarchical` must be an integer of at least 2"):
+            CompressedDDPStrategy(Dense(), hierarchical=wrong)
 
 
 class Tied(LightningModule):

@@ -53,7 +53,7 @@ def parse(folder, strategy):
         (CompressedFSDPStrategy, "sharding_strategy: SHARD_GRAD_OP, state_dict_type: sharded"),
         (CompressedModelParallelStrategy, "data_parallel_size: 2, tensor_parallel_size: 1"),
         (CompressedDeepSpeedStrategy, "stage: 2"),
-        (TensorParallelStrategy, "tensor_parallel_size: 1"),
+        (TensorParallelStrategy, "tensor_parallel_size: 1, hierarchical: 2"),
         (HybridParallelStrategy, "data_parallel_size: 2"),
         (LocalSGDStrategy, "every_n_steps: 5, outer_optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.7}}"),
     ],

@@ -384,6 +384,7 @@ def _findings(report: Report) -> dict[str, Any]:
 _COMPRESSION: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("dense_bytes", "dense", bytes_text),
     ("sent_bytes", "sent", bytes_text),
+    ("inside_bytes", "sent inside the node", bytes_text),
     ("ratio", "ratio", lambda value: f"{count_text(value)} : 1"),
     ("relative_error", "relative error", percent),
     ("cosine", "cosine to the dense mean", count_text),

@@ -1,0 +1,290 @@
+"""Compression between nodes: dense inside a node, where links are fast, compressed across nodes, where they are slow.
+
+    node 0                      node 1
+    rank 0   a b | c d          rank 2   a b | c d        gradients of the four parameters, on each rank
+    rank 1   a b | c d          rank 3   a b | c d
+
+    1. inside    each parameter is summed on its owner: a, b on the first rank of each node, c, d on the second
+    2. across    rank 0 and 2 compress the means of a, b; rank 1 and 3 those of c, d
+    3. inside    owners give their parts to the rest of their node
+
+What is encoded, remembered and sent between nodes is divided by the ranks of a node. Owners are balanced by size, in
+whole parameters: low-rank methods need matrices. To the compressor a node is one rank, so the state in a checkpoint is
+that of as many ranks as there are nodes, which any reducer continues from. It has one entry more:
+
+    "owners"     [parameters of the first rank of a node, of the second, ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, NodeGroups
+from lightning_parallel.compression.compressor_state import gather_states
+from lightning_parallel.compression.feedback import working_dtype
+from lightning_parallel.compression.reducer import GroupLike, Reducer, ReductionStep, as_group
+
+__all__ = ["HierarchicalReducer", "HierarchicalStep", "assign_owners"]
+
+
+def assign_owners(sizes: Mapping[str, int], owners: dict[str, int], total: list[int]) -> None:
+    """Give each of these parameters that has no owner to the rank that has least of them, and least in total.
+
+    Args:
+        sizes: Elements by name.
+        owners: Position of the owner by name; extended.
+        total: Elements of each rank; increased.
+    """
+    load = [0] * len(total)
+    for name in sizes.keys() & owners.keys():
+        load[owners[name]] += sizes[name]
+    # The largest first, as the small ones even out what these leave; in an order that is the same on all ranks.
+    for name in sorted(sizes.keys() - owners.keys(), key=lambda name: (-sizes[name], name)):
+        place = min(range(len(total)), key=lambda place: (load[place], total[place], place))
+        owners[name] = place
+        load[place] += sizes[name]
+        total[place] += sizes[name]
+
+
+@dataclass
+class _Part:
+    """The gradients of one dtype and owner that travel inside a node together.
+
+    Attributes:
+        owner: Position of the rank in the node.
+        flat: Them, in the working dtype; one that is in it and contiguous lies there itself.
+    """
+
+    owner: int
+    names: list[str]
+    gradients: list[Tensor]
+    flat: Tensor
+
+    @classmethod
+    def of(cls, owner: int, named: Mapping[str, Tensor]) -> _Part:
+        """Put gradients together."""
+        gradients = [gradient.detach() for gradient in named.values()]
+        dtype = working_dtype(gradients[0].dtype)
+        # Summed in the working dtype, as between nodes: 16 bits would round each partial sum.
+        if len(gradients) == 1 and gradients[0].dtype == dtype and gradients[0].is_contiguous():
+            flat = gradients[0].view(-1)
+        else:
+            flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in gradients])
+        return cls(owner, list(named), gradients, flat)
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return the parts of `flat` in the shapes of the gradients, by name."""
+        parts = flat.split([gradient.numel() for gradient in self.gradients])
+        return {name: part.view(g.shape) for name, part, g in zip(self.names, parts, self.gradients)}
+
+
+class HierarchicalReducer:
+    """Replaces gradients by their mean over all ranks of all nodes, of which each compresses its part of a node's mean.
+
+    Args:
+        reducer: Takes the mean across nodes.
+        nodes: The groups; those inside and across nodes are used for nothing else while a step is open.
+        sizes: Elements by name, where owners are not to be balanced by those of the gradients: of shards of unequal
+            size, and what goes with them whole, the owners are then the same.
+    """
+
+    def __init__(self, reducer: Reducer, nodes: NodeGroups, sizes: Optional[Mapping[str, int]] = None) -> None:
+        self.reducer = reducer
+        self.nodes = nodes
+        self._sizes = {} if sizes is None else dict(sizes)
+        self._total = [0] * nodes.inside.size
+        self.tried: set[frozenset[str]] = set()
+        if any(place >= nodes.inside.size for place in reducer.owners.values()):
+            reducer.owners = {}  # of larger nodes
+
+    @property
+    def scale(self) -> float:
+        """The loss scale."""
+        return self.reducer.scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        self.reducer.scale = scale
+
+    @property
+    def expects_rollback(self) -> bool:
+        """See `Reducer`."""
+        return self.reducer.expects_rollback
+
+    @expects_rollback.setter
+    def expects_rollback(self, expects: bool) -> None:
+        self.reducer.expects_rollback = expects
+
+    @property
+    def is_plain(self) -> bool:
+        """See `Reducer.is_plain`."""
+        return self.reducer.is_plain
+
+    def count_plain_step(self) -> None:
+        """See `Reducer.count_plain_step`."""
+        self.reducer.count_plain_step()
+
+    def begin(self, group: GroupLike = None) -> HierarchicalStep:
+        """Start a step; `group` is that of the nodes, or another one of the same ranks, used by nobody else then."""
+        return HierarchicalStep(self, self.nodes.whole if group is None else as_group(group))
+
+    def owned(self, named_gradients: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return the gradients of each rank of a node, by its position; empty and tied ones are left out."""
+        # Tensors hash by identity: one under two names is reduced once.
+        unique = {tensor: name for name, tensor in sorted(named_gradients.items(), reverse=True) if tensor.numel()}
+        named = {name: tensor for tensor, name in unique.items()}
+        sizes = {name: self._sizes.get(name, tensor.numel()) for name, tensor in named.items()}
+        assign_owners(sizes, self.reducer.owners, self._total)
+        owned: list[dict[str, Tensor]] = [{} for _ in self._total]
+        for name in sorted(named):
+            owned[self.reducer.owners[name]][name] = named[name]
+        return owned
+
+    def leave_device(self) -> None:
+        """See `Reducer.leave_device`."""
+        self.reducer.leave_device()
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of this rank's state: of the parameters that it owns."""
+        return {**self.reducer.state_dict(), "owners": self._names_by_owner()}
+
+    def gather_state(self, group: GroupLike = None, exact: bool = True) -> dict[str, Any]:
+        """Return the state of all ranks on the first, see `Reducer.gather_state`; every rank must call it."""
+        state = self.reducer.gather_state(self.nodes.across, exact)
+        if self.nodes.across.rank > 0:
+            return {}
+        found = gather_states(state, self.nodes.inside)
+        merged: dict[str, Any] = {}
+        for part in found:
+            for key, value in part.items():
+                merged[key] = {**merged.get(key, {}), **value} if isinstance(value, Mapping) else value
+        return {**merged, "owners": self._names_by_owner()} if found else {}
+
+    def load_state_dict(self, state: Mapping[str, Any], group: GroupLike = None) -> None:
+        """Continue from `state_dict()`, or from what `gather_state()` of this or another reducer has returned."""
+        slots = {key: value for key, value in state.items() if isinstance(value, Mapping)}
+        saved = state.get("owners", ())
+        owners = self.reducer.owners = {}
+        self._total = [0] * len(self._total)
+        if len(saved) == len(self._total):
+            owners.update((name, place) for place, names in enumerate(saved) for name in names)
+        sizes: dict[str, int] = {}
+        for named in slots.values():
+            for name, tensor in named.items():
+                sizes[name] = max(sizes.get(name, 0), tensor.numel())
+        assign_owners(sizes, owners, self._total)
+        mine = {
+            slot: {name: tensor for name, tensor in named.items() if owners[name] == self.nodes.inside.rank}
+            for slot, named in slots.items()
+        }
+        self.reducer.load_state_dict({**state, **mine}, self.nodes.across)
+
+    def _names_by_owner(self) -> list[list[str]]:
+        names: list[list[str]] = [[] for _ in self._total]
+        for name, place in self.reducer.owners.items():
+            names[place].append(name)
+        return names
+
+
+class HierarchicalStep:
+    """One optimizer step of a `HierarchicalReducer`, in any number of buckets."""
+
+    def __init__(self, reducer: HierarchicalReducer, group: Group) -> None:
+        self._reducer = reducer
+        self._group = group
+        self._nodes = reducer.nodes
+        self._device = torch.device("cpu")
+        self._verdict: Optional[Tensor] = None
+        # Reduces nothing. Made first, as it drops what an earlier step has left.
+        self._all_ranks = ReductionStep(reducer.reducer, group)
+        self._across = reducer.reducer.begin(reducer.nodes.across)
+
+    def watch(self, received: Tensor) -> None:
+        """See `ReductionStep.watch`."""
+        self._across.watch(received)
+
+    def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Optional[Mapping[str, int]] = None) -> None:
+        """Replace some of the gradients by their mean, also where a rank needs no more than its shard."""
+        # Across nodes only ranks at the same place would find out, and the others would wait for them.
+        self._all_ranks.agree(named_gradients)
+        for gradient in named_gradients.values():
+            self._device = gradient.device
+        owned = self._reducer.owned(named_gradients)
+        parts = [_Part.of(owner, named) for owner, all_named in enumerate(owned) for named in _by_kind(all_named)]
+        for sent in [comm.reduce_(part.flat, self._nodes.inside, part.owner, async_op=True) for part in parts]:
+            sent.wait()
+        mine = [part for part in parts if part.owner == self._nodes.inside.rank]
+        self._reduce_across(mine, frozenset(named_gradients))
+        self._share(parts)
+
+    def _reduce_across(self, mine: Sequence[_Part], names: frozenset[str]) -> None:
+        """Replace the sums over the node by means over all nodes."""
+        means: dict[str, Tensor] = {}
+        for part in mine:
+            means |= part.named(part.flat.div_(self._nodes.inside.size))
+        failure: Optional[Exception] = None
+        try:
+            if self._nodes.across.size == 1:
+                for part in mine:
+                    self._across.watch(part.flat)
+            else:
+                self._across.reduce_(means)
+        except Exception as error:
+            failure = error
+        # An owner may be the only one to fail, and the others would wait for it. After the first time no more than
+        # what can happen to any process: it ends, and its heartbeat.
+        if names not in self._reducer.tried:
+            comm.raise_together(failure, self._group)
+            self._reducer.tried.add(names)
+        if failure is not None:
+            raise failure
+
+    def _share(self, parts: Sequence[_Part]) -> None:
+        """Give each owner's means to the other ranks of the node, in the gradients' dtype."""
+        inside, num_bytes = self._nodes.inside, 0
+        sent = []
+        for part in parts:
+            dtype = part.gradients[0].dtype
+            mean = part.flat
+            if dtype != mean.dtype:
+                mean = mean.to(dtype) if part.owner == inside.rank else torch.empty_like(mean, dtype=dtype)
+            sent.append(comm.broadcast_(mean, inside, part.owner, async_op=True))
+            num_bytes += part.flat.nbytes + mean.nbytes
+        for part, pending in zip(parts, sent):
+            for gradient, mean in zip(part.gradients, part.named(pending.wait()).values()):
+                if gradient.data_ptr() != mean.data_ptr():
+                    gradient.copy_(mean)
+        # By bandwidth-optimal algorithms, as between nodes; all ranks of a node the same.
+        self._across.inside_bytes += round(num_bytes * (inside.size - 1) / inside.size)
+
+    @property
+    def verdict(self) -> Tensor:
+        """Whether every gradient was finite on every rank; the first to ask communicates, and all ranks must."""
+        if self._verdict is None:
+            # Owners at the same place of all nodes have seen the same, those of one node have seen everything.
+            mine = self._across.verdict.to(self._device, torch.uint8)
+            self._verdict = comm.all_reduce(mine, self._nodes.inside, "min").bool()
+        return self._verdict
+
+    def commit(self, finite: Optional[bool] = None) -> bool:
+        """End the step on all ranks; False, and no trace of it, if a gradient was not finite on any of them."""
+        return self._across.commit(bool(self.verdict) if finite is None else finite)
+
+    def rollback(self) -> None:
+        """End the step and restore the state before it."""
+        self._across.rollback()
+
+
+def _by_kind(named: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    for name, tensor in named.items():
+        kinds.setdefault((tensor.dtype, tensor.device), {})[name] = tensor
+    return list(kinds.values())

@@ -1,0 +1,58 @@
+"""The argument `hierarchical` of strategies: compression between nodes, and which ranks are on one."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import Optional, Union
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, NodeGroups
+from lightning_parallel.compression import HierarchicalReducer, Reducer
+from lightning_parallel.compression.compressor import check_integer
+
+__all__ = ["Hierarchical", "between_nodes", "check_hierarchical", "hosts_of", "size_of_node"]
+
+Hierarchical = Union[bool, int]
+"""Whether to compress between nodes only; or how many replicas, one after the other, are a node."""
+
+
+def check_hierarchical(value: Hierarchical, compression: Optional[Reducer]) -> None:
+    """Check what was given as `hierarchical`.
+
+    Raises:
+        TypeError: If it is neither True, False, nor an integer.
+        ValueError: If a node would have one replica, or there is no compression.
+    """
+    if not isinstance(value, bool):
+        check_integer("hierarchical", value, least=2)
+    if value and compression is None:
+        raise ValueError("`hierarchical` divides compression among the replicas of a node: give `compression`, too")
+
+
+def hosts_of(world: Group, node_rank: int) -> dict[int, str]:
+    """Return what tells the nodes of a run apart, by global rank; every rank must call it."""
+    # Both: containers on one machine may have a name each, and machines may all have the same.
+    mine = f"{socket.gethostname()} (node {node_rank})"
+    return dict(zip(world.ranks, comm.all_gather_object(mine, world)))
+
+
+def size_of_node(hierarchical: Hierarchical) -> int | None:
+    """Return how many replicas are a node; None if their hosts tell."""
+    return None if isinstance(hierarchical, bool) else int(hierarchical)
+
+
+def between_nodes(
+    reducer: Reducer, nodes: NodeGroups, sizes: Optional[Mapping[str, int]] = None
+) -> HierarchicalReducer:
+    """Return what compresses by `reducer` between `nodes`; say so where that is of no use."""
+    if nodes.across.size == 1:
+        rank_zero_warn(
+            f"`hierarchical` has nothing to compress: all {nodes.whole.size} replicas are on one node, where gradients"
+            " are averaged as they are."
+        )
+    elif nodes.inside.size == 1:
+        rank_zero_warn("`hierarchical` has nothing to divide: each node has one replica.")
+    return HierarchicalReducer(reducer, nodes, sizes)
