@@ -30,7 +30,7 @@ from lightning_parallel import (
     comm,
 )
 from lightning_parallel.comm import Group
-from lightning_parallel.compression import Dense, PowerSGD
+from lightning_parallel.compression import Dense
 from tests.harness import distributed, run
 from tests.strategies import test_compressed_fsdp as fsdp
 from tests.strategies import test_compressed_model_parallel as model_parallel
