@@ -31,7 +31,7 @@ from lightning_parallel import (
 from lightning_parallel.callbacks.session import phase_of
 from tests.callbacks.conftest import place_rank
 from tests.harness import run
-from tests.strategies.models import Net, Samples, trainer_for
+from tests.strategies.models import Net, Samples, loader, trainer_for
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,15 @@ def snapshot(objects):
     }
 
 
+def kernels_before_backends():
+    names = [name for name in torch._C._dispatch_get_all_op_names() if "c10d" in name]
+    return [name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, "BackendSelect")]
+
+
+def is_patched(method):
+    return type(method) is FunctionType  # pybind's are no functions of Python
+
+
 class Look(Callback):
     """Notes what everything is like when `fit` begins, or when it is over."""
 
@@ -104,6 +113,7 @@ class Look(Callback):
             "precision": trainer.precision_plugin,
             "profiler": trainer.profiler,
             "torch.distributed": SimpleNamespace(**{k: v for k, v in vars(dist).items() if type(v) is FunctionType}),
+            "dispatcher": SimpleNamespace(kernels=kernels_before_backends(), wait=[0] * is_patched(dist.Work.wait)),
             "torch.optim": import_module("torch.optim.optimizer"),
         }
         if hasattr(trainer.strategy, "compression"):
@@ -184,6 +194,35 @@ def changes_in_fit(folder, compresses, fails, profiler, profiles):
         for name in before.keys() | after.keys()
         if before.get(name) != after.get(name)
     }
+
+
+class Latest(Callback):
+    """Looks at what a rank knows of the others while it trains, and at what stands before the backends."""
+
+    def __init__(self, monitor):
+        self.monitor, self.known, self.kernels = monitor, [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.known.append(len(self.monitor.session.latest))
+        self.kernels = kernels_before_backends()
+
+
+def exchange_often():
+    _, size = place_rank()
+    monitor = StragglerMonitor(show_table=False, every_n_steps=2, warmup_steps=0)
+    latest = Latest(monitor)
+    strategy = DDPStrategy(process_group_backend="gloo")
+    trainer_for(strategy, size, callbacks=[monitor, latest], max_epochs=8).fit(Net().double(), loader(size, 0))
+    return monitor.report(), latest.known, bool(latest.kernels)
+
+
+def test_the_first_rank_alone_knows_the_others_until_the_end():
+    (report, _, sees), (other, known, _) = run(exchange_often, 2)
+    assert sees
+    assert set(known) == {0}
+    assert report == other
+    assert len(report["ranks"]) == 2
+    assert report["steps"] > 20
 
 
 @pytest.mark.parametrize("compresses", [False, True])
