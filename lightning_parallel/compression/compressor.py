@@ -266,6 +266,12 @@ class Compressor(Reducer, Method):
         # At least one element: of an empty tensor there is nothing to select.
         return len(shape) >= 2 and math.prod(shape) >= max(self.min_numel, 1)
 
+    @property
+    def is_plain(self) -> bool:
+        """True before `start_step`, unless there is something to do with plain means."""
+        others = self.feedback.momentum or self.sample_every or type(self).method is not Compressor.method
+        return self.step < self.start_step and not others
+
     def phase(self, step: int) -> Optional[Hashable]:
         """Return whether compression has begun; None for classes that choose their methods otherwise."""
         return step >= self.start_step if type(self).method is Compressor.method else None
@@ -359,9 +365,9 @@ def _defaults(compressor: type[Compressor]) -> dict[str, Any]:
 class Dense(Reducer, Method):
     """The plain mean, by all-reduce. Exact, linear and unbiased.
 
-    Gradients of 16 bits are summed in fp32 and sent as that, twice the bytes of `DistributedDataParallel` without a
-    hook. The same holds for those gradients of a compressor that are small, or come before its `start_step`. fp64 is
-    sent as it is.
+    Gradients are sent and summed in their own dtype, those of 16 bits divided before, so that their sum stays in range:
+    as by `DistributedDataParallel` without a hook. The same holds for those gradients of a compressor that are small,
+    or come before its `start_step`.
 
     Args:
         momentum: Applied to the mean here, where an optimizer without momentum expects it done (momentum correction).
@@ -405,8 +411,15 @@ class Dense(Reducer, Method):
         if len(block.names) == 1 and block.outputs[0] is block.gradients[0]:
             total = yield AllReduceRequest(block.outputs[0].unsqueeze(0))
         else:
-            total = yield AllReduceRequest(torch.stack(block.gradients).to(block.dtype))
-        step.average_(total)
+            stacked = torch.stack(block.gradients)
+            if stacked.dtype == block.dtype:
+                total = yield AllReduceRequest(stacked)
+            else:
+                mean = yield AllReduceRequest(stacked.div_(step.group.size))
+                step.watch(mean)
+                total = mean.to(block.dtype)
+        if block.gradients[0].dtype == block.dtype:
+            step.average_(total)
         self.feedback.apply_momentum(total, block, step.memory, step.scale)
         block.write(total)
         # The gradients were summed with the loss scale on them, so their mean has it already.
@@ -414,10 +427,14 @@ class Dense(Reducer, Method):
 
     @staticmethod
     def _shard_requests(block: GradientBlock, shard: int, step: StepContext) -> Requests:
-        rows = torch.stack([gradient.to(block.dtype).flatten() for gradient in block.gradients])
+        rows = torch.stack(block.gradients).flatten(1)
+        is_short = rows.dtype != block.dtype
+        if is_short:
+            rows.div_(step.group.size)
         mine = yield ReduceScatterRequest(split_by_rank(rows, step.group.size, shard).flatten(1))
         step.watch(mine)
-        block.write_shard(mine.div_(step.group.size).view(-1, shard), shard, step.group.rank)
+        mean = mine.to(block.dtype) if is_short else mine.div_(step.group.size)
+        block.write_shard(mean.view(-1, shard), shard, step.group.rank)
         block.write_gradients(scale=1.0)
 
     def __repr__(self) -> str:

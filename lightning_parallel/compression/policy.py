@@ -120,7 +120,7 @@ class Auto(Reducer):
     counts, so all ranks choose the same. Times on a busy host vary, so the slowest step of a candidate is compared with
     the fastest of plain means. Rank 0 prints the times and the gains; `verdict` keeps them in words.
 
-    If plain means win, DDP's own all-reduce takes over; steps that are not finite are then no longer skipped.
+    If plain means win, DDP's own all-reduce takes over.
 
     Args:
         candidates: Compressors to try; 8-bit quantization and PowerSGD of rank 4 when omitted.
