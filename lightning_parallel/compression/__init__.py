@@ -18,7 +18,7 @@ From the outside in:
   `compress_fsdp`, `compress_fully_shard`), or the hooks of `data_parallel`. A `HierarchicalReducer`
   (`hierarchical.py`) in between sums them inside a node, and gives each rank a part of them to compress.
 * State lives in a `Memory` (`compressor_state.py`), by parameter name: in two buffers, so that rolling back is free, or
-  in one. A plan (`planning.py`) says what to do with gradients of one kind; `thin_products.py` and `rowwise.py` compute.
+  in one. A plan (`planning.py`) says what to do with gradients of one kind; `thin_products.py`, `rowwise.py` compute.
 
 A step that is dropped leaves non-finite gradients on every rank and makes `reduce_` return False.
 """
