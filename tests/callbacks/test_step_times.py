@@ -20,7 +20,7 @@ from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy,
 from lightning_parallel.callbacks import (
     StepBreakdown,
 )
-from lightning_parallel.callbacks.processor import Cores, ProcessorTimes, ProcessorUse, processor_times
+from lightning_parallel.callbacks.processor import Cores, ProcessorTimes, ProcessorUse, processor_times, queue_file
 from lightning_parallel.callbacks.session import PHASES
 from lightning_parallel.callbacks.step_times import (
     KEPT,
@@ -198,13 +198,19 @@ def test_the_processor_is_that_of_steps_alone():
     for step in range(6):
         busy, waiting = (500, 900) if step == 2 else (4, 2)
         now = ProcessorTimes(now.running_ns + busy * MS, now.waiting_ns + waiting * MS, now.interrupted + 3)
-        with patch("lightning_parallel.callbacks.processor.processor_times", lambda now=now: now):
+        with patch("lightning_parallel.callbacks.processor.processor_times", lambda _, now=now: now):
             use.add(Window(step, 0, 10 * MS, {"validation": 5 * MS} if step == 2 else {}, []))
     expected = {"processor": 0.004, "processor_wait": 0.002, "interruptions": 3}
     assert use.row() == {"cores": 2.0, "cores_shared_by": 4, **expected}
-    before = processor_times()
+    queue = queue_file()
+    before = processor_times(queue)
+    time.sleep(0.001)
     sum(range(200_000))
-    assert processor_times().running_ns > before.running_ns
+    after = processor_times(queue)
+    if queue is not None:
+        queue.close()
+    assert after.running_ns > before.running_ns
+    assert (after.waiting_ns or 0) >= (before.waiting_ns or 0)
 
 
 def test_what_all_ranks_of_a_stage_wait_is_told_from_waiting_for_each_other():
