@@ -355,14 +355,24 @@ class SavesFiles(ParallelStrategy):
     def save_beside(self, filepath: PathLike) -> None:
         """Write what belongs into the folder of a checkpoint; called on all ranks."""
 
+    def remove_beside(self, filepath: PathLike) -> None:
+        """Remove what belongs to a checkpoint that is removed; called on the first rank."""
+
     @override
     def remove_checkpoint(self, filepath: PathLike) -> None:
         queue = asynchronous_io(self.checkpoint_io)
         if queue is None:
             super().remove_checkpoint(filepath)
+            if self.is_global_zero:
+                self.remove_beside(filepath)
         elif self.is_global_zero:
+
+            def remove() -> None:
+                queue.remove_checkpoint(filepath)
+                self.remove_beside(filepath)
+
             # Lightning removes the one before while the new one, which may yet fail, is still being written.
-            run_after_saves(queue, lambda: queue.remove_checkpoint(filepath))
+            run_after_saves(queue, remove)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:

@@ -158,10 +158,8 @@ class SavesCompression(SavesFiles):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def remove_checkpoint(self, filepath: PathLike) -> None:
-        super().remove_checkpoint(filepath)
-        if self.is_global_zero:
-            remove_compression(filepath)
+    def remove_beside(self, filepath: PathLike) -> None:
+        remove_compression(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
@@ -193,7 +191,7 @@ class SavesCompression(SavesFiles):
         if found is None:
             self.compression.step = int(state["step"])
         else:
-            self._load_own(found)
+            self.together(lambda: self._load_own(found))
 
     def _own_compression(self) -> tuple[dict[str, Any], Place]:
         """Return this rank's state, and which one that is."""

@@ -5,13 +5,15 @@
         compression-state/last.ckpt/
             <key>-0.pt  <key>-1.pt ...  the state of each rank
 
-The key, new for each save, ties the files to their checkpoint: files of another one are never taken for its own.
+The key, new for each save, ties the files to their checkpoint: files of another one are never taken for its own. It
+begins with the time, so that names tell which are the latest; file systems do not all keep times.
 """
 
 from __future__ import annotations
 
 import os
 import posixpath
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Optional, get_args
@@ -29,7 +31,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import PathLike
 from lightning_parallel.compression import Reducer
 from lightning_parallel.compression.compressor_state import REPLICATED, VERSION
-from lightning_parallel.strategies.checkpoint_files import local_path, replace_file
+from lightning_parallel.strategies.checkpoint_files import check_file, local_path, replace_file
 
 __all__ = [
     "KEY",
@@ -57,12 +59,17 @@ class Place(NamedTuple):
     """Which state a rank holds: that of a replica, at a position among the ranks that share the replica.
 
     Attributes:
-        replica: A node, where its ranks share what is remembered; each then holds a `part`.
+        replica: Number of the replica; of the node, where its ranks share what is remembered: each holds a `part`.
+        position: Number of the rank among those of its replica.
+        part: Which part of it the rank holds.
+        cut: How the ranks of a replica divide the model; those that divide it otherwise hold other parts at the same
+            positions.
     """
 
     replica: int
     position: int
     part: int = 0
+    cut: str = ""
 
 
 def check_kept_state(state: object) -> None:
@@ -94,11 +101,13 @@ def write_compression(state: Mapping[str, Any], place: Place, path: PathLike, wo
     Raises:
         RuntimeError: On every rank, if one cannot write its file.
     """
-    key = comm.broadcast_object(uuid4().hex[:12], world)
+    # Ranks may name a checkpoint after a metric of their own replica, and the first one writes it.
+    key, path = comm.broadcast_object((f"{time.time_ns():016x}{uuid4().hex[:8]}", str(path)), world)
     folder, failure = state_beside(path), ""
     try:
-        _write(f"{folder}/{key}-{world.rank}.pt", dict(state))
-        _remove_older(folder, world.rank)
+        name = f"{key}-{world.rank}.pt"
+        _write(f"{folder}/{name}", {**state, "key": key, "rank": world.rank})
+        _remove_older(folder, name, world.rank)
     except Exception as error:
         failure = str(error) or type(error).__name__
     failures = {rank: text for rank, text in enumerate(comm.all_gather_object(failure, world)) if text}
@@ -127,14 +136,14 @@ def _write(target: str, state: dict[str, Any]) -> None:
         torch.save(on_host, file)
 
 
-def _remove_older(folder: str, rank: int) -> None:
-    """Remove this rank's files of all saves but the latest."""
+def _remove_older(folder: str, written: str, rank: int) -> None:
+    """Remove this rank's files of all saves but the latest, of which `written` is one."""
     fs, name = url_to_fs(folder)
     with suppress(OSError, NotImplementedError):
-        mine = [found for found in fs.ls(name, detail=True) if str(found["name"]).endswith(f"-{rank}.pt")]
-        mine.sort(key=lambda found: found.get("mtime") or found.get("created") or 0, reverse=True)
-        for found in mine[_KEPT:]:
-            fs.rm_file(found["name"])
+        found = {str(path).rpartition("/")[2]: path for path in fs.ls(name, detail=False)}
+        others = sorted(file for file in found if file.endswith(f"-{rank}.pt") and file != written)
+        for file in others[: 1 - _KEPT]:
+            fs.rm_file(found[file])
 
 
 def read_compression(saved: Mapping[str, Any], place: Place, path: PathLike, world: Group) -> Optional[dict[str, Any]]:
@@ -151,30 +160,45 @@ def read_compression(saved: Mapping[str, Any], place: Place, path: PathLike, wor
         otherwise, or files are missing: then on all ranks.
     """
     places = [Place(*found) for found in saved["places"]]
-    now = [Place(*found) for found in comm.all_gather_object(tuple(place), world)]
+    now = comm.all_gather_object(place, world)
     if places == now:
         ranks = [world.rank]
     else:
-        is_same_model = {found.position for found in places} == {found.position for found in now}
-        ranks = [rank for rank, found in enumerate(places) if found.position == place.position] if is_same_model else []
+        mine = place.position, place.cut
+        is_same_model = {found[1::2] for found in places} == {found[1::2] for found in now}
+        ranks = [rank for rank, found in enumerate(places) if found[1::2] == mine] if is_same_model else []
     states: list[dict[str, Any]] = []
-    for rank in ranks:
-        with suppress(OSError, RuntimeError, EOFError, ValueError):
-            states.append(_read(f"{state_beside(path)}/{saved['key']}-{rank}.pt"))
-    if comm.on_any_rank([not ranks or len(states) < len(ranks)], world)[0]:
-        why = "the model is divided otherwise now" if not ranks else "not all files beside it can be read"
+    fault = "" if ranks else "the model is divided otherwise now"
+    try:
+        states = [_read(_found_beside(path), saved["key"], rank) for rank in ranks]
+    except Exception as error:  # there are many, by what is damaged; alone, it would leave the other ranks waiting
+        fault = f"not all files beside it can be read ({error})"
+    faults = [found for found in comm.all_gather_object(fault, world) if found]
+    if faults:
         rank_zero_warn(
-            f"The checkpoint {path} refers to the compressors' memory in {state_beside(path)}, but {why}: what was not"
-            " sent yet is forgotten."
+            f"The checkpoint {path} refers to the compressors' memory in {state_beside(path)}, but {faults[0]}: what"
+            " was not sent yet is forgotten."
         )
         return None
     return states[0] if places == now else _stacked(_of_replicas([places[rank] for rank in ranks], states))
 
 
-def _read(source: str) -> dict[str, Any]:
+def _found_beside(path: PathLike) -> str:
+    """Return the folder beside a checkpoint, or beside that to which a link leads, as `save_last="link"` makes it."""
+    local = local_path(path)
+    return state_beside(path) if local is None else state_beside(os.path.realpath(local))
+
+
+def _read(folder: str, key: str, rank: int) -> dict[str, Any]:
+    source = f"{folder}/{key}-{rank}.pt"
+    check_file(source)
     fs, name = url_to_fs(source)
     with fs.open(name, "rb") as file:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    found = state.pop("key"), state.pop("rank")
+    if found != (key, rank):
+        raise ValueError(f"expected the state of rank {rank} of save {key} in {source}, found {found}")
+    return state
 
 
 def _of_replicas(places: Sequence[Place], states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -268,8 +268,12 @@ class MeshCheckpoints(MeshProcesses):
             return
         if self._writer is not None:
             self._writer.remove(str(filepath))
+            self.remove_beside(filepath)
         else:
             super().remove_checkpoint(filepath)
+
+    @override
+    def remove_beside(self, filepath: PathLike) -> None:
         remove_compression(filepath)
 
     @override

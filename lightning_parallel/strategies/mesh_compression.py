@@ -178,9 +178,10 @@ class MeshCompression:
 
     @property
     def _place(self) -> Place:
+        cut = "{} pipeline x {} tensor".format(*self._sizes)
         if self.nodes is not None:
-            return Place(self.nodes.across.rank, self.groups.replica.rank, self.nodes.inside.rank)
-        return Place(self.groups.data_parallel.rank, self.groups.replica.rank)
+            return Place(self.nodes.across.rank, self.groups.replica.rank, self.nodes.inside.rank, cut)
+        return Place(self.groups.data_parallel.rank, self.groups.replica.rank, cut=cut)
 
     @property
     def _sizes(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import CompressedDDPStrategy, LocalSGDStrategy, Policy, PowerSGD, Quantize, Sign, TopK, comm
 from lightning_parallel.compression import Auto, Dense, HookState, compression_hook
+from lightning_parallel.strategies.compression_files import Place, read_compression, write_compression
 from tests.harness import distributed, run
 from tests.strategies.models import Net, loader, trainer_for
 
@@ -341,6 +343,60 @@ def test_what_checkpoints_keep_of_residuals(tmp_path):
     for file in beside.iterdir():
         file.unlink()
     assert [(found, step) for found, step in run(restores, 2, path=path)] == [(None, 1)] * 2
+
+
+@distributed(world_size=2)
+def test_files_that_are_not_those_of_a_save_are_not_taken(group, tmp_path):
+    place, written = Place(group.rank, 0, "1 x 1"), 0
+
+    def save(name="last.ckpt"):
+        nonlocal written
+        written += 1
+        state = {"layout": "local", "step": written, "residual": {"a": torch.full((100,), float(group.rank))}}
+        return write_compression(state, place, tmp_path / name, group)
+
+    def read(saved, name="last.ckpt", at=place):
+        return read_compression(saved, at, tmp_path / name, group)
+
+    def own(saved, rank=group.rank):
+        return tmp_path / "compression-state" / "last.ckpt" / f"{saved['key']}-{rank}.pt"
+
+    def flipped(file):
+        content = bytearray(file.read_bytes())
+        content[content.find(torch.ones(4).numpy().tobytes())] ^= 1
+        file.write_bytes(content)
+
+    damages = (
+        lambda file: file.write_bytes(b"garbage"),
+        lambda file: file.write_bytes(file.read_bytes()[:500]),
+        flipped,
+        lambda file: file.write_bytes(own(saved, 0).read_bytes()),  # of another rank
+        lambda file: torch.save(contextlib.nullcontext(), file),  # may run code
+    )
+    for damage in damages:
+        saved = save()
+        assert read(saved)["step"] == written
+        comm.barrier(group)
+        if group.rank == 1:
+            damage(own(saved))
+        comm.barrier(group)
+        assert read(saved) is None
+    # Of ranks that divide the model otherwise; then by a link, and named by each rank after a metric of its own.
+    assert read(save(), at=place._replace(cut="2 x 1")) is None
+    saved = save(f"metric={group.rank}.ckpt")
+    if group.rank == 0:
+        (tmp_path / "metric=0.ckpt").touch()
+        (tmp_path / "link.ckpt").symlink_to("metric=0.ckpt")
+    comm.barrier(group)
+    assert read(saved, "link.ckpt")["step"] == written
+    # What is removed does not hang on times, which some file systems lack and others round.
+    for _ in range(4):
+        before, saved = saved, save()
+        for file in own(saved).parent.glob(f"*-{group.rank}.pt"):
+            os.utime(file, ns=(0, 10**18 if saved["key"] not in file.name else 0))
+    assert own(before).exists()
+    assert own(saved).exists()
+    assert len(list(own(saved).parent.glob(f"*-{group.rank}.pt"))) == 2
 
 
 @contextlib.contextmanager
