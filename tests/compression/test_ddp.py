@@ -240,3 +240,27 @@ def test_an_error_in_a_compressor_is_raised_where_it_is_waited_for(group):
     with pytest.raises(ArithmeticError, match="no"):
         state.finish()
     state.close()
+
+
+@distributed(world_size=2)
+def test_before_start_step_ddp_is_what_it_is_without_a_compressor(group):
+    """Bit for bit, without a thread, in the gradients' dtype; but a step that is not finite counts for nothing."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, state = wrap(PowerSGD(1, start_step=3, **SMALL), dtype)
+        train(model, group, state, num_steps=2)
+        model(tokens(7, group.rank)).mul(torch.inf if group.rank else 1.0).sum().backward()
+        assert not state.finish()
+        assert "layers.0.weight" in state.reduced
+        assert state.compressor.step == 2
+        assert state._session is None
+        train(model, group, state, num_steps=1, first=2)
+        again, _ = wrap(None, dtype)
+        train(again, group, num_steps=2)
+        train(again, group, num_steps=1, first=2)
+        for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        train(model, group, state, num_steps=2, first=3)
+        assert state.compressor.step == 5
+        state.close()
+    shapes = {"w": (100, 100)}
+    assert Dense().wire_bytes(shapes, 2, dtype=torch.bfloat16) == Dense().wire_bytes(shapes, 2) / 2
