@@ -40,7 +40,7 @@ from lightning_parallel import Cast, PowerSGD, Quantize, Sign, TopK
 from lightning_parallel.compression import Auto, HookState, Reducer, compression_hook
 
 WIDTH, LAYERS, CLASSES, BATCH = 1024, 5, 10, 64
-WARM_UP = 6  # steps; `auto` has made up its mind by then
+WARM_UP = 22  # steps; `auto` has made up its mind by then
 ONE_BUCKET_MB = 1000
 SMALL_BUCKET_MB = 4  # one layer: its factors are small, and travel while the next layer's gradient is computed
 TARGETS = {100: 20.0, 1000: 3.0}  # speed-up of PowerSGD(4), by the rate in Mbit/s

@@ -132,7 +132,9 @@ class HierarchicalReducer:
 
     def begin(self, group: GroupLike = None) -> HierarchicalStep:
         """Start a step; `group` is that of the nodes, or another one of the same ranks, used by nobody else then."""
-        return HierarchicalStep(self, self.nodes.whole if group is None else as_group(group))
+        group = self.nodes.whole if group is None else as_group(group)
+        self.reducer.prepare(group)
+        return HierarchicalStep(self, group)
 
     def owned(self, named_gradients: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return the gradients of each rank of a node, by its position; empty and tied ones are left out."""

@@ -32,6 +32,7 @@ from lightning_parallel.compression.planning import ReductionPlan, Signature, ki
 from lightning_parallel.compression.wire import Seconds, run
 
 __all__ = [
+    "LATE",
     "GroupLike",
     "Reducer",
     "ReductionStep",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 GroupLike = Union[Group, dist.ProcessGroup, None]
-_LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
+LATE = 1 << 40  # a step at which every warm-up and schedule has ended; even, as the alternating methods count in twos
 
 _MAX_PLANS = 1 << 12  # kept at once: one for each bucket in each phase, as long as buckets stay what they are
 _CACHED = 1 << 19  # elements that stay in a CPU's cache from one operation to the next
@@ -160,6 +161,10 @@ class Reducer(abc.ABC):
             step.reduce_(named_gradients)
             return step.commit()
 
+    def prepare(self, group: Group) -> None:
+        """Do what all ranks of a run must do together before a step; `begin` does it with its group, if nobody has."""
+        return
+
     def begin(self, group: GroupLike = None) -> ReductionStep:
         """Start a step that is reduced in several buckets: `reduce_` each, in one order on all ranks, then `commit`.
 
@@ -183,7 +188,7 @@ class Reducer(abc.ABC):
             dtype: Dtype of the gradients.
         """
         # Two steps: an alternating method sends one factor in even and the other one in odd steps.
-        steps = [_LATE, _LATE + 1] if step is None else [step]
+        steps = [LATE, LATE + 1] if step is None else [step]
         known: dict[tuple[Method, tuple[int, ...], int], float] = {}
         total = 0.0
         for number in steps:

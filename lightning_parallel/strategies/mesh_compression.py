@@ -116,11 +116,13 @@ class MeshCompression:
             "replica_group": self.groups.replica,
         }
 
-    def follow_scale(self, precision: Precision) -> None:
+    def prepare_step(self, precision: Precision) -> None:
         """Set the compressor's loss scale for the coming step: its residuals are kept without it."""
         # Before each step, since the scaler changes the scale after steps.
         scaler = getattr(precision, "scaler", None)
         self.reducer.scale = 1.0 if scaler is None else float(scaler.get_scale())
+        # With all ranks: those of a replica must not choose differently for what they hold in common.
+        self.reducer.prepare(self.groups.world)
 
     def drop_nonfinite_gradients(self, reducer: GradientReducer, precision: Precision) -> None:
         """Drop the gradients of a step that was rolled back, unless a gradient scaler will skip it anyway."""

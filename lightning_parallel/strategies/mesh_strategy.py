@@ -363,7 +363,7 @@ class MeshStrategy(MeshCheckpoints):
         if self._reducer is not None:
             self._reducer.refresh()
         if self._compression is not None:
-            self._compression.follow_scale(self.precision_plugin)
+            self._compression.prepare_step(self.precision_plugin)
         assert self._first_batches is not None
         self._first_batches.see_training(args, kwargs, self.module.current_epoch)
 

@@ -7,7 +7,6 @@ import torch
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
 from lightning_parallel.compression import (
-    Auto,
     BlockTopK,
     Cast,
     Dense,
@@ -471,40 +470,6 @@ def test_composition_leaves_its_parts_alone():
     shapes = {"w": (100, 100)}
     assert (
         both.wire_bytes(shapes, 4) == TopK(0.1, values=Quantize(8)).wire_bytes(shapes, 4) < base.wire_bytes(shapes, 4)
-    )
-
-
-# ------------------------------------------------------------------------------------------------------- auto
-
-
-@distributed(world_size=2)
-def test_auto_stays_dense_or_compresses_as_measured(group):
-    for min_gain, expected in ((0.999, "Dense"), (0.0, None)):
-        auto = Auto([TopK(0.5), Cast("bf16")], min_gain=min_gain, steps=2)
-        for step in range(4):
-            gradient = torch.full((64, 64), float(step + group.rank))
-            assert auto.reduce_({"w": gradient}, group)
-            assert step > 2 or torch.equal(gradient, torch.full((64, 64), step + 0.5)), "dense while measuring"
-        assert "plain means take" in auto.verdict
-        if expected:
-            assert type(auto.choice).__name__ == expected
-        resumed = Auto([TopK(0.5), Cast("bf16")])
-        resumed.load_state_dict(auto.state_dict(), group)
-        assert type(resumed.choice) is type(auto.choice)
-        assert resumed.verdict == auto.verdict
-
-
-@pytest.mark.parametrize("min_gain", [0.0, 0.999])
-def test_auto_prints_what_it_has_measured(min_gain, capsys):
-    auto = Auto([TopK(0.5) | Quantize(8), Cast("bf16")], min_gain=min_gain, steps=1)
-    for _ in range(2):
-        auto.reduce_({"w": torch.ones(64, 64)}, Group.alone("alone"))
-    printed = capsys.readouterr().out
-    for text in ("Gradient compression", "plain means", "TopK(ratio=0.5) | Quantize(8)", "Cast('bf16')", "ms per step"):
-        assert text in printed
-    assert printed.count("chosen") == 2, "in one row and in the caption"
-    assert repr(auto.choice) in printed or "plain means" in next(
-        row for row in printed.splitlines() if " chosen" in row
     )
 
 

@@ -143,9 +143,9 @@ def test_names_are_those_of_the_plain_module(group):
 
 @distributed(world_size=2)
 def test_auto_measures_and_goes_on(group):
-    strategy = CompressedFSDPStrategy(Auto([Quantize(8, **SMALL)]), auto_wrap_policy={nn.Linear})
-    train(Net(), strategy, group)
-    assert strategy.compression.step == 8
+    strategy = CompressedFSDPStrategy(Auto([Quantize(8, **SMALL)], steps=1), auto_wrap_policy={nn.Linear})
+    train(Net(), strategy, group, max_epochs=3)
+    assert strategy.compression.step == 12
     assert strategy.compression.choice is not None
 
 
