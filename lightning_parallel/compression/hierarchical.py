@@ -231,7 +231,9 @@ class HierarchicalStep:
         """Replace the sums over the node by means over all nodes."""
         means: dict[str, Tensor] = {}
         for part in mine:
-            means |= part.named(part.flat.div_(self._nodes.inside.size))
+            # Rounded to the gradients' dtype, in which plain means are sent.
+            part.flat = part.flat.div_(self._nodes.inside.size).to(part.gradients[0].dtype)
+            means |= part.named(part.flat)
         failure: Optional[Exception] = None
         try:
             if self._nodes.across.size == 1:
@@ -254,12 +256,10 @@ class HierarchicalStep:
         inside, num_bytes = self._nodes.inside, 0
         sent = []
         for part in parts:
-            dtype = part.gradients[0].dtype
-            mean = part.flat
-            if dtype != mean.dtype:
-                mean = mean.to(dtype) if part.owner == inside.rank else torch.empty_like(mean, dtype=dtype)
+            # Owners hold it in this dtype already.
+            mean = part.flat.to(part.gradients[0].dtype)
             sent.append(comm.broadcast_(mean, inside, part.owner, async_op=True))
-            num_bytes += part.flat.nbytes + mean.nbytes
+            num_bytes += mean.numel() * working_dtype(mean.dtype).itemsize + mean.nbytes
         for part, pending in zip(parts, sent):
             for gradient, mean in zip(part.gradients, part.named(pending.wait()).values()):
                 if gradient.data_ptr() != mean.data_ptr():

@@ -85,6 +85,7 @@ def test_exact_means_are_those_of_all_ranks(dtype, group):
             bound = max(tolerance, 0 if isinstance(compressor, Dense) else 1e-6)
             torch.testing.assert_close(tensor.double(), expected, rtol=bound, atol=bound, msg=name)
             assert tensor.dtype == dtype
+        assert {block.dtype for block in compressor.blocks} == {dtype}
     nodes.close()
 
 
