@@ -32,8 +32,6 @@ from lightning_parallel.tracing.spans import bytes_text, percent, show
 
 __all__ = ["Auto"]
 
-_FIRST = 2  # steps of a run that are not timed: they allocate, and DDP fills its buckets anew
-
 
 class _TriedStep(NamedTuple):
     """What one of the first steps is for.
@@ -82,14 +80,12 @@ class Auto(Reducer):
         self._dense = Dense()
         self._measure_anew()
 
-    def _measure_anew(self, pays: bool = False) -> None:
-        """Begin to measure.
-
-        Args:
-            pays: Take plain means first of what a candidate has left in memory.
-        """
+    def _measure_anew(self) -> None:
+        """Begin to measure."""
         plain = [_TriedStep(is_timed=True)] * self.steps
-        self._trials = [_TriedStep(is_last=True)] * pays + [_TriedStep()] * _FIRST + plain
+        # The first one takes what an earlier run has left in memory, and tells the size of plain means. Neither it nor
+        # the second is timed: they allocate, and DDP fills its buckets anew.
+        self._trials = [_TriedStep(is_last=True), _TriedStep(), *plain]
         for index in range(len(self.candidates)):
             timed = [_TriedStep(index, is_timed=True)] * self.steps
             self._trials += [_TriedStep(index), *timed, _TriedStep(index, is_last=True)]
@@ -197,8 +193,7 @@ class Auto(Reducer):
         super().load_state_dict(state, group)
         known = {repr(one): one for one in (self._dense, *self.candidates)}
         saved = state.get("choice", "").replace("Schedule(", "StepValue(")  # its name in older checkpoints
-        # Not only if this rank has something to pay: another one may own it.
-        self._measure_anew(pays=any(isinstance(value, Mapping) for value in state.values()))
+        self._measure_anew()
         self.choice = known.get(saved)
         if self.choice is not None:
             self.verdict = state.get("verdict", self.verdict)
@@ -302,6 +297,8 @@ class _MeasuringStep(ReductionStep):
         if not self._trial.is_last:
             super().reduce_(named_gradients, shards)
             return
+        # On what is tried, which plain means do not tell.
+        self.agree(named_gradients)
         # Before the candidate changes what it holds.
         owed = {name: self._owed(name, gradient) for name, gradient in named_gradients.items()}
         if self._trial.candidate is not None:
@@ -335,10 +332,14 @@ class _MeasuringStep(ReductionStep):
 
     def commit(self, finite: Optional[bool] = None) -> bool:
         """End the step; False, and no trace of it, if a gradient was not finite on any rank."""
-        candidate = self._trial.candidate
-        applied = super().commit(bool(self.verdict) if finite is None else finite)
+        candidate, is_last = self._trial.candidate, self._trial.is_last
+        finite = bool(self.verdict) if finite is None else finite
+        if is_last and candidate is None:
+            self._blocks = self._plain._blocks
+        applied = super().commit(finite)
         self._plain.rollback()
-        if applied and self._trial.is_last:
+        if applied and is_last:
+            self.reducer.blocks = self._plain._blocks  # of the plain steps that follow
             if candidate is not None and self._error is not None:
                 sent = sum(block.sent_bytes for block in self._blocks)
                 dense = sum(block.dense_bytes for block in self._blocks)

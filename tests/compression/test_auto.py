@@ -89,6 +89,7 @@ def test_nothing_that_a_candidate_did_not_send_is_lost(nodes, group):
     assert len(set(comm.all_gather_object(auto.verdict, group))) == 1
     assert auto.is_plain
     assert not list(auto.memory.items())
+    assert {type(block.method) for block in auto.blocks} == {Dense}, "what a monitor counts for plain steps"
     groups.close()
 
 
