@@ -209,7 +209,8 @@ def draw(found: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> Non
     by_bytes.set_xscale("log")
     by_bytes.set_xlim(left=0.1)
     by_time.set_ylabel("training loss (nats per byte)")
-    by_time.set_ylim(bottom=0.9 * min(point.loss for run in found.values() for point in smoothed(run)))
+    # The first steps, which all take alike, are far above.
+    by_time.set_ylim(0.95 * min(point.loss for run in found.values() for point in smoothed(run)), 1.7 * last.loss)
     by_time.set_xlim(left=0)
     Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.output, metadata={"Date": None} if arguments.output.endswith(".svg") else None)
