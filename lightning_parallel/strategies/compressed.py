@@ -52,6 +52,7 @@ from lightning_parallel.strategies.compression_files import (
     KeptState,
     Place,
     check_kept_state,
+    is_memory_of,
     read_compression,
     refers_to_files,
     remove_compression,
@@ -168,9 +169,9 @@ class SavesCompression(SavesFiles):
         assert self.lightning_module is not None
         # Only a fit goes on with compression, and has a session to load its state into.
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            if KEY in checkpoint:
+            if KEY in checkpoint and is_memory_of(checkpoint, drifts=False):
                 self._restore_compression(checkpoint[KEY], checkpoint_path)
-            elif "optimizer_states" in checkpoint:
+            elif KEY not in checkpoint and "optimizer_states" in checkpoint:
                 rank_zero_info("The checkpoint has no compression state: compression begins at its step 0.")
         return checkpoint
 

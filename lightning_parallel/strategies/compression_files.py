@@ -35,10 +35,12 @@ from lightning_parallel.strategies.checkpoint_files import check_file, local_pat
 
 __all__ = [
     "KEY",
+    "LOCAL_STEPS",
     "without_memory",
     "KeptState",
     "Place",
     "check_kept_state",
+    "is_memory_of",
     "refers_to_files",
     "read_compression",
     "remove_compression",
@@ -50,6 +52,9 @@ KeptState = Literal["local", "exact", "mean", "none"]
 
 KEY = "compression"
 """Of the entry in a checkpoint."""
+
+LOCAL_STEPS = "local_sgd"
+"""Of the entry that `LocalSGDStrategy` makes, whose compressors remember drifts of parameters."""
 
 _FILES = "files"
 _KEPT = 2  # saves under one name: the last one may fail once its files are written
@@ -85,6 +90,18 @@ def check_kept_state(state: object) -> None:
 def refers_to_files(state: Mapping[str, Any]) -> bool:
     """Tell whether a checkpoint's entry refers to files."""
     return state.get("layout") == _FILES
+
+
+def is_memory_of(checkpoint: Mapping[str, Any], drifts: bool) -> bool:
+    """Tell whether a checkpoint's compressors remember `drifts`, or gradients, which are larger by a learning rate."""
+    is_same = (LOCAL_STEPS in checkpoint) == drifts
+    if not is_same:
+        found, wanted = ("gradients", "drifts of parameters") if drifts else ("drifts of parameters", "gradients")
+        rank_zero_warn(
+            f"The checkpoint has what compressors remember of {found}, and {wanted} are compressed now: what was not"
+            " sent yet is forgotten."
+        )
+    return is_same
 
 
 def without_memory(reducer: Reducer) -> dict[str, Any]:

@@ -11,7 +11,7 @@ factors of PowerSGD, has a meaning for the same division of the model only; else
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from lightning_parallel.comm import Group, MeshGroups, NodeGroups
 from lightning_parallel.compression.compressor_state import CHUNKED, REPLICATED
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["PARTS", "assemble_state", "divide_state"]
+__all__ = ["PARTS", "assemble_state", "divide_state", "mean_of"]
 
 PARTS = "parts"
 State = Mapping[str, Any]
@@ -176,8 +176,7 @@ def assemble_state(
     for slot, named in divided["by_name"].items():
         for name in names & named.keys():
             rows = named[name] if replicas != data.size else [named[name][data.rank]]
-            total = sum(_part(row, rules.get(name), rank) for row in rows)
-            state.setdefault(slot, {})[name] = total / len(rows)
+            state.setdefault(slot, {})[name] = mean_of(_part(row, rules.get(name), rank) for row in rows)
     positions = divided["by_position"]
     if not is_same_model:
         if any(positions):
@@ -195,8 +194,18 @@ def assemble_state(
                 row = Shard.even(0, replicas, replicas)
                 state.setdefault(slot, {})[name] = _part(tensor, row, data.rank)[0]
             elif slot not in CHUNKED:
-                state.setdefault(slot, {})[name] = _part(tensor, None, 0).mean(0)
+                state.setdefault(slot, {})[name] = mean_of(_part(tensor, None, 0))
     return state
+
+
+def mean_of(values: Iterable[Tensor]) -> Tensor:
+    """Return the mean of what replicas have, one or more; of counts and codes, which have none, the first."""
+    total, *others = values
+    if not total.is_floating_point():
+        return total
+    for value in others:
+        total = total + value
+    return total / (1 + len(others))
 
 
 def _part(tensor: Tensor, rule: Shard | None, rank: int) -> Tensor:

@@ -37,14 +37,13 @@ from lightning_parallel.data_parallel import DriftExchange, GradientReducer
 from lightning_parallel.mesh import DATA
 from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.compression_advice import warn_of_misfits
-from lightning_parallel.strategies.compression_parts import assemble_state, divide_state
+from lightning_parallel.strategies.compression_files import LOCAL_STEPS
+from lightning_parallel.strategies.compression_parts import assemble_state, divide_state, mean_of
 from lightning_parallel.strategies.mesh_compression import gradient_reducer
 from lightning_parallel.strategies.optimization import check_optimizers
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
 
 __all__ = ["LocalSGDStrategy", "OuterOptimizer"]
-
-KEY = "local_sgd"
 
 # As `OptimizerCallable` of LightningCLI, which builds it from a class path and arguments.
 OuterOptimizer = Union[Literal["average", "nesterov"], Callable[[Iterable], Optimizer]]
@@ -149,6 +148,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
+    compresses_drifts = True
+
     @override
     def make_reducer(self) -> GradientReducer:
         complex_names = [name for name, value in self.module.named_parameters() if value.is_complex()]
@@ -167,7 +168,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             average_first=self.average_first,
             fragments=self.fragments,
             overlap_steps=self.overlap_steps if data.size > 1 else 0,
-            side_group=self.groups.extra(DATA, KEY) if self.overlap_steps and data.size > 1 else None,
+            side_group=self.groups.extra(DATA, LOCAL_STEPS) if self.overlap_steps and data.size > 1 else None,
             replica_group=self.groups.replica,
             first=() if engine is None else engine.tied,
             complete=(lambda means: None) if engine is None else engine.share_tied,
@@ -303,7 +304,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint and self._exchange is not None:
-            checkpoint[KEY] = self._state()
+            checkpoint[LOCAL_STEPS] = self._state()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _state(self) -> dict[str, Any]:
@@ -364,7 +365,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self.module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
-            self._restored = checkpoint.get(KEY, {})
+            self._restored = checkpoint.get(LOCAL_STEPS, {})
             if not self._restored:
                 rank_zero_info("The checkpoint is of another strategy: local steps begin at step 0.")
         return checkpoint
@@ -439,7 +440,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         first, others = self._optimizer_slots(), [ranks[r * replica.size + replica.rank] for r in range(1, layout[0])]
         return {
             slot: {
-                name: torch.stack([value, *(other[slot][name].to(value) for other in others)]).mean(0)
+                name: mean_of([value, *(other[slot][name].to(value) for other in others)])
                 for name, value in named.items()
             }
             for slot, named in first.items()

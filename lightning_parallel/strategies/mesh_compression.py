@@ -26,6 +26,7 @@ from lightning_parallel.strategies.compression_files import (
     KEY,
     KeptState,
     Place,
+    is_memory_of,
     read_compression,
     refers_to_files,
     without_memory,
@@ -49,6 +50,7 @@ class MeshCompression:
         groups: The mesh's groups.
         means: What takes the means: `reducer`, or what divides its work among the replicas of a node.
         kept: What checkpoints keep of its memory.
+        drifts: Whether it averages drifts of parameters instead, for somebody else.
     """
 
     reducer: Reducer
@@ -56,6 +58,7 @@ class MeshCompression:
     groups: MeshGroups
     means: Union[Reducer, HierarchicalReducer]
     kept: KeptState = "local"
+    drifts: bool = False
 
     @classmethod
     def of(
@@ -64,6 +67,7 @@ class MeshCompression:
         module: LightningModule,
         groups: MeshGroups,
         kept: KeptState,
+        drifts: bool = False,
         hierarchical: Hierarchical = False,
         node_rank: int = 0,
     ) -> MeshCompression | None:
@@ -76,10 +80,10 @@ class MeshCompression:
             return None
         if groups.data_parallel.size == 1:
             rank_zero_warn("`compression` has nothing to do: it works between replicas, and there is one.")
-            return cls(reducer, module, groups, reducer, kept)
+            return cls(reducer, module, groups, reducer, kept, drifts)
         bind_to_module(module, reducer)
         if not hierarchical:
-            return cls(reducer, module, groups, reducer, kept)
+            return cls(reducer, module, groups, reducer, kept, drifts)
         nodes = groups.nodes(hosts_of(groups.world, node_rank), size_of_node(hierarchical), KEY)
         rules = ParallelState.of(module).rules
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
@@ -87,7 +91,7 @@ class MeshCompression:
             shapes[name] = rules[name].full_shape(shapes[name])
         # Tensor ranks have the same owners: those of one divide what they share with the others in the same way.
         sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        return cls(reducer, module, groups, between_nodes(reducer, nodes, sizes), kept)
+        return cls(reducer, module, groups, between_nodes(reducer, nodes, sizes), kept, drifts)
 
     @property
     def nodes(self) -> NodeGroups | None:
@@ -150,7 +154,7 @@ class MeshCompression:
 
     def restore(self, checkpoint: dict[str, Any], path: PathLike, rules: Mapping[str, Shard]) -> None:
         """Continue from the compressor's state in `checkpoint`, read at `path`, if it has one."""
-        if KEY not in checkpoint:
+        if KEY not in checkpoint or not is_memory_of(checkpoint, self.drifts):
             return
         state = checkpoint[KEY]
         if refers_to_files(state):
@@ -180,7 +184,8 @@ class MeshCompression:
 
     @property
     def _place(self) -> Place:
-        cut = "{} pipeline x {} tensor".format(*self._sizes)
+        # As of strategies that do not cut models.
+        cut = "" if self.groups.replica.size == 1 else "{} pipeline x {} tensor".format(*self._sizes)
         if self.nodes is not None:
             return Place(self.nodes.across.rank, self.groups.replica.rank, self.nodes.inside.rank, cut)
         return Place(self.groups.data_parallel.rank, self.groups.replica.rank, cut=cut)

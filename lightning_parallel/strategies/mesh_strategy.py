@@ -184,8 +184,9 @@ class MeshStrategy(MeshCheckpoints):
         open_outside(module, self.groups, self.checkpoints, self._patches)
         self._compression = None
         if fitting:
+            kept, drifts = self.kept_state, self.compresses_drifts
             self._compression = MeshCompression.of(
-                self.compression, module, self.groups, self.kept_state, self.hierarchical, self.node_rank
+                self.compression, module, self.groups, kept, drifts, self.hierarchical, self.node_rank
             )
             self.setup_optimizers(trainer)
             self.check_optimizers()
@@ -265,6 +266,9 @@ class MeshStrategy(MeshCheckpoints):
         with self._whole.shown(lambda: self.optimizers):
             super().setup_optimizers(trainer)
         self._whole.follow(trainer, self._patches)
+
+    compresses_drifts = False
+    """Of parameters, instead of gradients."""
 
     steps_between_reductions = 1
     """Optimizer steps."""
