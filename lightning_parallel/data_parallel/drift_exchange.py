@@ -34,14 +34,14 @@ class _Fragment:
     """Parameters whose drifts are exchanged together.
 
     Attributes:
-        steps: Local steps since its drift was last sent.
+        has_moved: Whether there was a local step since its drift was last sent.
         age: Local steps since then, while the answer is awaited; None otherwise.
         start: The parameters when it was sent.
     """
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
-        self.steps = 0
+        self.has_moved = False
         self.age: int | None = None
         self.start: dict[str, Tensor] = {}
         self.means: Callable[[], Mapping[str, Tensor]] | None = None
@@ -126,9 +126,14 @@ class DriftExchange:
         return bool(self._fragments)
 
     @property
+    def others(self) -> list[nn.Parameter]:
+        """Parameters without an anchor: those that are not trained, though the module may change them by itself."""
+        return [value for name, value in self._parameters.items() if name not in self._anchor]
+
+    @property
     def agrees(self) -> bool:
         """Whether the parameters of all replicas are equal now."""
-        return all(fragment.steps == 0 and fragment.age is None for fragment in self._fragments)
+        return all(not fragment.has_moved and fragment.age is None for fragment in self._fragments)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -147,14 +152,30 @@ class DriftExchange:
         self._fragments = [_Fragment(names) for names in _divided(sizes, self._num_fragments, self._first)]
         self._position = 0
 
+    @property
+    def is_at_anchor(self) -> bool:
+        """Whether no anchored parameter of this rank differs from its anchor."""
+        return all(torch.equal(self._parameters[name], value) for name, value in self._anchor.items())
+
+    @torch.no_grad()
+    def take_anchor(self) -> None:
+        """Take the parameters, equal on all replicas, as the anchor, where something else than steps has set them."""
+        for name, value in self._anchor.items():
+            value.copy_(self._parameters[name])
+
+    def move(self) -> None:
+        """Take note of a step that does not count: that of another optimizer, which may follow on an exchange."""
+        for fragment in self._fragments:
+            fragment.has_moved = True
+
     @torch.no_grad()
     def count_step(self) -> bool:
         """Count a local step, and begin and end the exchanges that are due; return whether one began or ended."""
         self.counted += 1
         self._position += 1
         changed = False
+        self.move()
         for fragment in self._fragments:
-            fragment.steps += 1
             if fragment.age is not None:
                 fragment.age += 1
                 if fragment.age >= self.overlap_steps:
@@ -182,7 +203,7 @@ class DriftExchange:
         for fragment in self._fragments:
             if fragment.age is not None:
                 self._end(fragment)
-        drifted = [fragment for fragment in self._fragments if fragment.steps > 0]
+        drifted = [fragment for fragment in self._fragments if fragment.has_moved]
         if drifted:
             # A session takes a parameter once in a step of its reducer, and these may have been in the open one.
             self._session.finish()
@@ -211,7 +232,7 @@ class DriftExchange:
                 value.zero_()
         if self.overlap_steps > 0:
             fragment.start = {name: self._parameters[name].detach().clone() for name in fragment.names}
-        fragment.steps, fragment.age = 0, 0
+        fragment.has_moved, fragment.age = False, 0
         # A stage may have nothing in a fragment, and takes part in what the replica agrees on all the same.
         fragment.means = self._session.add(drift) if drift else dict
 

@@ -44,7 +44,7 @@ from lightning_parallel.strategies.reference import Fetched
 from lightning_parallel.strategies.replicas import share_random_state
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["FullStates", "OutsideCalls", "hold_averages", "open_outside"]
+__all__ = ["FullStates", "OutsideCalls", "averages_of", "hold_averages", "open_outside"]
 
 # `WeightAveraging` does not exist in all supported versions.
 AVERAGING = tuple(
@@ -412,6 +412,12 @@ def hold_averages(trainer: Trainer, patches: Patches) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, AVERAGING):
             patches.replace(callback, "setup", lambda *_, **__: None)
+
+
+def averages_of(trainer: Trainer) -> list[nn.Module]:
+    """Return the models in which callbacks collect averages of the weights."""
+    found = [averaged_model(callback) for callback in trainer.callbacks if isinstance(callback, AVERAGING)]  # type: ignore[attr-defined]
+    return [average for average in found if average is not None]
 
 
 def _copy_averages(trainer: Trainer, module: LightningModule, checkpoints: Checkpoints, patches: Patches) -> None:

@@ -20,6 +20,8 @@ from functools import partial
 from typing import Any, Literal, Optional, Union
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -39,6 +41,7 @@ from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.compression_advice import warn_of_misfits
 from lightning_parallel.strategies.compression_files import LOCAL_STEPS
 from lightning_parallel.strategies.compression_parts import assemble_state, divide_state, mean_of
+from lightning_parallel.strategies.full_state import averages_of
 from lightning_parallel.strategies.mesh_compression import gradient_reducer
 from lightning_parallel.strategies.optimization import check_optimizers
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
@@ -144,6 +147,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         self._taken: Counter[int] = Counter()  # steps of each optimizer, by `id`
         self._step_count = self._restored_steps = 0
         self._meets = True
+        self._has_agreed = False
         self._restored: Mapping[str, Any] = {}
 
     # ------------------------------------------------------------------------------------------------------- set-up
@@ -158,7 +162,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         data, engine = self.groups.data_parallel, self.engine
         assert self._compression is not None
         self._step_count = self._restored_steps = 0
-        self._meets, self._taken, self._restored = True, Counter(), {}
+        self._meets, self._has_agreed, self._taken, self._restored = True, False, Counter(), {}
         self._exchange = DriftExchange(
             dict(self.module.named_parameters()),
             data,
@@ -180,6 +184,19 @@ class LocalSGDStrategy(HybridParallelStrategy):
         return self._local_reducer(averages=False)
 
     @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        # Before all hooks: callbacks exchange weights in theirs, such as averages, which are no drift.
+        self._agree_before(trainer.fit_loop, "on_run_end")
+        self._agree_before(trainer.fit_loop.epoch_loop.val_loop, "on_run_start")
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging):
+                averages = partial(_averages, trainer, callback)
+                self._agree_before(callback, "on_train_epoch_start", averages)
+
+    @override
     def check_compression(self, compression: Reducer) -> None:
         # It encodes drifts: what the optimizers of the replicas are does not matter.
         if self._exchange is not None and self._exchange.outer is not None:
@@ -198,9 +215,19 @@ class LocalSGDStrategy(HybridParallelStrategy):
             self._reducer = self._local_reducer(averages=self._is_warming_up)
         if not self._is_warming_up and self._exchange is not None and self.groups.data_parallel.size > 1:
             self._exchange.begin()
+            if self._has_agreed:
+                self._follow_hooks(self._exchange)
         super()._begin_step(args, kwargs)
         assert self.compression is not None
         self.compression.scale = 1.0  # drifts are without the loss scale
+
+    def _follow_hooks(self, exchange: DriftExchange) -> None:
+        """Go on from what hooks have put into the module since the replicas agreed: it is no drift."""
+        data = self.groups.data_parallel
+        if comm.on_any_rank([not exchange.is_at_anchor], data)[0]:
+            replicas.share_means([value.detach() for value in self.module.parameters()], data)
+            exchange.take_anchor()
+        self._has_agreed = False
 
     @property
     def _is_warming_up(self) -> bool:
@@ -232,9 +259,12 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     @override
     def end_step(self, optimizer: Optimizer) -> None:
+        self._has_agreed = False
         # Of several optimizers, which step in turn, the one that has taken most steps counts.
         self._taken[id(optimizer)] += 1
         if self._taken[id(optimizer)] <= self._step_count - self._restored_steps:
+            if self._exchange is not None:
+                self._exchange.move()
             return
         exchange, was_warming_up = self._exchange, self._is_warming_up
         self._step_count += 1
@@ -249,7 +279,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
         """Do what else replicas do when they exchange their drifts."""
         assert self._exchange is not None
         self._meets = True
-        replicas.share_buffers(self.module, self.groups.data_parallel)
+        # A replica that was not finite had left its traces there, too.
+        replicas.share_finite_buffers(self.module, self.groups)
         if self._exchange.failed > failed:
             rank_zero_warn(
                 "The mean drift of the replicas was not finite (fp16 ends at 65504): they have returned to the"
@@ -258,11 +289,28 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     def agree(self) -> None:
         """Exchange what has drifted since the last exchange; every rank must call it. Then all replicas are equal."""
-        exchange = self._exchange
-        if exchange is not None and exchange.is_begun:
-            failed = exchange.failed
-            if exchange.flush():
-                self._meet(failed)
+        exchange, data = self._exchange, self.groups.data_parallel
+        if exchange is None or not exchange.is_begun or self._has_agreed:
+            return
+        failed = exchange.failed
+        exchange.flush()
+        self._meet(failed)
+        # What follows the parameters without being trained: teachers, averages.
+        averages = [value.detach() for model in averages_of(self.module.trainer) for value in model.parameters()]
+        averages += [value for model in averages_of(self.module.trainer) for value in model.buffers()]
+        replicas.share_means([*(value.detach() for value in exchange.others), *averages], data)
+        self._has_agreed = True
+
+    def _agree_before(self, owner: Any, name: str, when: Callable[[], bool] = lambda: True) -> None:
+        """Let the replicas agree before a method of `owner`, during this run."""
+        own = getattr(owner, name)
+
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            if when():
+                self.agree()
+            return own(*args, **kwargs)
+
+        self._patches.replace(owner, name, hook)
 
     def _begin_anew(self) -> None:
         """Forget the state of the optimizers, which may not be finite either."""
@@ -284,13 +332,11 @@ class LocalSGDStrategy(HybridParallelStrategy):
         return meets
 
     @override
-    def on_validation_start(self) -> None:
-        self.agree()
-        super().on_validation_start()
-
-    @override
     def on_train_end(self) -> None:
-        self.agree()
+        # Hooks may have put weights into the module that are their own replica's.
+        data = self.groups.data_parallel
+        replicas.share_means([value.detach() for value in self.module.parameters()], data)
+        replicas.share_finite_buffers(self.module, self.groups)
         super().on_train_end()
 
     # -------------------------------------------------------------------------------------------------- checkpoints
@@ -445,3 +491,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             }
             for slot, named in first.items()
         }
+
+
+def _averages(trainer: Trainer, callback: StochasticWeightAveraging) -> bool:
+    return trainer.current_epoch >= callback.swa_start

@@ -31,6 +31,8 @@ __all__ = [
     "scope_metrics",
     "seed_workers",
     "share_buffers",
+    "share_finite_buffers",
+    "share_means",
     "share_plateau_metrics",
     "share_random_state",
     "start_equal",
@@ -88,24 +90,69 @@ def _broadcast(tensor: Tensor, group: Group) -> None:
 
 
 @torch.no_grad()
-def share_buffers(module: nn.Module, group: Group) -> None:
-    """Copy the buffers of the first replica to all, such as running statistics of batch normalisation.
+def share_buffers(module: nn.Module, group: Group, source: int = 0) -> None:
+    """Copy the buffers of the replica at position `source` to all, such as running statistics of batch normalisation.
 
     Like torch's DistributedDataParallel, but only buffers that are in checkpoints: the others are constants.
     """
     if group.size == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in _saved_buffers(module):
+        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    # One message for all buffers of a dtype instead of one for each.
+    for buffers in kinds.values():
+        flat = comm.broadcast_(torch.cat([buffer.reshape(-1) for buffer in buffers]), group, source)
+        for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+            buffer.copy_(value.view_as(buffer))
+
+
+def _saved_buffers(module: nn.Module) -> Iterator[Tensor]:
     for owner in module.modules():
         # Most modules have none; `named_buffers` would cost milliseconds for thousands of them, in each step.
         for name, buffer in buffers_of(owner).items():
             if buffer is not None and name not in non_persistent_buffers_of(owner):
-                kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    # One message for all buffers of a dtype instead of one for each.
-    for buffers in kinds.values():
-        flat = comm.broadcast_(torch.cat([buffer.reshape(-1) for buffer in buffers]), group)
-        for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
-            buffer.copy_(value.view_as(buffer))
+                yield buffer
+
+
+def share_finite_buffers(module: nn.Module, groups: MeshGroups) -> None:
+    """Copy the buffers of the first replica whose buffers are finite to all; of the first one if there is none."""
+    data = groups.data_parallel
+    floating = [buffer for buffer in _saved_buffers(module) if buffer.is_floating_point()]
+    if data.size == 1 or not comm.on_any_rank([bool(floating)], groups.world)[0]:
+        share_buffers(module, data)
+        return
+    is_broken = comm.on_any_rank([not all(bool(buffer.isfinite().all()) for buffer in floating)], groups.replica)[0]
+    broken = comm.all_gather_object(is_broken, data)
+    share_buffers(module, data, broken.index(False) if False in broken else 0)
+
+
+@torch.no_grad()
+def share_means(tensors: Sequence[Tensor], group: Group) -> None:
+    """Replace tensors that differ between the replicas by their means; of those that are finite on some, over these.
+
+    Those that are not of floating point become the first replica's.
+    """
+    if group.size == 1 or not tensors:
+        return
+    prints = comm.all_gather_object(fingerprints(tensors), group)
+    different = [tensor for tensor, *values in zip(tensors, *prints) if len(set(values)) > 1]
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in different:
+        if tensor.is_floating_point():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        else:
+            _broadcast(tensor, group)
+    for (dtype, device), found in kinds.items():
+        finite = torch.stack([tensor.isfinite().all() for tensor in found])
+        values = [tensor.where(is_finite, 0).reshape(-1) for tensor, is_finite in zip(found, finite)]
+        # Sums of 16 bits would round, and a loss of range is no loss of numbers.
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        flat = torch.cat([finite, *values]).to(wide).to(device if device.type != "cpu" else group.host_device)
+        flat = comm.all_reduce_(flat, group).to(device)
+        counts, flat = flat[: len(found)], flat[len(found) :]
+        for tensor, count, total in zip(found, counts, flat.split([tensor.numel() for tensor in found])):
+            tensor.copy_((total / count).view_as(tensor).where(count > 0, tensor))
 
 
 def _needs_cuda(group: Group) -> bool:

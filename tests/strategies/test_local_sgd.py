@@ -1,19 +1,21 @@
 """Local SGD against a simulation of its replicas in one process; what is sent, what is saved, what goes wrong."""
 
 import copy
+import itertools
 import tempfile
 from contextlib import nullcontext
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
+from lightning.pytorch import callbacks as averages
 from torch import nn
 
 from lightning_parallel import (
     AutoResume,
+    CompressedDDPStrategy,
     CompressionMonitor,
     HybridParallelStrategy,
     LocalSGDStrategy,
@@ -24,7 +26,7 @@ from lightning_parallel import (
     comm,
 )
 from lightning_parallel.tracing import Recorder, activate
-from tests.harness import distributed
+from tests.harness import distributed, run
 from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_pipeline_checkpoint import Tied
 
@@ -99,6 +101,18 @@ def simulate(module, replicas, every, outer=None, start=0, overlap=0, fragments=
     return dict(zip((name for name, _ in module.named_parameters()), anchor))
 
 
+class Counting(torch.optim.SGD):
+    """Keeps an integer in its state, as optimizers with codes do."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for value in group["params"]:
+                state = self.state[value]
+                state["count"] = state.get("count", torch.zeros((), dtype=torch.long)) + 1
+        return loss
+
+
 class Plain(Net):
     """Logs nothing: what is sent is that of the strategy."""
 
@@ -116,6 +130,8 @@ class Plain(Net):
     def configure_optimizers(self):
         if self.optimizer == "adam":
             return torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.optimizer == "counting":
+            return Counting(self.parameters(), lr=self.lr, momentum=self.momentum)
         return super().configure_optimizers()
 
 
@@ -269,6 +285,38 @@ def test_replicas_join_and_leave_at_an_exchange(group, checkpoint_format):
         trainer_for(max_epochs=2).fit(Plain(), loader(), ckpt_path=f"{path}-4")
 
 
+def fits_counting(group, path, **options):
+    callbacks = () if "ckpt_path" in options else [Saves(path, (4,))]
+    trainer = fit(Plain("counting"), group, group.size, every_n_steps=2, callbacks=callbacks, **options)
+    assert all(entry["count"] == 8 for entry in trainer.optimizers[0].state.values())
+
+
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+def test_counts_in_optimizers_have_no_mean(tmp_path, checkpoint_format):
+    path = tmp_path / "run"
+    run(fits_counting, 2, path=path, checkpoint_format=checkpoint_format)
+    run(fits_counting, 4, path=path, checkpoint_format=checkpoint_format, ckpt_path=f"{path}-4")
+
+
+@distributed(world_size=2)
+def test_gradients_that_were_not_sent_are_no_drift(group):
+    path = folder_of(group)
+
+    def strategy(kind):
+        return kind(compression=TopK(0.1, min_numel=0), **({"every_n_steps": 3} if kind is LocalSGDStrategy else {}))
+
+    kinds = (CompressedDDPStrategy, HybridParallelStrategy, LocalSGDStrategy)
+    for saves, loads in itertools.permutations(kinds, 2):
+        where = path / saves.__name__
+        saver = trainer_for(strategy(saves), 2, callbacks=[Saves(where, (4,))], max_epochs=1)
+        saver.fit(Plain(), loader(2, group.rank))
+        # All steps were taken: what is restored remains as it is.
+        trainer = trainer_for(strategy(loads), 2, max_epochs=1)
+        trainer.fit(Plain(), loader(2, group.rank), ckpt_path=f"{where}-4")
+        is_kept = "residual" in trainer.strategy.compression.state_dict()
+        assert is_kept == (LocalSGDStrategy not in (saves, loads)), (saves, loads)
+
+
 @distributed(world_size=2)
 def test_nothing_is_sent_between_exchanges(group):
     class Counts(Callback):
@@ -280,7 +328,7 @@ def test_nothing_is_sent_between_exchanges(group):
         counts = [0]
         with activate(Recorder()) as recorder:
             fit(Plain(), group, every_n_steps=4, callbacks=[Counts()], **options)
-        sent = [after - before for before, after in pairwise(counts)]
+        sent = [after - before for before, after in itertools.pairwise(counts)]
         # Only the batch after an exchange asks whether a replica got a signal to end; the first ones set up.
         assert [sent[1], sent[2], sent[5], sent[6]] == [0] * 4, sent
         assert sent[4] <= 2 < sent[3] + 2, sent
@@ -381,14 +429,93 @@ def test_several_optimizers_unfrozen_parameters_and_buffers(group):
             if self.global_step > 6:
                 self.net[0].requires_grad_(True)
 
-    module = Adversarial()
-    before = module.net[0].weight.detach().clone()
-    trainer = fit(module, group, every_n_steps=3)
-    assert trainer.strategy.every_n_steps == 3
+    # The last step may be one of an exchange, which the first of the optimizers begins.
+    for every in (3, 4):
+        module = Adversarial()
+        before = module.net[0].weight.detach().clone()
+        fit(module, group, every_n_steps=every)
+        assert_equal_everywhere(module, group)
+        assert not torch.equal(before, module.net[0].weight)
+        means = comm.all_gather_object(module.other[1].running_mean, group)
+        assert torch.equal(*means)
+
+
+class Taught(Explodes):
+    """Has a teacher that follows it without being trained, and statistics that one replica loses."""
+
+    def __init__(self, replica=None, at=None):
+        super().__init__(replica, at)
+        self.norm = nn.BatchNorm1d(12).double()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch, index):
+        x = self.norm(batch[0])
+        return F.cross_entropy(self.net(x), batch[1]) + F.mse_loss(self.net(x), self.teacher(batch[0]))
+
+    def on_train_batch_end(self, *_):
+        for mine, followed in zip(self.teacher.parameters(), self.net.parameters()):
+            mine.data.lerp_(followed.data, 0.1)
+
+
+class Averages(Callback):
+    """Keeps an average of its own, and exchanges it with the weights for validation and for good."""
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.average = [value.detach().clone() for value in module.parameters()]
+
+    def swap(self, trainer, module):
+        for value, average in zip(module.parameters(), self.average):
+            value.data, average.data = average.data.clone(), value.data
+
+    on_validation_start = on_validation_end = on_train_end = swap
+
+
+@distributed(world_size=2)
+def test_what_follows_the_parameters_is_one_where_they_are(group):
+    class Sees(Callback):
+        def on_validation_batch_start(self, trainer, module, *_):
+            seen.append([value.detach().clone() for value in module.parameters()])
+
+    makes = {
+        "teacher": lambda: [],
+        "own": lambda: [Averages()],
+        "stochastic": lambda: [averages.StochasticWeightAveraging(0.02, 1)],
+    }
+    if hasattr(averages, "EMAWeightAveraging"):
+        makes["moving"] = lambda: [averages.EMAWeightAveraging(decay=0.6)]
+    for name, make in makes.items():
+        for every in (2, 100):
+            # Where there is batch normalisation, the other one steps once more with the last gradients.
+            module, seen, callbacks = Plain() if name == "stochastic" else Taught(), [], make()
+            options = {"every_n_steps": every, "outer_optimizer": "nesterov", "max_epochs": 4}
+            fit(module, group, validates=name != "stochastic", callbacks=[*callbacks, Sees()], **options)
+            assert_equal_everywhere(module, group)
+            for mine, other in zip(*comm.all_gather_object(seen, group)) if name != "own" else ():
+                assert all(torch.equal(a, b) for a, b in zip(mine, other)), f"{name} {every}"
+            if name == "stochastic":
+                # What the callback has put there is not a drift for the outer optimizer.
+                average = callbacks[0]._average_model.net
+                assert all(torch.equal(a, b) for a, b in zip(module.net.parameters(), average.parameters()))
+
+
+@distributed(world_size=2)
+def test_what_hooks_put_into_the_module_is_no_drift(group):
+    class Resets(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.current_epoch == 1:
+                module.net[0].weight.data.fill_(group.rank)
+
+    module = Plain(lr=0.0)
+    fit(module, group, every_n_steps=2, outer_optimizer="nesterov", validates=True, callbacks=[Resets()])
+    assert torch.equal(module.net[0].weight, torch.full_like(module.net[0].weight, 0.5))
+
+
+@distributed(world_size=2)
+def test_traces_of_a_replica_that_was_not_finite_stay_there(group):
+    module = Taught((0, 0, 0), 2)
+    fit(module, group, every_n_steps=3)
     assert_equal_everywhere(module, group)
-    assert not torch.equal(before, module.net[0].weight)
-    means = comm.all_gather_object(module.other[1].running_mean, group)
-    assert torch.equal(*means)
+    assert all(value.isfinite().all() for value in module.state_dict().values())
 
 
 def test_arguments_are_checked():
