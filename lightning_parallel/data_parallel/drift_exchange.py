@@ -218,8 +218,9 @@ class DriftExchange:
         return bool(drifted)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and let go of the anchor; counts and the outer optimizer are kept."""
         self._session.close()
+        self._anchor, self._fragments = {}, []
 
     # ---------------------------------------------------------------------------------------------------- exchanges
 

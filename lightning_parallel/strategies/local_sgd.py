@@ -143,6 +143,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         self.start_step = start_step
         self._make_outer = _OUTER[outer_optimizer] if isinstance(outer_optimizer, str) else outer_optimizer
         self._exchange: DriftExchange | None = None
+        self._ended: DriftExchange | None = None  # that of the last `fit`, for checkpoints that are saved after it
         self._averages_gradients = False  # what the present reducer does
         self._taken: Counter[int] = Counter()  # steps of each optimizer, by `id`
         self._step_count = self._restored_steps = 0
@@ -237,7 +238,9 @@ class LocalSGDStrategy(HybridParallelStrategy):
     def teardown(self) -> None:
         if self._exchange is not None:
             self._exchange.close()
-            self._exchange = None
+            if self._exchange.outer is not None:
+                move_optimizers([self._exchange.outer], torch.device("cpu"))
+            self._exchange, self._ended = None, self._exchange
             assert self.compression is not None
             self.compression.leave_device()
         super().teardown()
@@ -349,13 +352,12 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
-        if "optimizer_states" in checkpoint and self._exchange is not None:
-            checkpoint[LOCAL_STEPS] = self._state()
+        exchange = self._exchange or self._ended
+        if "optimizer_states" in checkpoint and exchange is not None:
+            checkpoint[LOCAL_STEPS] = self._state(exchange)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def _state(self) -> dict[str, Any]:
-        exchange = self._exchange
-        assert exchange is not None
+    def _state(self, exchange: DriftExchange) -> dict[str, Any]:
         data, outer = self.groups.data_parallel, exchange.outer
         scaler = getattr(self.precision_plugin, "scaler", None)
         scalers = comm.all_gather_object(None if scaler is None else scaler.state_dict(), data)
