@@ -65,7 +65,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     Before validation, checkpoints and the end of `fit` the replicas exchange what has drifted so far, so that all of
     these see one model. There, replicas may also join and leave: a run resumed with as many of them goes on bit for
-    bit; among others each begins with the mean of their optimizers' state. In between, replicas have parameters,
+    bit (with LBFGS, whose history is lists, with the first one's); among others each begins with the mean of their
+    optimizers' state. In between, replicas have parameters,
     optimizer state and, under `16-mixed`, loss scales of their own. Metrics that are not synchronised are those of the
     replica, and a signal to end (SIGTERM) is heeded at the next exchange.
 
