@@ -13,7 +13,7 @@ train: .venv/installed
 	@cd examples/gpt && ../../$(BIN)/python main.py fit --config base.yaml --config hybrid.yaml --config profile.yaml
 
 test: .venv/browser
-	@echo "About 2,700 tests, many with 2 to 4 processes each: 8 minutes were measured on 2 cores, 11 beside other work."
+	@echo "About 2,800 tests, many with 2 to 4 processes each: 13 minutes were measured on 2 cores with a little beside it."
 	$(BIN)/python -m pytest -q -m "not gpu" -n auto --dist worksteal
 
 test-gpu: .venv/installed
