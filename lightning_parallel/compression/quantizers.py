@@ -310,6 +310,8 @@ class Sign(Compressor):
     Sources: EF-signSGD, Karimireddy et al. 2019, arXiv 1901.09847; two phases: 1-bit Adam, arXiv 2102.02888.
     """
 
+    loss_under_adam = "43 % above that of plain means, 15 % with dense embeddings and `start_step=50`"
+
     linear = False
     unbiased = False
     collective = "two_phase"

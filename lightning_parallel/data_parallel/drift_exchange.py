@@ -105,13 +105,13 @@ class DriftExchange:
         self.outer = None if outer is None else outer(list(self._parameters.values()))
         self.exchanged = self.failed = self.returned = self.counted = 0
         device = next((parameter.device for parameter in self._parameters.values()), torch.device("cpu"))
-        overlaps = overlap_steps > 0 and side_group is not None
+        side_group = side_group if overlap_steps > 0 else None
         # Without a verdict of the whole replica, for which the thread would ask in a group in use: whether
         # means are taken is agreed on here.
         self._session = GradientSession(
             reducer,
-            side_group if overlaps and side_group is not None else group,
-            ThreadExecutor(device) if overlaps else InlineExecutor(),
+            group if side_group is None else side_group,
+            InlineExecutor() if side_group is None else ThreadExecutor(device),
             device=device,
         )
         self._anchor: dict[str, Tensor] = {}

@@ -133,10 +133,11 @@ class SavesCompression(SavesFiles):
         if module is not None and self.is_global_zero and trainer.state.fn == TrainerFn.FITTING:
             # Before FSDP wraps layers, and so renames their parameters.
             warn_of_unmatched(module, self.compression)
-        if module is not None and trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
+        compresses = trainer.state.fn == TrainerFn.FITTING and self.compression is not None
+        if module is not None and compresses:
             self._tell_costs(module, trainer.world_size)
         super().setup(trainer)
-        if module is not None and trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
+        if module is not None and compresses:
             warn_of_misfits(self.compression, module, self.optimizers)
 
     def _tell_costs(self, module: LightningModule, replicas: int) -> None:

@@ -11,18 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_parallel.compression import Auto, Dense, Reducer
 from lightning_parallel.compression.compressor_state import REPLICATED
+from lightning_parallel.compression.reducer import LATE
 from lightning_parallel.tracing.spans import bytes_text, count_text
 
 __all__ = ["tell_costs", "warn_of_misfits"]
-
-# Loss of the example GPT after 600 steps of AdamW, above that of plain means (`benchmarks/convergence.py`).
-_UNDER_ADAM = {
-    "Sign": "43 % above that of plain means, 15 % with dense embeddings and `start_step=50`",
-    "TopK": "28 % above that of plain means at 2 % of the elements, 5.6 % at 20 %",
-    "RandomK": "23 % above that of plain means at 25 % of the elements",
-    "BlockTopK": "22 % above that of plain means at 10 % of the blocks, 3.5 % at 50 %",
-}
-_LATE = 1 << 40  # a step after all warm-up
 
 
 def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, owners: int = 1, steps: int = 1) -> None:
@@ -55,7 +47,7 @@ def tell_costs(reducer: Reducer, module: nn.Module, replicas: int, owners: int =
 
 def _kept_bytes(reducer: Reducer, name: str, value: Tensor) -> int:
     """Return the bytes of memory of a parameter's shape; low-rank factors are small beside it."""
-    slots = getattr(reducer.method(name, tuple(value.shape), _LATE), "slots", None) or frozenset()
+    slots = getattr(reducer.method(name, tuple(value.shape), LATE), "slots", None) or frozenset()
     width = max(4, value.element_size())
     return len(slots - REPLICATED) * value.numel() * width
 
@@ -67,7 +59,7 @@ def warn_of_misfits(reducer: Reducer, module: nn.Module, optimizers: Iterable[Op
     told: set[str] = set()
     for group in groups:
         for value in group["params"]:
-            method = reducer.method(names.get(id(value), ""), tuple(value.shape), _LATE)
+            method = reducer.method(names.get(id(value), ""), tuple(value.shape), LATE)
             for kind, text in _misfits(method, group):
                 if kind not in told:
                     told.add(kind)
@@ -87,10 +79,11 @@ def _misfits(method: Any, group: Mapping[str, Any]) -> Iterator[tuple[str, str]]
             " `momentum` out of the compressor.",
         )
     # Those that divide by the history of each element.
-    if betas and "eps" in group and kind in _UNDER_ADAM:
+    loss = getattr(method, "loss_under_adam", "")
+    if loss and betas and "eps" in group:
         yield (
             kind,
             f"`{method!r}` leaves most elements without a gradient in most steps, which an optimizer that scales each"
-            f" element by its own history takes for small gradients: the loss of a small GPT was {_UNDER_ADAM[kind]}."
+            f" element by its own history takes for small gradients: the loss of a small GPT was {loss}."
             " `PowerSGD(16)`, `Quantize(8)` and `Quantize(4)` were within 1 %; SGD goes with this compressor.",
         )

@@ -1,11 +1,9 @@
-"""Local SGD: replicas that take steps of their own, and average how far they have drifted. The strategy, its state.
+"""Local SGD: replicas that take steps of their own, and average how far they have drifted: the strategy.
 
 A checkpoint is that of the mesh strategies, of the parameters on which the replicas agree, with
 
-    "local_sgd": {"steps": optimizer steps, "local_steps", "exchanges",
-                  "scalers": [of each replica], "are_new": [whether each replica's optimizers have no state yet],
-                  "outer": state of the outer optimizer,
-                  "optimizers": state of the optimizers of all replicas}
+    "local_sgd": {"steps": optimizer steps, "local_steps", "exchanges", "scalers": [of each replica],
+                  "outer": state of the outer optimizer, "are_new", "optimizers": see `replica_optimizers`}
 
 `optimizer_states`, which any strategy reads, has those of the first replica.
 """
@@ -25,7 +23,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -34,17 +31,16 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import PathLike, move_optimizers
 from lightning_parallel.compression import Dense, Reducer, check_reducer
 from lightning_parallel.compression.compressor import check_integer
-from lightning_parallel.compression.compressor_state import gather_states
 from lightning_parallel.data_parallel import DriftExchange, GradientReducer
 from lightning_parallel.mesh import DATA
 from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.compression_advice import warn_of_misfits
 from lightning_parallel.strategies.compression_files import LOCAL_STEPS
-from lightning_parallel.strategies.compression_parts import assemble_state, divide_state, mean_of
 from lightning_parallel.strategies.full_state import averages_of
 from lightning_parallel.strategies.mesh_compression import gradient_reducer
 from lightning_parallel.strategies.optimization import check_optimizers
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
+from lightning_parallel.strategies.replica_optimizers import ReplicaOptimizers
 
 __all__ = ["LocalSGDStrategy", "OuterOptimizer"]
 
@@ -66,9 +62,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
     Before validation, checkpoints and the end of `fit` the replicas exchange what has drifted so far, so that all of
     these see one model. There, replicas may also join and leave: a run resumed with as many of them goes on bit for
     bit (with LBFGS, whose history is lists, with the first one's); among others each begins with the mean of their
-    optimizers' state. In between, replicas have parameters,
-    optimizer state and, under `16-mixed`, loss scales of their own. Metrics that are not synchronised are those of the
-    replica, and a signal to end (SIGTERM) is heeded at the next exchange.
+    optimizers' state. In between, replicas have parameters, optimizer state and, under `16-mixed`, loss scales of their
+    own. Metrics that are not synchronised are the replica's; a signal to end (SIGTERM) is heeded at the next exchange.
 
     A replica whose drift is not finite returns to the parameters on which all agreed last, with a new optimizer state;
     the others go on. With `every_n_steps=1`, no compression and SGD this is DDP.
@@ -137,7 +132,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             compression=Dense() if compression is None else compression,
             **kwargs,
         )
-        self.every_n_steps = self.steps_between_reductions = every_n_steps
+        self.every_n_steps = every_n_steps
         self.average_first = average_first
         self.fragments = fragments
         self.overlap_steps = overlap_steps
@@ -155,6 +150,11 @@ class LocalSGDStrategy(HybridParallelStrategy):
     # ------------------------------------------------------------------------------------------------------- set-up
 
     compresses_drifts = True
+
+    @property
+    @override
+    def steps_between_reductions(self) -> int:
+        return self.every_n_steps
 
     @override
     def make_reducer(self) -> GradientReducer:
@@ -181,8 +181,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
             on_return=self._begin_anew,
         )
         if self._exchange.outer is not None:
-            names, is_cut = self.parameter_names, self.engine is not None
-            check_optimizers([self._exchange.outer], names, self._rules, is_cut, self.groups.world)
+            found, names = [self._exchange.outer], self.parameter_names
+            check_optimizers(found, names, self._rules, self.engine is not None, self.groups.world)
         return self._local_reducer(averages=False)
 
     @override
@@ -318,8 +318,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     def _begin_anew(self) -> None:
         """Forget the state of the optimizers, which may not be finite either."""
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
+        self._replica_optimizers.clear()
         assert self._exchange is not None
         if self.groups.replica.rank == 0 and self._exchange.returned & (self._exchange.returned - 1) == 0:
             # On this replica, which the others know nothing of.
@@ -363,46 +362,10 @@ class LocalSGDStrategy(HybridParallelStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         scalers = comm.all_gather_object(None if scaler is None else scaler.state_dict(), data)
         counts = {"steps": self._step_count, "local_steps": exchange.counted, "exchanges": exchange.exchanged}
-        mine = self._optimizer_slots()
-        are_new = comm.all_gather_object(not mine, data)
-        state: dict[str, Any] = {**counts, "scalers": scalers, "are_new": are_new}
-        mine = self._filled(mine)
+        state: dict[str, Any] = {**counts, "scalers": scalers, **self._replica_optimizers.save(self.is_sharded)}
         if outer is not None:
             state["outer"] = self._saved.gather_optimizer(outer)
-        if self.is_sharded:
-            state["optimizers"] = divide_state(mine, self.module, self._rules, self.groups)
-        else:
-            # The first replica's are those of `optimizer_states`.
-            everyone = gather_states(mine if data.rank > 0 else {}, self.groups.world)
-            state["optimizers"] = {"layout": self._sizes_of_mesh, "ranks": everyone}
         return state
-
-    def _optimizer_slots(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors in the state of this replica's optimizers, by optimizer and key, then by parameter."""
-        names = self.parameter_names
-        slots: dict[str, dict[str, Tensor]] = {}
-        for number, optimizer in enumerate(self.optimizers):
-            for parameter, entry in optimizer.state.items():
-                for key, value in entry.items():
-                    if isinstance(value, Tensor) and id(parameter) in names:
-                        slots.setdefault(f"{number}.{key}", {})[names[id(parameter)]] = value.detach()
-        return slots
-
-    def _filled(self, mine: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Add zeros for what other replicas have: a checkpoint has a row of each of them."""
-        described = {
-            slot: {name: (tuple(value.shape), value.dtype) for name, value in named.items()}
-            for slot, named in mine.items()
-        }
-        filled: dict[str, dict[str, Tensor]] = {}
-        for theirs in comm.all_gather_object(described, self.groups.data_parallel):
-            for slot, named in theirs.items():
-                for name, (shape, dtype) in named.items():
-                    value = mine.get(slot, {}).get(name)
-                    if value is None:
-                        value = torch.zeros(shape, dtype=dtype, device=self.root_device)
-                    filled.setdefault(slot, {}).setdefault(name, value)
-        return filled
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -448,52 +411,11 @@ class LocalSGDStrategy(HybridParallelStrategy):
         scalers, scaler = state["scalers"], getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and data.rank < len(scalers) and scalers[data.rank] is not None:
             scaler.load_state_dict(scalers[data.rank])
-        saved = state["optimizers"]
-        if "by_name" in saved:
-            same_division = saved["model"] == self._sizes_of_mesh[1:]
-            saved = saved if same_division else {**saved, "by_position": []}
-            mine = assemble_state(saved, self.module, self._rules, self.groups)
-        else:
-            mine = self._part_of(saved["layout"], saved["ranks"])
-        if len(state["are_new"]) == data.size and state["are_new"][data.rank]:
-            for optimizer in self.optimizers:
-                optimizer.state.clear()
-            return
-        parameters = dict(self.module.named_parameters())
-        for slot, named in mine.items():
-            number, _, key = slot.partition(".")
-            if not number.isdecimal():
-                continue  # not a slot
-            optimizer = self.optimizers[int(number)]
-            for name, value in named.items():
-                entry = optimizer.state[parameters[name]]
-                before = entry.get(key)
-                entry[key] = value.to(before if isinstance(before, Tensor) else self.root_device)
+        self._replica_optimizers.restore(state)
 
     @property
-    def _sizes_of_mesh(self) -> list[int]:
-        groups = self.groups
-        return [groups.data_parallel.size, groups.pipeline_parallel.size, groups.tensor_parallel.size]
-
-    def _part_of(self, layout: list[int], ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of this rank's optimizers from that of all ranks, which the first replica's lack."""
-        data, replica = self.groups.data_parallel, self.groups.replica
-        if layout == self._sizes_of_mesh:
-            return ranks[data.rank * replica.size + replica.rank]
-        if layout[1:] != self._sizes_of_mesh[1:]:
-            rank_zero_warn(
-                f"The checkpoint is of replicas of {' x '.join(map(str, layout[1:]))} ranks (pipeline x tensor); in"
-                " other ones, the optimizers of all replicas begin with the state of the first replica."
-            )
-            return {}
-        first, others = self._optimizer_slots(), [ranks[r * replica.size + replica.rank] for r in range(1, layout[0])]
-        return {
-            slot: {
-                name: mean_of([value, *(other[slot][name].to(value) for other in others)])
-                for name, value in named.items()
-            }
-            for slot, named in first.items()
-        }
+    def _replica_optimizers(self) -> ReplicaOptimizers:
+        return ReplicaOptimizers(self.module, self.groups, self._rules, self.optimizers, self.root_device)
 
 
 def _averages(trainer: Trainer, callback: StochasticWeightAveraging) -> bool:

@@ -204,7 +204,7 @@ class MeshCheckpoints(MeshProcesses):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         if self._compression is not None:
             # Before the file is written: all ranks gather, and rank 0 alone writes.
-            self._compression.save(checkpoint, self.broadcast(str(filepath)), self._rules, self.is_sharded)
+            self._compression.save(checkpoint, filepath, self._rules, self.is_sharded)
         if not self.is_sharded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

@@ -270,8 +270,10 @@ class MeshStrategy(MeshCheckpoints):
     compresses_drifts = False
     """Of parameters, instead of gradients."""
 
-    steps_between_reductions = 1
-    """Optimizer steps."""
+    @property
+    def steps_between_reductions(self) -> int:
+        """Optimizer steps from one reduction over the replicas to the next."""
+        return 1
 
     def check_compression(self, compression: Reducer) -> None:
         """Warn of what does not go with the compressor."""

@@ -46,9 +46,10 @@ def simulate(module, replicas, every, outer=None, start=0, overlap=0, fragments=
     outer_optimizer = None if outer is None else outer(anchor)
     count = len(anchor)
     parts = [range(count * part // fragments, count * (part + 1) // fragments) for part in range(fragments)]
-    sent, step, taken = {}, 0, [0]
+    sent, last, step, taken = {}, {}, 0, [0]
 
     def send(part):
+        last[part] = step
         sent[part] = step, [[values[r][i].detach().clone() for i in parts[part]] for r in range(replicas)]
 
     def take(part):
@@ -96,8 +97,9 @@ def simulate(module, replicas, every, outer=None, start=0, overlap=0, fragments=
     for part in list(sent):
         take(part)
     for part in range(fragments):  # the end of `fit`
-        send(part)
-        take(part)
+        if last.get(part) != step:
+            send(part)
+            take(part)
     return dict(zip((name for name, _ in module.named_parameters()), anchor))
 
 
@@ -154,6 +156,11 @@ def assert_equal_everywhere(module, group):
     mine = [value.detach() for value in module.parameters()]
     for other in comm.all_gather_object(mine, group):
         assert all(torch.equal(a, b) for a, b in zip(mine, other))
+
+
+def trained_alone(module):
+    trainer_for(max_epochs=1).fit(module, loader())
+    return dict(module.named_parameters())
 
 
 def nesterov(parameters):
@@ -279,15 +286,25 @@ def test_an_interrupted_run_goes_on(group):
 def test_replicas_join_and_leave_at_an_exchange(group, checkpoint_format):
     path = folder_of(group) / "run"
     options = {"every_n_steps": 2, "outer_optimizer": "nesterov", "checkpoint_format": checkpoint_format}
-    fit(Plain(), group, 2, tensor_parallel_size=2, callbacks=[Saves(path, (4,))], **options)
-    # The oracle goes on from one state in every layout: momenta are means or the first replica's, so train one epoch.
-    found = {}
+    fit(Plain(momentum=0.0), group, 2, tensor_parallel_size=2, callbacks=[Saves(path, (4,))], **options)
+    made = []
+
+    def outer(parameters):
+        optimizer = nesterov(parameters)
+        if made:
+            optimizer.load_state_dict(made[0].state_dict())
+        made.append(optimizer)
+        return optimizer
+
+    halfway = simulate(Plain(momentum=0.0), 2, 2, outer, epochs=1)
     for sizes, replicas in (({"tensor_parallel_size": 4}, 1), ({"tensor_parallel_size": 1}, 4)):
-        module = Plain()
+        module, expected = Plain(momentum=0.0), Plain(momentum=0.0)
+        expected.load_state_dict({**expected.state_dict(), **halfway})
+        after = simulate(expected, replicas, 2, outer, epochs=1) if replicas > 1 else trained_alone(expected)
         trainer = fit(module, group, replicas, ckpt_path=f"{path}-4", **sizes, **options)
-        found[replicas] = trainer.global_step, [value.isfinite().all() for value in module.parameters()]
+        assert trainer.global_step == 8
+        assert_near(module, after, f"{replicas} replicas")
         assert_equal_everywhere(module, group)
-    assert all(steps == 8 and all(finite) for steps, finite in found.values())
     # Stock strategies read it, too, if it is one file.
     if checkpoint_format == "full" and group.rank == 0:
         trainer_for(max_epochs=2).fit(Plain(), loader(), ckpt_path=f"{path}-4")
@@ -339,8 +356,8 @@ def test_nothing_is_sent_between_exchanges(group):
         sent = [after - before for before, after in itertools.pairwise(counts)]
         # Only the batch after an exchange asks whether a replica got a signal to end; the first ones set up.
         assert [sent[1], sent[2], sent[5], sent[6]] == [0] * 4, sent
-        assert sent[4] <= 2 < sent[3] + 2, sent
-        assert sent[7] > 0, sent
+        assert min(sent[3], sent[7]) > 0, sent
+        assert sent[4] <= 2, sent
 
 
 class Explodes(Plain):
