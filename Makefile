@@ -6,11 +6,16 @@ EXTRAS := cli,transformers,deepspeed,test,lint
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-gpu test-projects lint format bench gpu clean
+.PHONY: train learn test test-gpu test-projects lint format bench gpu clean
 
 train: .venv/installed
 	@echo "Training a small GPT on 4 processes; after a few steps it says how long that takes here."
 	@cd examples/gpt && ../../$(BIN)/python main.py fit --config base.yaml --config hybrid.yaml --config profile.yaml
+
+# What the library does, by hand and from the beginning: ten short scripts.
+learn: .venv/installed
+	@for lesson in examples/learn/*.py; do echo; echo "=== $$lesson"; \
+		OMP_NUM_THREADS=1 $(BIN)/python $$lesson || exit 1; done
 
 test: .venv/browser
 	@echo "About 2,800 tests, many with 2 to 4 processes each: 13 minutes were measured on 2 cores with a little beside it."

@@ -69,11 +69,9 @@ def work(me, store):
                     start, stop = (int(66 * (moment - begin) / (end - begin)) for moment in moments)
                     line = line.ljust(start).ljust(stop, NAMES[kind][i])
                 print(f"  stage {stage}  {line:66} keeps {max(kept for _, _, kept, _, _ in times)}")
-            busy = sum(stop - start for times in everyone for *_, start, stop in times)
-            formula = (STAGES - 1) / (MICROBATCHES + STAGES - 1)
-            print(
-                f"Notice: bubble {1 - busy / (end - begin) / STAGES:.0%}, by the formula (P-1)/(m+P-1) {formula:.0%}\n"
-            )
+            working = sum(stop - start for times in everyone for *_, start, stop in times)
+            bubble, formula = 1 - working / (end - begin) / STAGES, (STAGES - 1) / (MICROBATCHES + STAGES - 1)
+            print(f"Notice: bubble {bubble:.0%}, by the formula (P-1)/(m+P-1) {formula:.0%}\n")
     dist.destroy_process_group()
 
 

@@ -66,9 +66,8 @@ def work(me, store):
         one = (1 - 1.2 * CURVATURE) ** (GRADIENTS // WORKERS)  # what gradient descent on one process makes of a 1
         assert abs(found[True, 1.2][2] - (CURVATURE * one**2).sum() / 2) < 1e-10
         assert found[True, 1.2][1] == 0 < found[False, 1.2][1]
-        print(
-            f"\nNotice: a gradient is {found[False, 1.2][0]:.1f} versions late on average, as {WORKERS - 1} other workers do not wait."
-        )
+        late = found[False, 1.2][0]
+        print(f"\nNotice: a gradient is {late:.1f} versions late, as {WORKERS - 1} other workers do not wait.")
         print("So replicas drift, and the learning rate of one process is too high. Synchronous equals one process.")
     dist.destroy_process_group()
 

@@ -17,15 +17,14 @@ from lightning_parallel import PowerSGD, TopK
 REPLICAS, STEPS, BATCH = 2, 120, 64
 METHODS = {
     "dense": None,  # the mean by an all-reduce
-    "top 2 %, forgets": TopK(0.02, feedback=None),
+    "top 2 %, what is left out is lost": TopK(0.02, feedback=None),
     "top 2 %, error feedback": TopK(0.02),
-    "PowerSGD rank 2, forgets": PowerSGD(rank=2, feedback=None),
+    "PowerSGD rank 2, what is left out is lost": PowerSGD(rank=2, feedback=None),
     "PowerSGD rank 2, error feedback": PowerSGD(rank=2),
 }
 
 
-def batches(me):
-    """Yield inputs and targets: each replica has data of its own, of one and the same teacher."""
+def batches(me):  # each replica has inputs of its own, and the same function to learn
     teacher = torch.randn(32, 8, generator=torch.Generator().manual_seed(0)) / 4
     draws = torch.Generator().manual_seed(1 + me)
     for _ in range(STEPS):
@@ -66,12 +65,12 @@ def work(me, store):
         for name, (loss, size) in found.items():
             table.add_row(name, f"{size:,}", f"{loss:.4f}")
         Console().print(table)
-        (dense, dense_bytes), (forgets, _), (feedback, size) = list(found.values())[:3]
+        (dense, dense_bytes), (lost, _), (kept, size), *_ = found.values()
         print(
-            f"Notice: the largest 2 % of the gradients are 1/{dense_bytes / size:.0f} of the bytes: places have to be sent, too."
+            f"Notice: the largest 2 % of the elements, with their places, are 1/{dense_bytes / size:.0f} of the bytes."
         )
         print(
-            f"Without error feedback the loss is {forgets / dense:.1f} times the dense one, with it {feedback / dense:.1f} times."
+            f"The loss is {lost / dense:.1f} times the dense one without error feedback, {kept / dense:.1f} times with it."
         )
     dist.destroy_process_group()
 

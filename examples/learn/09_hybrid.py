@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_parallel import HybridParallelStrategy
 from lightning_parallel.callbacks import PipelineTimeline
 
-
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 
@@ -60,8 +59,7 @@ def fit(folder, **options):
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
     warnings.simplefilter("ignore")
-    for name in ("pytorch", "fabric"):
-        logging.getLogger(f"lightning.{name}").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         # A fork starts faster than Python does; by default, as with DDP, each rank runs the script once more.
         strategy = HybridParallelStrategy(
@@ -70,8 +68,8 @@ if __name__ == "__main__":
         loss, parameters = fit(folder, devices=4, strategy=strategy, callbacks=[PipelineTimeline()])
         one_loss, one_parameters = fit(folder, devices=1)
     difference = (parameters - one_parameters).abs().max().item()
-    assert abs(loss - one_loss) < 1e-10 and difference < 1e-10  # noqa: PT018
+    assert max(abs(loss - one_loss), difference) < 1e-10
     print(f"Notice: after 10 steps the loss is {loss:.12f} on 4 processes and {one_loss:.12f} on one;")
     print(
-        f"the {parameters.numel()} parameters differ by at most {difference:.0e}. Each rank had about a quarter of them."
+        f"the {parameters.numel()} parameters differ by at most {difference:.0e}. The bubble is the one of lesson 06."
     )
