@@ -19,8 +19,7 @@ from lightning_parallel import CommunicationProfiler, DataShardingMonitor, Repli
 from lightning_parallel.callbacks import ProfileReport
 
 REPLICAS, SAMPLES, RATE = 2, 256, 0.03
-OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-FIXED = {"max_epochs": 1, "accelerator": "cpu", **OFF}
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
 
 
 class Model(LightningModule):
@@ -42,17 +41,14 @@ class Model(LightningModule):
 
 
 def fit(*callbacks, replicas=REPLICAS, width=16, rate=RATE, drifts=False, batch=8, **options):
-    """Train for one epoch; return the loss over all samples, and the report of the run."""
     seed_everything(0, verbose=False)
     x = torch.randn(SAMPLES, width)
     data, model = TensorDataset(x, x[:, :4].sum(1, keepdim=True)), Model(width, rate, drifts)
     with tempfile.TemporaryDirectory() as folder:
-        report = [ProfileReport(folder, trace_steps=0, show_diagnosis=False)] if callbacks else []
-        strategy = DDPStrategy(start_method="fork") if replicas > 1 else "auto"
-        trainer = Trainer(devices=replicas, strategy=strategy, callbacks=[*callbacks, *report], **FIXED, **options)
-        trainer.fit(model, DataLoader(data, batch))
-        loss = model.training_step(data.tensors, 0).item()
-        return loss, json.loads((Path(folder) / "report.json").read_text()) if callbacks else {}
+        options["callbacks"] = [*callbacks, ProfileReport(folder, trace_steps=0, show_diagnosis=False)]
+        options["strategy"] = DDPStrategy(start_method="fork") if replicas > 1 else "auto"
+        Trainer(accelerator="cpu", devices=replicas, **QUIET, **options).fit(model, DataLoader(data, batch))
+        return model.training_step(data.tensors, 0).item(), json.loads(Path(folder, "report.json").read_text())
 
 
 def finding(mistake, callback, **options):
@@ -79,6 +75,6 @@ if __name__ == "__main__":
     (share, diagnosis), (rarer, _) = exposed(accumulate=1), exposed(accumulate=8)
     print(f"4. Communication holds up. StepBreakdown: {share:.0%} of a step; ProfileReport:\n   {diagnosis}")
     print(
-        f"\nNotice: no error was raised. By the linear rule ({REPLICAS} times the samples in a step: {REPLICAS} times the rate)"
+        f"\nNotice: no error was raised. With {REPLICAS} x batch and {REPLICAS} x rate (the linear rule), 1 has loss {scaled:.3f}."
     )
-    print(f"the loss of 1 is {scaled:.3f}. With gradients sent after every 8th batch, 4 has {rarer:.0%}.")
+    print(f"When the gradients of 8 batches are sent at once, the {share:.0%} of 4 become {rarer:.0%}.")
