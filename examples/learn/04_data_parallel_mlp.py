@@ -63,13 +63,13 @@ def work(me, store):
     error = max((a - b).abs().max().item() for a, b in zip(whole.parameters(), mine.parameters()))
     assert error < 1e-10
     if me == 0:  # the last step
-        spans = [(f"{8 * len(message) // 1000} kB", *times[:2]) for _, message, _, times in buckets.sent]
-        spans.insert(0, ("backward", begin, end))
-        first, last = spans[1][1], max(done for _, _, done in spans)
-        for name, start, done in spans:
+        sent = [(f"{8 * len(message) // 1000} kB", *times[:2]) for _, message, _, times in buckets.sent]
+        last = max(end, *(done for _, _, done in sent))
+        for name, start, done in [("backward", begin, end), *sent]:
             a, b = (round(60 * (moment - begin) / (last - begin)) for moment in (start, done))
             print(f"{name:>10} {' ' * a + '=' * max(1, b - a):60} {1e3 * (done - start):4.0f} ms")
-        print(f"\nNotice: messages took {1e3 * (last - first):.0f} ms, {1e3 * (end - first):.0f} ms of it in backward.")
+        took, hidden = (1e3 * sum(min(done, until) - start for _, start, done in sent) for until in (last, end))
+        print(f"\nNotice: messages took {took:.1f} ms in all, {hidden:.1f} ms of it during backward.")
         print(f"After {STEPS} steps the parameters are those of one process (difference {error:.0e}).")
     dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_parallel import PowerSGD, TopK
 
-REPLICAS, STEPS, BATCH = 2, 100, 64
+REPLICAS, STEPS, BATCH = 2, 60, 64
 METHODS = {
     "dense": None,  # the mean by an all-reduce
     "top 2 %, what is left out is lost": TopK(0.02, feedback=None),
@@ -36,7 +36,7 @@ def train(compressor, me):
     """Return the mean loss of the last 10 steps, and the bytes that a replica sends in a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     losses = []
     for x, y in batches(me):
         optimizer.zero_grad()

@@ -44,8 +44,8 @@ def data_loader(text):
 
 
 def data_parallel_mlp(text):
-    total, hidden = numbers(r"took (\d+) ms in all, (\d+) ms of it in backward", text)
-    assert total >= hidden
+    total, hidden = numbers(r"took ([\d.]+) ms in all, ([\d.]+) ms of it during backward", text)
+    assert total >= hidden > 0
 
 
 def tensor_parallel_mlp(text):
@@ -81,7 +81,7 @@ def four_mistakes(text):
     assert "center: differs from rank 0" in text
     assert "overlap: 32 of 32 samples were read by several replicas" in text
     share, rarer = numbers(r"the (\d+)% of 4 become (\d+)%", text)
-    assert min(share, rarer) > 0
+    assert share > rarer
 
 
 HOLDS = [collectives, broadcast_and_gather, data_loader, data_parallel_mlp, tensor_parallel_mlp]
