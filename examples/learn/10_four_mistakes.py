@@ -47,9 +47,8 @@ def fit(*callbacks, replicas=REPLICAS, width=16, rate=RATE, drifts=False, batch=
     with tempfile.TemporaryDirectory() as folder:
         options["callbacks"] = [*callbacks, ProfileReport(folder, trace_steps=0, show_diagnosis=False)]
         options["strategy"] = DDPStrategy(start_method="fork") if replicas > 1 else "auto"
-        Trainer(max_epochs=1, accelerator="cpu", devices=replicas, **QUIET, **options).fit(
-            model, DataLoader(data, batch)
-        )
+        trainer = Trainer(max_epochs=1, accelerator="cpu", devices=replicas, **QUIET, **options)
+        trainer.fit(model, DataLoader(data, batch))
         return model.training_step(data.tensors, 0).item(), json.loads(Path(folder, "report.json").read_text())
 
 
@@ -61,8 +60,7 @@ def finding(mistake, callback, **options):
 
 def exposed(accumulate):
     callbacks = StepBreakdown(show_table=False), CommunicationProfiler(show_table=False)
-    options = {"accumulate_grad_batches": accumulate, "limit_train_batches": 40}
-    report = fit(*callbacks, width=1024, rate=1e-4, batch=2, **options)[1]
+    report = fit(*callbacks, width=1024, rate=1e-4, batch=4, accumulate_grad_batches=accumulate)[1]
     steps = report["reports"]["StepBreakdown"]
     return steps["communication_least"][0] / steps["ranks"][0]["wall"], report["diagnosis"][0]["title"]
 
@@ -76,8 +74,6 @@ if __name__ == "__main__":
     finding("2. Replicas drift", ReplicaDriftMonitor(4, show_table=False), drifts=True)
     finding("3. Data are read twice", DataShardingMonitor(4, show_table=False), use_distributed_sampler=False)
     (share, diagnosis), (rarer, _) = exposed(accumulate=1), exposed(accumulate=8)
-    print(
-        f"4. Communication holds up. StepBreakdown: both ranks for {share:.0%} of a step; ProfileReport:\n   {diagnosis}"
-    )
+    print(f"4. Communication holds up. StepBreakdown: both ranks for {share:.0%} of a step; report:\n   {diagnosis}")
     print(f"\nNotice: no error was raised. By the linear rule, batch and rate x {REPLICAS}, 1 has loss {scaled:.3f}.")
     print(f"When the gradients of 8 batches are sent at once, the {share:.0%} of 4 become {rarer:.0%}.")
