@@ -1,6 +1,6 @@
 """Data-parallel training over slow links: compressed gradients against DDP, as ratios.
 
-    sudo python benchmarks/slow_link.py [--hosts 2 4] [--rates 100 1000] [--steps 10]
+    sudo python benchmarks/slow_link.py [--hosts 2 4] [--rates 100 1000] [--steps 10] [--compute-ms 100]
 
 Hosts are network namespaces whose links are shaped by `tc tbf`; they talk gloo over TCP. All methods train copies of
 one MLP of 5.3 million parameters, in turn, in one process group. Per method:
@@ -10,6 +10,10 @@ one MLP of 5.3 million parameters, in turn, in one process group. Per method:
     sent        bytes that the interface of host 0 has sent in a step, headers included
     exposed     step - the same step without communication
     bound       step / max(compute, sent / rate); the target is at most 1.25 for PowerSGD
+    codec       nanoseconds that the host takes per parameter to encode and decode, in the fastest step
+
+Where hosts have no core to spare, a step takes compute + codec, however well they overlap. With `--compute-ms` layers
+sleep instead, as if a device computed, and each is a bucket of its own.
 
 Then `auto` against DDP on the loopback of this host, where compression does not pay, and what torch's own PowerSGD hook
 does with two buckets. Without root, `ip` or `tc` only the loopback is measured.
@@ -33,6 +37,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from shaped_network import Network, unavailable
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,6 +45,7 @@ from lightning_parallel import Cast, PowerSGD, Quantize, Sign, TopK
 from lightning_parallel.compression import Auto, HookState, Reducer, compression_hook
 
 WIDTH, LAYERS, CLASSES, BATCH = 1024, 5, 10, 64
+SLEEPING_LAYERS = 12
 WARM_UP = 22  # steps; `auto` has made up its mind by then
 ONE_BUCKET_MB = 1000
 SMALL_BUCKET_MB = 4  # one layer: its factors are small, and travel while the next layer's gradient is computed
@@ -48,18 +54,53 @@ Step = Callable[[], None]
 
 
 class Side(NamedTuple):
-    """One method: a training step, and how to let go of what it holds."""
+    """One method: a training step, how to let go of what it holds, and our compressor, if it is one."""
 
     step: Step
     close: Callable[[], None]
+    compressor: Reducer | None = None
 
 
 def _nothing() -> None:
     pass
 
 
+class _Sleep(Function):
+    """Passes its input on; its backward takes `seconds`, and gives the weight a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gradient: Tensor, seconds: float) -> Tensor:
+        ctx.gradient, ctx.seconds = gradient, seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradient, ctx.gradient, None, None
+
+
+class SleepingLayer(nn.Module):
+    """A weight whose gradient is the same in each step, and takes `backward_s`."""
+
+    def __init__(self, backward_s: float) -> None:
+        super().__init__()
+        self.backward_s = backward_s
+        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        self.gradient = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) -> the same."""
+        return _Sleep.apply(x, self.weight, self.gradient, self.backward_s)
+
+
+compute_ms: float | None = None  # of the layers, if they sleep
+
+
 def mlp() -> nn.Module:
-    """5.3 million parameters."""
+    """5.3 million parameters, or 12.6 in layers that sleep."""
+    if compute_ms is not None:
+        layers = [SleepingLayer(compute_ms / 1e3 / SLEEPING_LAYERS) for _ in range(SLEEPING_LAYERS)]
+        return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES))
     torch.manual_seed(0)
     hidden = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
     return nn.Sequential(*hidden, nn.Linear(WIDTH, CLASSES))
@@ -109,10 +150,11 @@ def torch_powersgd(bucket_cap_mb: int | None = None) -> Side:
 
 def ours(compressor: Reducer, bucket_cap_mb: float | None = None) -> Side:
     """DDP with one of this library's compressors."""
+    bucket_cap_mb = SMALL_BUCKET_MB if compute_ms is not None else bucket_cap_mb
     model = DistributedDataParallel(mlp(), bucket_cap_mb=bucket_cap_mb)
     state = HookState(compressor, model, bucket_bytes=model.bucket_bytes_cap)
     model.register_comm_hook(state, compression_hook)
-    return Side(stepper(model, lambda: state.finish() and None), state.close)
+    return Side(stepper(model, lambda: state.finish() and None), state.close, compressor)
 
 
 METHODS: dict[str, Callable[[], Side]] = {
@@ -139,6 +181,7 @@ class Measured(NamedTuple):
     name: str
     step_s: float
     sent_bytes: float
+    codec_ns: float | None = None
 
 
 def sent_bytes() -> int:
@@ -153,16 +196,19 @@ def measure(name: str, steps: int) -> Measured:
     for _ in range(WARM_UP if name.startswith("Auto") else 3):
         side.step()
     dist.barrier()
-    taken, before = [], sent_bytes()
+    taken, codec_s, before = [], [], sent_bytes()
     for _ in range(steps):
         start = time.perf_counter()
         side.step()
         taken.append(time.perf_counter() - start)
+        if side.compressor is not None:
+            codec_s.append(side.compressor.seconds.encode + side.compressor.seconds.decode)
     sent = (sent_bytes() - before) / steps
     slowest = torch.tensor(statistics.median(taken), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     side.close()
-    return Measured(name, float(slowest), sent)
+    count = sum(parameter.numel() for parameter in mlp().parameters())
+    return Measured(name, float(slowest), sent, min(codec_s) * 1e9 / count if codec_s else None)
 
 
 def join(arguments: argparse.Namespace) -> None:
@@ -175,6 +221,8 @@ def join(arguments: argparse.Namespace) -> None:
 
 def work(arguments: argparse.Namespace) -> None:
     """Measure the methods, as one host among others; the first one writes the results."""
+    global compute_ms
+    compute_ms = arguments.compute_ms
     join(arguments)
     found = []
     for name in arguments.methods:
@@ -200,23 +248,25 @@ def commands(network: Network, task: str, *options: str) -> list[list[str]]:
     return [[*script, "--rank", str(host)] for host in range(network.hosts)]
 
 
-def compare(hosts: int, rate_mbit: int, steps: int, methods: list[str]) -> None:
+def compare(hosts: int, rate_mbit: int, steps: int, methods: list[str], sleep_ms: float | None = None) -> None:
     """Print the table of one network."""
     with tempfile.TemporaryDirectory() as folder, Network(hosts, rate_mbit) as network:
         results = Path(folder) / "results.json"
         options = ["--steps", str(steps), "--results", str(results), "--methods", *methods]
+        options += [] if sleep_ms is None else ["--compute-ms", str(sleep_ms)]
         codes = network.run(commands(network, "work", *options), deadline_s=600)
         found = [Measured(*row) for row in json.loads(results.read_text())] if results.exists() else []
     by_name = {row.name: row for row in found}
     compute_s = by_name["no communication"].step_s
     print(f"\n{hosts} hosts, {rate_mbit} Mbit/s; a step without communication takes {compute_s * 1e3:.0f} ms")
-    print(f"{'':32} {'step ms':>8} {'speed-up':>9} {'sent MB':>9} {'exposed ms':>11} {'bound':>6}")
+    print(f"{'':32} {'step ms':>8} {'speed-up':>9} {'sent MB':>9} {'exposed ms':>11} {'bound':>6} {'codec':>6}")
     for row in found[1:]:
         bound = row.step_s / max(compute_s, row.sent_bytes * 8 / (rate_mbit * 1e6))
+        codec = "" if row.codec_ns is None else f"{row.codec_ns:.2f}"
         target = f"  target: >= {TARGETS[rate_mbit]:.0f}, <= 1.25" if row.name == "PowerSGD(4)" else ""
         print(
             f"{row.name:32} {row.step_s * 1e3:8.1f} {by_name['DDP'].step_s / row.step_s:9.2f} "
-            f"{row.sent_bytes / 1e6:9.3f} {(row.step_s - compute_s) * 1e3:11.1f} {bound:6.2f}{target}"
+            f"{row.sent_bytes / 1e6:9.3f} {(row.step_s - compute_s) * 1e3:11.1f} {bound:6.2f} {codec:>6}{target}"
         )
     if any(codes):
         print(f"the hosts ended with {codes}; what is missing above did not survive")
@@ -268,6 +318,7 @@ def main() -> None:
     parser.add_argument("--rates", type=int, nargs="+", default=[100, 1000], help="Mbit/s")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), help="those compared with DDP")
+    parser.add_argument("--compute-ms", type=float, help="that the layers of a step sleep, instead of computing")
     for hidden in ("--task", "--address", "--results"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     for hidden in ("--rank", "--world-size"):
@@ -283,8 +334,11 @@ def main() -> None:
         methods = list(dict.fromkeys(["no communication", "DDP", *arguments.methods]))
         for hosts in arguments.hosts:
             for rate_mbit in arguments.rates:
-                compare(hosts, rate_mbit, arguments.steps, methods)
-        show_two_buckets()
+                compare(hosts, rate_mbit, arguments.steps, methods, arguments.compute_ms)
+        if arguments.compute_ms is None:
+            show_two_buckets()
+    if arguments.compute_ms is not None:
+        return
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(loopback, args=(2, 12, f"{folder}/ranks"), nprocs=2)
 

@@ -57,7 +57,8 @@ def _assert_equal(module, expected):
 
 
 def _compressed(compressor, overlapped=True):
-    return {"compression": compressor, "side_group": Group.of(dist.new_group()) if overlapped else None}
+    extra = [Group.of(dist.new_group()) if overlapped else None for _ in range(2)]
+    return {"compression": compressor, "side_group": extra[0], "second_group": extra[1]}
 
 
 BOTH = ("first", "second")

@@ -1,12 +1,15 @@
 """The session through which all gradients go: buckets, steps, verdicts, errors, and where it runs."""
 
 import threading
+import time
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_parallel import comm
 from lightning_parallel.comm import (
     GradientSession,
     Group,
@@ -17,7 +20,7 @@ from lightning_parallel.comm import (
     overlapping_executor,
 )
 from lightning_parallel.compat import patched
-from lightning_parallel.compression import PowerSGD, TopK, thin_products
+from lightning_parallel.compression import Policy, PowerSGD, Quantize, TopK, thin_products
 from tests.compression.test_launches import Launches, Reads
 from tests.harness import distributed
 
@@ -126,6 +129,107 @@ def test_ranks_with_other_parts_of_the_model_agree_on_the_verdict(group):
         session.add(_gradient(value if group.rank == 0 else 1.0))
         assert session.finish() == (step != 1)
     assert compressor.step == 2
+    session.close()
+
+
+def _twin_groups():
+    """Two more groups of all ranks, and the order of the collectives that each carries."""
+    orders = [[], []]
+    made = [dist.new_group(timeout=timedelta(seconds=60)) for _ in orders]
+    return [Group.of(one).guarded_by(order.append) for one, order in zip(made, orders)], orders
+
+
+def _buckets(count, *seed):
+    generator = torch.Generator().manual_seed(hash(seed))
+    return [{f"{'abc'[index % 3]}{index}": torch.randn(24, 16, generator=generator)} for index in range(count)]
+
+
+def _assert_same_means(session, found, oracle, expected):
+    assert session.finish() == oracle.finish()
+    for means, true in zip(found, expected, strict=True):
+        assert all(torch.equal(mean, true()[name]) for name, mean in means().items())
+
+
+@distributed(world_size=3)
+def test_two_buckets_in_flight_give_the_bits_of_one_whatever_is_ready_first(group):
+    def compressor():
+        small = {"min_numel": 1}
+        return Policy({"a*": PowerSGD(2, **small), "b*": Quantize(8, **small), "*": TopK(0.1, **small)})
+
+    (first, second), orders = _twin_groups()
+    session = GradientSession(compressor(), first, ThreadExecutor(CPU), second_group=second)
+    oracle = GradientSession(compressor(), group)
+    for step in range(5):
+        buckets = _buckets(7, step, group.rank)
+        if (step, group.rank) == (3, 1):
+            buckets[5]["c5"][0, 0] = torch.inf
+        expected = [oracle.add(bucket, copy=True) for bucket in buckets]
+        found = []
+        for index, bucket in enumerate(buckets):
+            found.append(session.add(bucket, copy=True))
+            # A rank that brings the next bucket when this one is done, one that brings them by twos, and by threes.
+            if index % (group.rank + 1) == 0:
+                found[-1]()
+        _assert_same_means(session, found, oracle, expected)
+        assert session.applied == (step != 3)
+    for slot, values in oracle.reducer.state_dict().items():
+        mine = session.reducer.state_dict()[slot]
+        assert all(torch.equal(mine[name], value) for name, value in values.items()) if slot == "residual" else True
+    assert all(len(set(order)) == 3 for order in orders), "both groups carry messages of several kinds"
+    assert all(found == orders for found in comm.all_gather_object(orders, group))
+    session.close()
+
+
+@distributed(world_size=2)
+def test_a_bucket_is_sent_while_the_one_before_waits_for_its_messages(group):
+    (first, second), orders = _twin_groups()
+    compressor = PowerSGD(2, min_numel=1)
+    session = GradientSession(compressor, first, ThreadExecutor(CPU), second_group=second)
+    for step in range(2):  # in the first one ranks compare what is new, bucket by bucket
+        buckets = _buckets(2, step, group.rank)
+        if (step, group.rank) == (1, 1):
+            comm.broadcast_object(None, group)  # until the other one has sent its second bucket
+        before = len(orders[1])
+        found = [session.add(bucket) for bucket in buckets]
+        if (step, group.rank) == (1, 0):
+            deadline_s = time.monotonic() + 60
+            while len(orders[1]) == before and time.monotonic() < deadline_s:
+                time.sleep(1e-3)
+            was_sent = len(orders[1]) > before
+            comm.broadcast_object(None, group)
+            assert was_sent, "the second bucket waits for the end of the first"
+        assert session.finish()
+        assert all(means() for means in found)
+    assert compressor.step == 2
+    session.close()
+
+
+class Failing(PowerSGD):
+    fails = False
+
+    def requests(self, block, step):
+        yield from super().requests(block, step)
+        if self.fails and "a0" in block.names:
+            raise ArithmeticError("here")
+
+
+@distributed(world_size=2)
+def test_a_failure_in_flight_is_raised_at_the_end_of_the_step_and_leaves_no_trace(group):
+    (first, second), _ = _twin_groups()
+    compressor = Failing(2, min_numel=1, exact_rollback=True)
+    session = GradientSession(compressor, first, ThreadExecutor(CPU), second_group=second)
+    oracle = GradientSession(PowerSGD(2, min_numel=1), group)
+    for step in range(4):
+        buckets = _buckets(3, step, group.rank)
+        compressor.fails = step == 2
+        found = [session.add(bucket, copy=True) for bucket in buckets]
+        if compressor.fails:
+            for call in (session.finish, found[0]):
+                with pytest.raises(ArithmeticError, match="here"):
+                    call()
+            continue
+        _assert_same_means(session, found, oracle, [oracle.add(bucket, copy=True) for bucket in buckets])
+    assert compressor.step == 3
     session.close()
 
 

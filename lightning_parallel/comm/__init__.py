@@ -16,17 +16,14 @@ from lightning_parallel.comm.collectives import (
     reduce_,
     reduce_scatter,
 )
-from lightning_parallel.comm.gradient_session import (
+from lightning_parallel.comm.executors import (
     Executor,
-    GradientSession,
     InlineExecutor,
-    MeanReducer,
-    MeanStep,
     StreamExecutor,
     ThreadExecutor,
-    fill_buckets,
     overlapping_executor,
 )
+from lightning_parallel.comm.gradient_session import GradientSession, MeanReducer, MeanStep, Phases, fill_buckets
 from lightning_parallel.comm.groups import Group, MeshGroups, NodeGroups
 from lightning_parallel.comm.hashes import fingerprint, fingerprints, row_fingerprints
 from lightning_parallel.comm.heartbeat import LostRankError, report_failure, start_heartbeat, stop_heartbeat
@@ -66,6 +63,7 @@ __all__ = [
     "MeshGroups",
     "NodeGroups",
     "Pending",
+    "Phases",
     "StreamExecutor",
     "ThreadExecutor",
     "agree",

@@ -1,235 +1,36 @@
-"""One path for gradients: a session that is fed during backward, and the executor that its communication runs on.
+"""One path for gradients: a session that is fed during backward.
 
 session = GradientSession(reducer, executor)
 session.add({name: gradient})        # from our own hooks, DDP, FSDP or DeepSpeed, as gradients become ready
 session.finish()                     # whether the step counts: False if a gradient was not finite on some rank
 
-Executors run communication while the host or the device goes on with backward:
+On a thread, and with a second group, two buckets are in flight: one computes while the other waits for its messages.
 
-    InlineExecutor    in the calling thread, at once
-    ThreadExecutor    on a second thread, which on CUDA has a second stream
-    StreamExecutor    in the calling thread, on a second CUDA stream
-
-All run calls in the order of submission, so ranks that submit the same calls in the same order issue their
-collectives in the same order. Calls that overlap with other communication need a group that nobody else uses.
+    bucket 0, group 0    encode  ~~~~~~~~  decode            encode  ~~~~~~~~ ...
+    bucket 1, group 1            encode  ~~~~~~~~  decode            encode   ...
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from queue import Queue
-from typing import Any, Protocol, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Optional, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_parallel import tracing
 from lightning_parallel.comm.collectives import all_reduce_
+from lightning_parallel.comm.executors import Executor, InlineExecutor, ThreadExecutor
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.compat.torch import pytree
 
-__all__ = [
-    "Executor",
-    "GradientSession",
-    "InlineExecutor",
-    "MeanReducer",
-    "MeanStep",
-    "StreamExecutor",
-    "ThreadExecutor",
-    "fill_buckets",
-    "overlapping_executor",
-]
+__all__ = ["GradientSession", "MeanReducer", "MeanStep", "Phases", "fill_buckets"]
 
-
-T = TypeVar("T")
-
-
-class Executor(Protocol):
-    """Runs calls one after another, in the order in which they were submitted.
-
-    Attributes:
-        overlaps_host: True if calls run while the host goes on, so that they may block.
-    """
-
-    overlaps_host: bool
-
-    def submit(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Run `call` after everything submitted before; it sees what the current stream has done so far.
-
-        Returns:
-            A function that waits for this call alone and returns its result, or raises its error. Executors that run
-            the call at once raise its error here.
-        """
-
-    def wait(self) -> None:
-        """Wait for all submitted calls, and raise the first error of a call since the last `wait`."""
-
-    def close(self) -> None:
-        """Finish the submitted calls and accept no more."""
-
-
-class InlineExecutor:
-    """Runs each call at once, in the calling thread."""
-
-    overlaps_host = False
-
-    def submit(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Run `call` now."""
-        value = call()
-        return lambda: value
-
-    def wait(self) -> None:
-        """Do nothing: every call has returned."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class ThreadExecutor:
-    """Runs calls on a second thread, on CUDA also on a second stream.
-
-    A compression method waits for one collective before it issues the next. Waiting inside a callback of gloo would
-    block the very threads that have to bring the answer: with two buckets they wait for each other. This thread may
-    wait, and being one it gives the collectives one order on all ranks.
-
-    Args:
-        device: Device of the tensors that the calls work on.
-    """
-
-    overlaps_host = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._error: BaseException | None = None
-        self._calls: Queue[Callable[[], None] | None] = Queue()
-        # A daemon, so that a collective which never returns does not keep the process alive at its end.
-        self._thread = threading.Thread(target=self._work, name="lightning_parallel-communication", daemon=True)
-        self._thread.start()
-
-    def submit(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Run `call` on the thread; the stream of the caller waits for it when its result is taken."""
-        future: Future[tuple[T, torch.cuda.Event | None]] = Future()
-        stream = self._stream
-        # The event orders the call after what the caller has enqueued: its kernels may not have run yet.
-        ready = None if stream is None else torch.cuda.current_stream(stream.device).record_event()
-        self._calls.put(partial(self._run, _noted(call), future, ready))
-
-        def result() -> T:
-            with tracing.waiting("result"):
-                value, done = future.result()
-            return value if done is None else _taken_over(value, done, self._stream)
-
-        return result
-
-    def wait(self) -> None:
-        """Wait for the calls, and let the current stream wait for their kernels."""
-        with tracing.waiting("results"):
-            self._calls.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def close(self) -> None:
-        """End the thread when it has run what was submitted; after 5 s it is left alone."""
-        self._calls.put(None)
-        self._thread.join(timeout=5)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            try:
-                # `_run` catches every error of a call; `wait` must return in any case.
-                call()
-            finally:
-                self._calls.task_done()
-
-    def _run(
-        self,
-        call: Callable[[], T],
-        future: Future[tuple[T, torch.cuda.Event | None]],
-        ready: torch.cuda.Event | None,
-    ) -> None:
-        try:
-            if self._stream is None or ready is None:
-                future.set_result((call(), None))
-                return
-            self._stream.wait_event(ready)
-            with torch.cuda.stream(self._stream):
-                value = call()
-            # Of this call: who takes its result must not wait for the calls after it.
-            future.set_result((value, self._stream.record_event()))
-        except BaseException as error:
-            # Nobody may ask for the result, as in a hook of DDP: `wait` then raises the error.
-            self._error = self._error or error
-            future.set_exception(error)
-
-
-class StreamExecutor:
-    """Runs each call at once on a CUDA stream that waits for the stream of the caller.
-
-    The collectives of NCCL do not block the host, so a second stream is enough for them to overlap with backward.
-    """
-
-    overlaps_host = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-
-    def submit(self, call: Callable[[], T]) -> Callable[[], T]:
-        """Enqueue the kernels of `call` now; the stream of the caller waits for them when the result is taken."""
-        # Kernels that the caller enqueues later do not delay the call, which is the point of a second stream.
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        call = _noted(call)
-        with torch.cuda.stream(self._stream):
-            value = call()
-        done = self._stream.record_event()
-        return lambda: _taken_over(value, done, self._stream)
-
-    def wait(self) -> None:
-        """Let the current stream wait for the kernels of all calls."""
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def close(self) -> None:
-        """Let the current stream wait for the kernels of all calls."""
-        self.wait()
-
-
-def _noted(call: Callable[[], T]) -> Callable[[], T]:
-    """Let `call`, which leaves the thread or the stream, tell the recorder when it is done, if that wants to know."""
-    recorder = tracing.active()
-    note_done = None if recorder is None else recorder.submitted()
-    if note_done is None:
-        return call
-
-    def noted() -> T:
-        try:
-            return call()
-        finally:
-            note_done()
-
-    return noted
-
-
-def _taken_over(value: T, done: torch.cuda.Event, stream: torch.cuda.Stream | None) -> T:
-    """Return what a call has computed on `stream` until `done`, for use on the current stream."""
-    assert stream is not None
-    current = torch.cuda.current_stream(stream.device)
-    current.wait_event(done)
-    for tensor in pytree.tree_leaves(value):
-        if isinstance(tensor, Tensor) and tensor.is_cuda:
-            # Its memory belongs to the other stream, which may use it again as soon as the tensor is gone.
-            tensor.record_stream(current)
-    return value
-
-
-def overlapping_executor(device: torch.device) -> Executor:
-    """Return a new executor that runs the reduction of gradients on `device` while backward goes on."""
-    return StreamExecutor(device) if device.type == "cuda" else ThreadExecutor(device)
-
+Phases = Generator[Callable[[], None], None, None]
+"""A reduction in phases: each yields what waits for its messages, on any thread, before the next one begins."""
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that communication starts early in backward
 
@@ -246,6 +47,14 @@ class MeanStep(Protocol):
 
     def reduce_(self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int] | None = None) -> None:
         """Replace some of the gradients by their (approximate) mean, in place."""
+
+    def overlaps(self, named_gradients: Mapping[str, Tensor]) -> bool:
+        """Tell whether `phases` is possible for these gradients; the same on all ranks."""
+
+    def phases(
+        self, named_gradients: Mapping[str, Tensor], group: Group, shards: Mapping[str, int] | None = None
+    ) -> Phases:
+        """Do what `reduce_` does, in phases whose messages `group` carries, and no other group any."""
 
     def watch(self, received: Tensor) -> None:
         """Check at the end of the step that `received`, which is equal on all ranks, is finite."""
@@ -280,6 +89,113 @@ class MeanReducer(Protocol):
         """Keep what it remembers on the CPU until the next step."""
 
 
+_Done = Callable[[Optional[BaseException]], None]
+
+
+class _BucketsInFlight:
+    """Runs the reductions of several buckets at a time on one thread: one computes while others wait for messages.
+
+    Bucket k communicates in group k modulo their number, and begins when the one before it there has ended. So a group
+    carries the messages of one bucket after another, in the order in which buckets were added, which is the same on all
+    ranks. What a rank computes first, and in which group it goes on first, depends on what arrives first; neither
+    changes that order, and there is none between groups.
+
+    Nor can ranks wait for each other in a circle. The thread never waits for the messages of one bucket alone, but for
+    those of any. Take the first bucket, by the order of adding, that does not end somewhere: the ones before it have
+    ended everywhere, so every rank begins it as soon as it has its gradients, and answers all of its messages.
+
+    A bucket that fails changes nothing for the others: how far they are by then differs from rank to rank, and they
+    must not leave messages that nobody answers. The error is raised by `finish`, at the same point on all ranks.
+
+    Args:
+        groups: Of the same ranks; nobody else uses them while something is in flight.
+        executor: The thread.
+    """
+
+    def __init__(self, groups: Sequence[Group], executor: ThreadExecutor) -> None:
+        self._groups = groups
+        self._executor = executor
+        self._added = 0
+        self._buckets: dict[int, tuple[Phases, _Done]] = {}  # by the position of the group
+        self._error: BaseException | None = None
+        self._arrived: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
+        self._waits: list[SimpleQueue[Callable[[], None] | None]] = []
+
+    def add(self, start: Callable[[Group], Phases], done: _Done) -> None:
+        """Begin a reduction, and return when its first messages are on their way; `done` is called at its end."""
+        place = self._added % len(self._groups)
+        while place in self._buckets:
+            self._advance(*self._arrived.get())
+        self._added += 1
+        self._buckets[place] = start(self._groups[place]), done
+        self._advance(place)
+
+    def proceed(self) -> None:
+        """Go on with those whose messages have come."""
+        while True:
+            try:
+                arrived = self._arrived.get_nowait()
+            except Empty:
+                return
+            self._advance(*arrived)
+
+    def finish(self) -> None:
+        """Finish all of them.
+
+        Raises:
+            BaseException: The first error, when nothing is in flight any more.
+        """
+        while self._buckets:
+            self._advance(*self._arrived.get())
+        self._added = 0
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """End the threads that wait."""
+        for waits in self._waits:
+            waits.put(None)
+        self._waits = []
+
+    @torch.no_grad()
+    def _advance(self, place: int, error: BaseException | None = None) -> None:
+        """Go on with one of them, whose messages have come or failed."""
+        phases, done = self._buckets[place]
+        try:
+            if error is not None:
+                raise error
+            wait = next(phases)
+        except StopIteration:
+            del self._buckets[place]
+            done(None)
+        except BaseException as failure:
+            del self._buckets[place]
+            self._error = self._error or failure
+            done(failure)
+        else:
+            self._wait_beside(place, wait)
+
+    def _wait_beside(self, place: int, wait: Callable[[], None]) -> None:
+        if not self._waits:
+            self._waits = [SimpleQueue() for _ in self._groups]
+            for index, waits in enumerate(self._waits):
+                name = f"lightning_parallel-messages-{index}"
+                threading.Thread(target=self._work, args=(index, waits), name=name, daemon=True).start()
+        self._waits[place].put(wait)
+
+    def _work(self, place: int, waits: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (wait := waits.get()) is not None:
+            error: BaseException | None = None
+            try:
+                wait()
+            except BaseException as found:
+                error = found
+            self._arrived.put((place, error))
+            # Whether the thread is waiting for this or for its next call.
+            self._executor.wake(self.proceed)
+
+
 class GradientSession:
     """The steps of a reducer whose gradients arrive in buckets.
 
@@ -295,6 +211,8 @@ class GradientSession:
         verdict_group: Ranks that must all agree that a step was finite: those with other parts of the model, or other
             shards of the means. None if all ranks of `group` see the same numbers and there is nobody else.
         device: Device of the verdict's tensor before any gradient was added.
+        second_group: Another group like `group`. With it, and a thread for gradients on the CPU, two buckets are in
+            flight at once.
 
     Attributes:
         applied: False if the last step was dropped because a gradient was not finite.
@@ -309,6 +227,7 @@ class GradientSession:
         loss_scale: Callable[[], float] | None = None,
         verdict_group: Group | None = None,
         device: torch.device | None = None,
+        second_group: Group | None = None,
     ) -> None:
         self.reducer = reducer
         self.group = group
@@ -320,6 +239,11 @@ class GradientSession:
         self._step: MeanStep | None = None
         self._added: set[str] = set()
         self._earlier_applied = True
+        # On a device the order of a stream already lets a message travel while the kernels before it still run; and
+        # two communicators of NCCL at once hang unless every device begins their kernels in one order.
+        self._in_flight: _BucketsInFlight | None = None
+        if second_group is not None and isinstance(executor, ThreadExecutor) and self._device.type == "cpu":
+            self._in_flight = _BucketsInFlight([group, second_group], executor)
 
     def add(
         self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int] | None = None, copy: bool = False
@@ -334,7 +258,16 @@ class GradientSession:
         Returns:
             A function that waits for the means and returns them by name.
         """
-        return self.executor.submit(partial(self.reduce, named_gradients, shards, copy))
+        if self._in_flight is None:
+            return self.executor.submit(partial(self.reduce, named_gradients, shards, copy))
+        future: Future[Mapping[str, Tensor]] = Future()
+        self.executor.submit(partial(self.start, named_gradients, partial(_settle, future), shards, copy))
+
+        def result() -> Mapping[str, Tensor]:
+            with tracing.waiting("result"):
+                return future.result()
+
+        return result
 
     def wait(self) -> None:
         """Wait until all buckets are reduced.
@@ -344,6 +277,8 @@ class GradientSession:
         """
         try:
             # Buckets of a failed step are missing: the others must not be committed.
+            if self._in_flight is not None:
+                self.executor.submit(self.drain)
             self.executor.wait()
         except BaseException:
             self.discard()
@@ -368,6 +303,8 @@ class GradientSession:
     def close(self) -> None:
         """Close the executor."""
         self.executor.close()
+        if self._in_flight is not None:
+            self._in_flight.close()
 
     # ----------------------------------------------------------------- on the executor, or while it has nothing to do
 
@@ -386,6 +323,45 @@ class GradientSession:
         self, named_gradients: Mapping[str, Tensor], shards: Mapping[str, int] | None = None, copy: bool = False
     ) -> Mapping[str, Tensor]:
         """Reduce one bucket now and return its means; an error drops the step."""
+        named_gradients = self._take(named_gradients, copy)
+        try:
+            self.step.reduce_(named_gradients, shards)
+        except BaseException:
+            self.discard()
+            raise
+        return named_gradients
+
+    @torch.no_grad()
+    def start(
+        self,
+        named_gradients: Mapping[str, Tensor],
+        done: Callable[[Mapping[str, Tensor], BaseException | None], None],
+        shards: Mapping[str, int] | None = None,
+        copy: bool = False,
+    ) -> None:
+        """Begin to reduce one bucket; `done` is called on the executor with its means, or with the error.
+
+        It is over when this returns, or raises, unless two buckets may be in flight.
+        """
+
+        def end(error: BaseException | None) -> None:
+            done(named_gradients, error)
+
+        try:
+            named_gradients = self._take(named_gradients, copy)
+            if self._in_flight is not None and self.step.overlaps(named_gradients):
+                self._in_flight.add(partial(self.step.phases, named_gradients, shards=shards), end)
+                return
+            self.drain()
+            self.step.reduce_(named_gradients, shards)
+        except BaseException as error:
+            self.discard()
+            end(error)
+            raise
+        end(None)
+
+    def _take(self, named_gradients: Mapping[str, Tensor], copy: bool) -> Mapping[str, Tensor]:
+        """Return the gradients to reduce, as the next ones of the step."""
         # Nobody announces a backward pass: a parameter that comes again can only belong to the next one.
         if not self._added.isdisjoint(named_gradients):
             self._earlier_applied &= self.end_step()
@@ -401,16 +377,17 @@ class GradientSession:
         for gradient in named_gradients.values():
             self._device = gradient.device
             break
-        try:
-            self.step.reduce_(named_gradients, shards)
-        except BaseException:
-            self.discard()
-            raise
         return named_gradients
+
+    def drain(self) -> None:
+        """Wait for the buckets in flight; afterwards `group` carries nothing."""
+        if self._in_flight is not None:
+            self._in_flight.finish()
 
     @torch.no_grad()
     def end_step(self) -> bool:
         """Commit or roll back the open step; return whether the last step was applied."""
+        self.drain()
         step = self._step
         # Closed first: an error in the verdict must not leave the step open for the next gradients.
         self._step = None
@@ -433,6 +410,13 @@ class GradientSession:
         self._added.clear()
         if step is not None:
             step.rollback()
+
+
+def _settle(future: Future[Mapping[str, Tensor]], means: Mapping[str, Tensor], error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(means)
+    else:
+        future.set_exception(error)
 
 
 def _one_kind(name: str) -> Hashable:

@@ -13,10 +13,10 @@ From the outside in:
   tensor, in which the method leaves what it did not send.
 * A method is a generator of requests (`wire.py`): it yields a tensor to be summed, gathered or exchanged and is sent
   the answer. All methods of a bucket run in lockstep and share their collectives.
-* The gradients come through a `comm.GradientSession`: from `DistributedDataParallel` and DeepSpeed
-  (`whole_gradients.py`: `HookState` with `compression_hook`, `compress_deepspeed`), FSDP1 and FSDP2 (`fsdp.py`:
-  `compress_fsdp`, `compress_fully_shard`), or the hooks of `data_parallel`. A `HierarchicalReducer`
-  (`hierarchical.py`) in between sums them inside a node, and gives each rank a part of them to compress.
+* The gradients come through a `comm.GradientSession`: from `DistributedDataParallel` (`whole_gradients.py`: `HookState`
+  with `compression_hook`), DeepSpeed (`deepspeed_session.py`), FSDP1 and FSDP2 (`fsdp.py`: `compress_fsdp`,
+  `compress_fully_shard`), or the hooks of `data_parallel`. A `HierarchicalReducer` (`hierarchical.py`) in between sums
+  them inside a node, and gives each rank a part of them to compress.
 * State lives in a `Memory` (`compressor_state.py`), by parameter name: in two buffers, so that rolling back is free, or
   in one. A plan (`planning.py`) says what to do with gradients of one kind; `thin_products.py`, `rowwise.py` compute.
 
@@ -25,6 +25,7 @@ A step that is dropped leaves non-finite gradients on every rank and makes `redu
 
 from lightning_parallel.compression.auto import Auto
 from lightning_parallel.compression.compressor import Compressor, Dense, StepValue
+from lightning_parallel.compression.deepspeed_session import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.compression.fsdp import (
     ShardedSession,
     compress_fsdp,
@@ -38,9 +39,7 @@ from lightning_parallel.compression.quantizers import Cast, Quantize, Sign
 from lightning_parallel.compression.reducer import Reducer, ReductionStep, check_reducer
 from lightning_parallel.compression.sparsifiers import BlockTopK, RandomK, TopK
 from lightning_parallel.compression.whole_gradients import (
-    DeepSpeedSession,
     HookState,
-    compress_deepspeed,
     compression_hook,
 )
 

@@ -308,6 +308,10 @@ class _MeasuringStep(ReductionStep):
                 named_gradients[name].detach().add_(tensor.to(named_gradients[name].dtype), alpha=self.scale)
         self._plain.reduce_(named_gradients, shards)
 
+    def overlaps(self, named_gradients: Mapping[str, Tensor]) -> bool:
+        """Return False: what a step takes is measured as a whole, and its last one reduces twice."""
+        return False
+
     def _owed(self, name: str, gradient: Tensor) -> Optional[Tensor]:
         """Return what this rank has not sent of earlier gradients; its mean over the ranks is what the means lack."""
         residual = self.memory.read("residual", name, gradient.device, gradient.shape)

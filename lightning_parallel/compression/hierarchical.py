@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group, NodeGroups
+from lightning_parallel.comm import Group, NodeGroups, Phases
 from lightning_parallel.compression.compressor_state import gather_states
 from lightning_parallel.compression.feedback import working_dtype
 from lightning_parallel.compression.reducer import GroupLike, Reducer, ReductionStep, as_group
@@ -226,6 +226,16 @@ class HierarchicalStep:
         mine = [part for part in parts if part.owner == self._nodes.inside.rank]
         self._reduce_across(mine, frozenset(named_gradients))
         self._share(parts)
+
+    def overlaps(self, named_gradients: Mapping[str, Tensor]) -> bool:
+        """Return False: buckets share the groups inside and across nodes."""
+        return False
+
+    def phases(
+        self, named_gradients: Mapping[str, Tensor], group: Group, shards: Optional[Mapping[str, int]] = None
+    ) -> Phases:
+        """Refuse: see `overlaps`."""
+        raise RuntimeError("expected `reduce_`: the messages of nodes come in no phases")
 
     def _reduce_across(self, mine: Sequence[_Part], names: frozenset[str]) -> None:
         """Replace the sums over the node by means over all nodes."""

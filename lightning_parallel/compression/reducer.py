@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group
+from lightning_parallel.comm import Group, Phases
 from lightning_parallel.compression.compressor_state import Memory, gather_state, local_state, values_for
 from lightning_parallel.compression.feedback import (
     CompressionError,
@@ -29,7 +29,7 @@ from lightning_parallel.compression.feedback import (
     working_dtype,
 )
 from lightning_parallel.compression.planning import ReductionPlan, Signature, kind_of
-from lightning_parallel.compression.wire import Seconds, run
+from lightning_parallel.compression.wire import Seconds, run_phases
 
 __all__ = [
     "LATE",
@@ -308,6 +308,27 @@ class ReductionStep:
                 more than its part; the rest may then hold anything. As ranks then see different means, `finite` is
                 only what this rank can tell.
         """
+        for wait in self.phases(named_gradients, self.group, shards):
+            wait()
+
+    def overlaps(self, named_gradients: Mapping[str, Tensor]) -> bool:
+        """Tell whether the phases of these gradients may come between those of others, on all ranks alike."""
+        # The first time ranks compare them, and for an error they take the true means, as a whole.
+        if self._error:
+            return False
+        plan = self._plan(named_gradients, {})
+        self._planned = named_gradients, plan
+        return (self.group.ranks, plan.digest) in self.reducer._agreed
+
+    def phases(
+        self, named_gradients: Mapping[str, Tensor], group: Group, shards: Optional[Mapping[str, int]] = None
+    ) -> Phases:
+        """Do what `reduce_` does, in phases: yield what waits for the messages of each.
+
+        Args:
+            group: The group that carries the messages, of the same ranks; see `overlaps`.
+            shards: See `reduce_`.
+        """
         if not self._open:
             raise RuntimeError("this step has been committed or rolled back; begin another one")
         # The error is measured against the whole mean, so all ranks need all of it.
@@ -323,7 +344,7 @@ class ReductionStep:
         # Autograd must not see what happens to them.
         gradients = [gradient.detach() if gradient.requires_grad else gradient for gradient in named_gradients.values()]
         blocks = plan.blocks_of(gradients, self.number, self.memory)
-        sent = run([method.requests(block, self) for method, block in blocks], self.group, self._seconds)
+        sent = yield from run_phases([method.requests(block, self) for method, block in blocks], group, self._seconds)
         for (method, block), num_bytes in zip(blocks, sent):
             dtype = block.gradients[0].dtype
             self._blocks.append(

@@ -1,6 +1,6 @@
-"""Compression where each rank has whole gradients: under `DistributedDataParallel`, and in a DeepSpeed engine.
+"""Compression under `DistributedDataParallel`, inside its backward pass.
 
-**DDP**, inside its backward pass. In a training loop:
+In a training loop:
 
     model = DistributedDataParallel(module)
     state = HookState(PowerSGD(rank=4), model)
@@ -17,24 +17,11 @@ therefore chosen here, by the order of the module's parameters alone, so that eq
 
 A bucket of ours is compressed as soon as all its gradients have come, and a bucket of DDP is given back as soon as all
 of ours that hold a gradient of it are done.
-
-**DeepSpeed**, ZeRO 0 to 2.
-
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    session = compress_deepspeed(engine, PowerSGD(rank=4))
-    ...
-    engine.backward(loss)
-    session.finish()      # ends the step: False if it was dropped
-    engine.step()
-
-DeepSpeed averages gradients in one method per kind of optimizer; that method is replaced on the object. ZeRO 1 and 2
-fill buckets while backward runs: a bucket is compressed when it is full, and each rank then takes its partition of the
-mean. Without ZeRO all gradients are averaged after backward, and so they are compressed then.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with its own classes.
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, Optional, Union
@@ -45,32 +32,16 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.comm import GradientSession, Group, fill_buckets, overlapping_executor
-from lightning_parallel.compat import Patches
-from lightning_parallel.compat.deepspeed import (
-    gradients_of_engine,
-    has_overflow_check,
-    is_zero_optimizer,
-    loss_scale_of,
-    parameters_of_bucket,
-    replace_bucket_reduction,
-    replace_fallback_reduction,
-)
 from lightning_parallel.compat.default_group import all_processes
 from lightning_parallel.compat.torch import ddp_ignored_names
 from lightning_parallel.compression.feedback import working_dtype
 from lightning_parallel.compression.hierarchical import HierarchicalReducer
 from lightning_parallel.compression.reducer import Reducer, check_reducer, scale_reader
 
-__all__ = [
-    "DeepSpeedSession",
-    "HookState",
-    "compress_deepspeed",
-    "compression_hook",
-]
+__all__ = ["HookState", "compression_hook"]
 
 
 class _DdpBucket:
@@ -152,7 +123,7 @@ class HookState:
         self._unused_parameters = bool(unused_parameters)
         self._bucket_bytes = bucket_bytes
         self._session: GradientSession | None = None
-        self._owned_group: dist.ProcessGroup | None = None
+        self._owned_groups: list[dist.ProcessGroup] = []
         self._names: dict[int, str] = {}
         self._buckets: list[list[str]] = []
         self._bucket_of: dict[str, int] = {}
@@ -264,6 +235,7 @@ class HookState:
         self, session: GradientSession, gradients: Mapping[str, Tensor], with_gradient: set[str], bucket: _DdpBucket
     ) -> None:
         if bucket.buffer.layout != torch.strided:  # no compressor takes it, and DDP shows none of its gradients
+            session.drain()
             comm.all_reduce_(bucket.buffer.div_(session.group.size), session.group)
             session.step.watch(bucket.buffer)
             self.reduced |= set(bucket.names)
@@ -277,23 +249,34 @@ class HookState:
             if not bucket.last and len(self._arrived[index]) < len(self._buckets[index]):
                 continue
             arrived = self._arrived.pop(index)
-            used = self._used_anywhere(arrived, session.group) if self._unused_parameters else arrived
-            session.reduce(used)
-            self.reduced |= used.keys()
-            for waiting in self._waiting:
-                waiting.waits_for.discard(index)
+            used = self._used_anywhere(arrived, session) if self._unused_parameters else arrived
+            session.start(used, partial(self._take_means, index))
         if bucket.last and session.executor.overlaps_host:
             session.end_step()  # on a stream the verdict would block the host until the kernels are done
-        for done in [waiting for waiting in self._waiting if not waiting.waits_for]:
+        self._end_waiting(with_last=bucket.last)
+
+    def _take_means(self, index: int, means: Mapping[str, Tensor], error: Optional[BaseException]) -> None:
+        """Note that the bucket `index` of ours is reduced."""
+        if error is not None:
+            return  # it is raised at the end of the step
+        self.reduced |= means.keys()
+        for waiting in self._waiting:
+            waiting.waits_for.discard(index)
+        self._end_waiting(with_last=False)
+
+    def _end_waiting(self, with_last: bool) -> None:
+        """Give the buckets that are done back to DDP, the last one when the step has ended."""
+        for done in [one for one in self._waiting if not one.waits_for and (with_last or not one.last)]:
             self._waiting.remove(done)
             done.end()
 
-    def _used_anywhere(self, gradients: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    def _used_anywhere(self, gradients: Mapping[str, Tensor], session: GradientSession) -> dict[str, Tensor]:
         """Return the gradients that came on some rank since the last step.
 
         For the others DDP brings zeros, or an old mean, on which error feedback would spend its residuals.
         """
-        shared = comm.on_any_rank([name in self._used for name in gradients], group)
+        session.drain()
+        shared = comm.on_any_rank([name in self._used for name in gradients], session.group)
         self._used -= gradients.keys()
         return {name: gradient for (name, gradient), flag in zip(gradients.items(), shared) if flag}
 
@@ -332,9 +315,15 @@ class HookState:
         if self._session is None:
             group = Group.of(self._process_group, axis="data_parallel")
             executor = overlapping_executor(device)
+            second = None
             if executor.overlaps_host and group.size > 1:
+                # Where buckets overlap, see `GradientSession` and `HierarchicalStep`.
+                if device.type == "cpu" and not isinstance(self.compressor, HierarchicalReducer):
+                    second = self._extra_group(group)
                 group = self._extra_group(group)
-            self._session = GradientSession(self.compressor, group, executor, loss_scale=scale_reader(self._scaler))
+            self._session = GradientSession(
+                self.compressor, group, executor, loss_scale=scale_reader(self._scaler), second_group=second
+            )
         return self._session
 
     def _extra_group(self, group: Group) -> Group:
@@ -342,7 +331,7 @@ class HookState:
         settings: dict[str, Any] = {"timeout": self._timeout, "backend": dist.get_backend(group.process_group)}
         if group.size == all_processes().size():
             made = dist.new_group(list(group.ranks), **settings)
-            self._owned_group = made
+            self._owned_groups.append(made)
         else:
             # A group made by its members alone must not be destroyed: the next one would find its old addresses.
             made = dist.new_group(list(group.ranks), use_local_synchronization=True, **settings)
@@ -376,9 +365,9 @@ class HookState:
             self._session = None
         for hook in self._gradient_hooks:
             hook.remove()
-        if self._owned_group is not None:
-            dist.destroy_process_group(self._owned_group)
-            self._owned_group = None
+        for group in self._owned_groups:
+            dist.destroy_process_group(group)
+        self._owned_groups = []
 
 
 def _with_layout_of(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -398,102 +387,3 @@ def _trainable(module: nn.Module) -> dict[str, int]:
 def compression_hook(state: HookState, bucket: dist.GradBucket) -> Future[Tensor]:
     """Reduce a bucket with a compressor: a communication hook of `DistributedDataParallel`; see `HookState`."""
     return state.reduce(bucket)
-
-
-_BUCKET_BYTES = 25 << 20  # compressed together where ZeRO has no buckets
-
-
-class DeepSpeedSession(GradientSession):
-    """The steps of `compressor` under a DeepSpeed engine."""
-
-    def __init__(self, engine: Any, compressor: Reducer) -> None:
-        group = Group.of(engine.seq_data_parallel_group, axis="data_parallel")
-        super().__init__(compressor, group, loss_scale=lambda: loss_scale_of(engine))
-        self.compressor = compressor
-        self._engine = engine
-        self._names = {parameter: name for name, parameter in engine.module.named_parameters()}
-        self._patches = Patches()
-        if is_zero_optimizer(engine.optimizer):
-            replace_bucket_reduction(engine, self._reduce_bucket, self._patches)
-        else:
-            replace_fallback_reduction(engine, self._reduce_all, self.finish, self._patches)
-
-    def _reduce_bucket(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
-        """Replace a flat bucket of ZeRO by its mean."""
-        named: dict[str, Tensor] = {}
-        start = 0
-        # The bucket is flat: parameters lie in it one after another, without padding. ZeRO also flushes empty buckets.
-        for parameter in parameters_of_bucket(self._engine.optimizer, dtype) if flat.numel() else ():
-            named[self._names[parameter]] = flat[start : start + parameter.numel()].view(parameter.shape)
-            start += parameter.numel()
-        if named:
-            self.add(named)
-        return flat
-
-    @torch.no_grad()
-    def _reduce_all(self, *_: Any, **__: Any) -> None:
-        """Replace all gradients by their means."""
-        named = {self._names[parameter]: gradient for parameter, gradient in gradients_of_engine(self._engine)}
-        sizes = {name: named[name].numel() * named[name].element_size() for name in reversed(named)}
-        for bucket in fill_buckets(sizes, _BUCKET_BYTES):
-            self.add({name: named[name] for name in bucket})
-
-    @override
-    def finish(self) -> bool:
-        """End the step that the last backward pass began.
-
-        Returns:
-            False if it was dropped because a gradient was not finite on some rank: `engine.step()` then changes
-            nothing.
-        """
-        applied = super().finish()
-        # Optimizers of torch leave parameters without a gradient as they are; those of DeepSpeed find the infinity.
-        if not applied and not has_overflow_check(self._engine.optimizer):
-            for parameter in self._names:
-                parameter.grad = None
-        return applied
-
-    @override
-    def close(self) -> None:
-        """Give the engine its own reduction of gradients back."""
-        self._patches.undo()
-        super().close()
-
-
-def compress_deepspeed(engine: Any, compressor: Reducer) -> DeepSpeedSession:
-    """Compress the gradients of a DeepSpeed engine; call it before the first backward pass.
-
-    Args:
-        engine: What `deepspeed.initialize` returned first, with ZeRO 0, 1 or 2.
-        compressor: Computes the mean of the gradients.
-
-    Raises:
-        ValueError: If the engine is set up in a way in which its gradients cannot be compressed.
-    """
-    reasons = list(_obstacles(engine))
-    if reasons:
-        raise ValueError("These gradients cannot be compressed: " + "; ".join(reasons) + ".")
-    return DeepSpeedSession(engine, compressor)
-
-
-def _obstacles(engine: Any) -> Iterator[str]:
-    stage = int(engine.zero_optimization_stage())
-    if stage == 3:
-        yield (
-            "ZeRO 3 has the mean of a whole gradient on no rank, as low-rank methods, top-k and error feedback need; "
-            "use stage 1 or 2, or what DeepSpeed has itself (`communication_data_type`, `zero_quantized_gradients`)"
-        )
-    if stage == 2 and engine.gradient_accumulation_steps() > 1:
-        yield "ZeRO 2 averages after every batch, not once per step; accumulate with stage 0 or 1"
-    if stage in (1, 2) and not getattr(engine.optimizer, "contiguous_gradients", True):
-        yield "expected `contiguous_gradients` to be true, as the mean is taken of whole buckets"
-    if not engine.gradient_average:
-        yield "expected DeepSpeed to average gradients, found that it adds them"
-    if engine.has_moe_layers:
-        yield "layers of experts average their gradients over other groups"
-    if engine.sequence_parallel_size > 1 or engine.mp_world_size > 1:
-        yield "expected data parallelism alone, found that DeepSpeed also divides sequences or layers"
-    if engine.torch_autocast_enabled():
-        yield "under `torch_autocast` the loss scale is not DeepSpeed's; use its `fp16` or `bf16`"
-    if engine.zenflow:
-        yield "ZenFlow averages gradients differently"

@@ -1,8 +1,8 @@
 """Requests for communication, answered for many compression methods at once, and the encoding of numbers.
 
-A compression method is a generator: it yields a request and is sent the answer. `run` advances the methods of a bucket
-in lockstep and joins their requests of one kind and dtype, so a bucket needs as many collectives as its longest method
-has phases, whatever the number of tensors:
+A compression method is a generator: it yields a request and is sent the answer. `run_phases` advances the methods of a
+bucket in lockstep and joins their requests of one kind and dtype, so a bucket needs as many collectives as its longest
+method has phases, whatever the number of tensors:
 
     method A     AllToAll .............. AllGather
     method B     AllReduce ... AllReduce
@@ -18,14 +18,14 @@ import abc
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Optional, Protocol, Union
+from typing import Any, NamedTuple, Optional, Protocol, Union
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group
+from lightning_parallel.comm import Group, Pending
 from lightning_parallel.compression.compressor_state import Memory
 from lightning_parallel.tracing import span
 
@@ -49,7 +49,7 @@ __all__ = [
     "launches_kernels",
     "pack_signs",
     "pad",
-    "run",
+    "run_phases",
     "split_by_rank",
     "unpack_signs",
 ]
@@ -154,11 +154,17 @@ class Seconds:
     counts: bool = True
 
 
-def run(methods: Sequence[Requests], group: Group, seconds: Seconds) -> list[float]:
+def run_phases(
+    methods: Sequence[Requests], group: Group, seconds: Seconds
+) -> Generator[Callable[[], None], None, list[float]]:
     """Run all `methods` to their end; every rank must bring the same ones, in the same order.
 
     Args:
         seconds: Increased by the time spent.
+
+    Yields:
+        What waits for the collectives of a phase, all of which have begun: to be called before going on, on any
+        thread.
 
     Returns:
         The bytes that this rank has sent for each method.
@@ -174,16 +180,16 @@ def run(methods: Sequence[Requests], group: Group, seconds: Seconds) -> list[flo
         # Counted here, where every payload is seen, rather than by a formula for each method.
         for index, request in requests.items():
             sent[index] += bytes_sent(type(request), _num_bytes(request.tensor), group.size)
-        start = time.perf_counter()
         seconds.counts &= not launches_kernels(next(iter(requests.values())).tensor)
-        answers = _answer(requests, group)
-        answered = time.perf_counter()
+        phase = _Phase(requests, group)
+        yield phase.wait
+        start = time.perf_counter()
         requests = {}
         with span("decode", category="compression"):
-            for index, answer in answers.items():
+            for index, answer in phase.answers.items():
                 _advance(methods, index, answer, requests)
-        seconds.wire += answered - start
-        seconds.decode += time.perf_counter() - answered
+        seconds.wire += phase.seconds
+        seconds.decode += time.perf_counter() - start
     return sent
 
 
@@ -232,48 +238,81 @@ def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _answer(requests: dict[int, Request], group: Group) -> dict[int, Tensor]:
-    """Answer each request by its index, with one collective for all small ones of a kind and dtype."""
-    # Collectives are started in the order of insertion, which is that of the methods and so the same on all ranks.
-    joint: dict[tuple[type[Request], torch.dtype, int], list[int]] = {}
-    # A large sum goes alone, without the copies that joining takes.
-    for index, request in requests.items():
-        summed = isinstance(request, (AllReduceRequest, ReduceScatterRequest))
-        separate = summed and goes_alone(request.tensor)
-        joint.setdefault((type(request), request.tensor.dtype, index if separate else -1), []).append(index)
-    answers: dict[int, Tensor] = {}
-    for (kind, _, _), indices in joint.items():
-        tensors = [requests[index].tensor for index in indices]
-        answers.update(zip(indices, _COLLECTIVES[kind](tensors, group)))
-    return answers
+class _Phase:
+    """Answers requests by their index, with one collective for all small ones of a kind and dtype, which it begins.
+
+    Attributes:
+        answers: By index, after `wait`.
+        seconds: From the begin to the end.
+    """
+
+    def __init__(self, requests: dict[int, Request], group: Group) -> None:
+        self.answers: dict[int, Tensor] = {}
+        self._start = time.perf_counter()
+        self.seconds = 0.0
+        # Collectives are started in the order of insertion, which is that of the methods and so the same on all ranks.
+        joint: dict[tuple[type[Request], torch.dtype, int], list[int]] = {}
+        # A large sum goes alone, without the copies that joining takes.
+        for index, request in requests.items():
+            summed = isinstance(request, (AllReduceRequest, ReduceScatterRequest))
+            separate = summed and goes_alone(request.tensor)
+            joint.setdefault((type(request), request.tensor.dtype, index if separate else -1), []).append(index)
+        self._begun = [
+            (indices, _COLLECTIVES[kind]([requests[index].tensor for index in indices], group))
+            for (kind, _, _), indices in joint.items()
+        ]
+
+    def wait(self) -> None:
+        """Wait for the answers."""
+        for indices, finish in self._begun:
+            self.answers.update(zip(indices, finish()))
+        self.seconds = time.perf_counter() - self._start
 
 
-def _all_reduce(tensors: list[Tensor], group: Group) -> list[Tensor]:
+_Finish = Callable[[], Sequence[Tensor]]  # waits for the answers to requests of one kind
+
+
+def _all_reduce(tensors: list[Tensor], group: Group) -> _Finish:
     # A tensor that goes alone is summed in its own memory, without a copy.
     flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
-    comm.all_reduce_(flat, group)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
+    total = _waiting(comm.all_reduce_(flat, group, async_op=_has_handle(flat)))
+
+    def finish() -> list[Tensor]:
+        parts = total().split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
+
+    return finish
 
 
-def _reduce_scatter(tensors: list[Tensor], group: Group) -> list[Tensor]:
+def _reduce_scatter(tensors: list[Tensor], group: Group) -> _Finish:
     rows = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
-    mine = comm.reduce_scatter(rows, group).view(-1)
-    return list(mine.split([tensor.shape[1] for tensor in tensors]))
+    mine = _waiting(comm.reduce_scatter(rows, group, async_op=_has_handle(rows)))
+    return lambda: mine().view(-1).split([tensor.shape[1] for tensor in tensors])
 
 
-def _all_gather(tensors: list[Tensor], group: Group) -> list[Tensor]:
+def _all_gather(tensors: list[Tensor], group: Group) -> _Finish:
     flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    everyone = comm.all_gather(flat, group).view(group.size, -1)
-    return list(everyone.split([tensor.numel() for tensor in tensors], dim=1))
+    everyone = _waiting(comm.all_gather(flat, group, async_op=_has_handle(flat)))
+    return lambda: everyone().view(group.size, -1).split([tensor.numel() for tensor in tensors], dim=1)
 
 
-def _all_to_all(tensors: list[Tensor], group: Group) -> list[Tensor]:
+def _all_to_all(tensors: list[Tensor], group: Group) -> _Finish:
     rows = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
-    return list(comm.all_to_all(rows, group).split([tensor.shape[1] for tensor in tensors], dim=1))
+    received = _waiting(comm.all_to_all(rows, group, async_op=_has_handle(rows)))
+    return lambda: received().split([tensor.shape[1] for tensor in tensors], dim=1)
 
 
-_COLLECTIVES: dict[type[Request], Callable[[list[Tensor], Group], list[Tensor]]] = {
+def _has_handle(tensor: Tensor) -> bool:
+    """Tell whether something is to be waited for: a collective on a device takes its place in the stream instead."""
+    return tensor.device.type == "cpu"
+
+
+def _waiting(begun: Any) -> Callable[[], Tensor]:
+    """Return what waits for a collective."""
+    return begun.wait if isinstance(begun, Pending) else lambda: begun
+
+
+_COLLECTIVES: dict[type[Request], Callable[[list[Tensor], Group], _Finish]] = {
     AllReduceRequest: _all_reduce,
     ReduceScatterRequest: _reduce_scatter,
     AllGatherRequest: _all_gather,

@@ -80,6 +80,7 @@ class GradientReducer:
         compression: Computes the mean instead.
         side_group: An extra group of the same ranks, which nobody else uses: there compression runs while backward
             does. Without it, it runs after backward, with all gradients at once.
+        second_group: Another one, with which two buckets are compressed at once; see `GradientSession`.
         replica_group: Ranks that hold the rest of the model. A gradient that is not finite on any of them makes the
             compressors of all of them drop the step.
         prepare: Called with the gradients of `prepare_names` before they are reduced, to complete partial ones in
@@ -99,6 +100,7 @@ class GradientReducer:
         bucket_bytes: int = BUCKET_BYTES,
         compression: MeanReducer | None = None,
         side_group: Group | None = None,
+        second_group: Group | None = None,
         replica_group: Group | None = None,
         prepare: Callable[[dict[str, Tensor]], None] | None = None,
         prepare_names: frozenset[str] = frozenset(),
@@ -108,6 +110,7 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._compression = compression
         self._side_group = side_group if compression is not None and group.size > 1 else None
+        self._second_group = second_group
         self._replica_group = replica_group
         self._overlapped: GradientSession | None = None  # on a thread, while backward runs
         self._means: list[Callable[[], Mapping[str, Tensor]]] = []  # of the buckets given to it
@@ -287,7 +290,12 @@ class GradientReducer:
             assert self._side_group is not None
             executor = ThreadExecutor(self._device)
             self._overlapped = GradientSession(
-                self._compression, self._side_group, executor, verdict_group=self._replica_group, device=self._device
+                self._compression,
+                self._side_group,
+                executor,
+                verdict_group=self._replica_group,
+                device=self._device,
+                second_group=self._second_group,
             )
         return self._overlapped
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_parallel.compat.deepspeed import disable_shared_memory_kernel, remove_accumulation_hooks
 from lightning_parallel.compat.lightning import PathLike, init_deepspeed_distributed, train_dataloader_of
 from lightning_parallel.compression import Reducer, check_reducer
-from lightning_parallel.compression.whole_gradients import DeepSpeedSession, compress_deepspeed
+from lightning_parallel.compression.deepspeed_session import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.strategies.compressed import SavesCompression, warn_of_dropped_step
 from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
 

@@ -117,8 +117,14 @@ class MeshCompression:
             "bucket_bytes": BUCKET_BYTES * inside,  # each of them compresses its part
             # Its own group, since it communicates while backward still uses the others.
             "side_group": self.groups.extra(DATA, "compression"),
+            "second_group": self._second_group(),
             "replica_group": self.groups.replica,
         }
+
+    def _second_group(self) -> Group | None:
+        # It costs threads and sockets: only where buckets overlap, see `GradientSession` and `HierarchicalStep`.
+        is_of_use = self.nodes is None and "nccl" not in self.groups.data_parallel.backend
+        return self.groups.extra(DATA, "compression of the next bucket") if is_of_use else None
 
     def prepare_step(self, precision: Precision) -> None:
         """Set the compressor's loss scale for the coming step: its residuals are kept without it."""
