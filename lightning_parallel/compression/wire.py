@@ -144,6 +144,8 @@ def bytes_sent(kind: type[Request], payload_bytes: float, world_size: int) -> fl
 class Seconds:
     """Time of the host: before the first collective, in collectives, after each.
 
+    Buckets may overlap: what they spend is added up.
+
     Attributes:
         counts: False where the gradients are on a device: the host then only launches what takes the time.
     """
