@@ -138,7 +138,7 @@ def all_gather(
     has_handle = async_op or _has_handles(tensor)
     pending = _pending("all_gather", group, whole, result).launch(
         lambda: (
-            dist.all_gather(list(whole.unbind()), part, group=group.process_group, async_op=True)
+            DirectAllGather(whole, part, group)
             if tensor.device.type == "cpu"
             else all_gather_single(whole.view(-1), part.view(-1), group=group.process_group, async_op=has_handle)
         )
@@ -347,7 +347,32 @@ def _padded(tensor: Tensor, length: int) -> Tensor:
     return tensor if missing == 0 else torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
 
 
-# ------------------------------------------------------------------------------------- all-reduce between two ranks
+# ----------------------------------------------------------------------------------------- messages between CPU ranks
+
+_GATHER_TAG = (1 << 20) + 1  # as below, and not that of another collective that may be under way
+
+
+class DirectAllGather:
+    """An all-gather on CPU: each rank sends its part to every other one.
+
+    `whole` (ranks, ...) holds the parts after `wait`.
+    """
+
+    # As many bytes as gloo's ring sends, without its copy of everything, and without its hops from rank to rank.
+
+    def __init__(self, whole: Tensor, part: Tensor, group: Group) -> None:
+        others = [(place, rank) for place, rank in enumerate(group.ranks) if place != group.rank]
+        self._works = [dist.irecv(whole[i], rank, group=group.process_group, tag=_GATHER_TAG) for i, rank in others]
+        self._works += [dist.isend(part, rank, group=group.process_group, tag=_GATHER_TAG) for _, rank in others]
+        whole[group.rank].copy_(part)
+
+    def wait(self) -> None:
+        """Wait for all parts, and until this rank's may change."""
+        for work in self._works:
+            if work is not None:  # torch's type; only a rank outside the group gets None
+                work.wait()
+
+
 
 PAIRWISE_MAX_BYTES = 1 << 21  # above, the addition in the calling thread costs more than the steps of gloo's ring
 _PAIRWISE_TAG = 1 << 20  # outside the range of the tags of messages between stages

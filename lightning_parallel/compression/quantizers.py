@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
 from lightning_parallel.compression.compressor import Compressor, check_flag, check_integer, seeded_generator
 from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
-from lightning_parallel.compression.rowwise import decode_rows, decode_sum, encode_rows, packed_bytes, scales
+from lightning_parallel.compression.rowwise import (
+    decode_mean,
+    decode_rows,
+    decode_sum,
+    encode_rows,
+    packed_bytes,
+    scales,
+)
+from lightning_parallel.compression.thin_products import Sum, works_in_cache
 from lightning_parallel.compression.wire import (
     AllGatherRequest,
     AllReduceRequest,
@@ -34,6 +42,7 @@ from lightning_parallel.compression.wire import (
 __all__ = ["Cast", "Quantize", "Sign"]
 
 _GROUP = 512  # elements that share a scale, at most
+_WHOLE_RANKS = 2  # up to which sending everything to the others takes no more bytes than the two phases
 _ALIGNED = 8  # numbers to which groups are filled up, so that the scales behind them are aligned
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -57,6 +66,22 @@ class Quantizer(Compressor, Codec):
         if sent is not None:
             rows.sub_(sent)
         block.write(mean)
+
+
+class _Source(NamedTuple):
+    """What to encode, and how.
+
+    Attributes:
+        rows: Numbers (rows, n).
+        noise: Draws the numbers of stochastic rounding; None to round to the nearest.
+        rest: Leave in `rows` what was not sent.
+        late: What `rows`, one contiguous row, is yet to be filled with.
+    """
+
+    rows: Tensor
+    noise: Optional[torch.Generator] = None
+    rest: bool = False
+    late: Optional[Sum] = None
 
 
 class Cast(Quantizer):
@@ -133,7 +158,8 @@ class Quantize(Quantizer):
 
         b = min x    s = (max x - b) / L        C(x) = s round((x - b) / s) + b        L = 255 or 15
 
-    The mean is taken in two phases, each of n bits/8 bytes per rank whatever the number of ranks:
+    Two ranks send each other all their integers. More take the mean in two phases, each of n bits/8 bytes per rank
+    whatever the number of ranks, which for two would be as many bytes and a second rounding:
 
         1. rank r receives part r of every rank's integers and takes the mean, in the working dtype
         2. it encodes that mean again and all ranks gather it; left out where each rank needs its part only
@@ -177,84 +203,115 @@ class Quantize(Quantizer):
         return self.stochastic and self.feedback.kind is None
 
     def pack(self, rows: Tensor, noise: Optional[torch.Generator] = None) -> Tensor:
-        return self._encode(rows, 1, rows.shape[1], noise).flatten(1)
+        return self._encode(_Source(rows, noise), 1, rows.shape[1]).flatten(1)
 
     def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
         numbers = torch.empty(*packed.shape[:-1], n, dtype=dtype, device=packed.device)
         self._decode(packed.reshape(-1, 1, packed.shape[-1]), numbers.view(-1, n), n)
         return numbers
 
-    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
-        rows = work.flatten(1)
-        if block.shard is not None:
-            noise = self._noise(rows, step, block.names)
-            mine = yield from self._mean_part(rows, step, block.shard, noise, block.keep_rest)
-            step.watch(mine)
-            block.write_shard(mine, block.shard, step.group.rank)
+    def requests(self, block: GradientBlock, step: StepContext) -> Requests:
+        """Replace the block's gradients by their mean, with error feedback around it."""
+        first = block.gradients[0]
+        is_lone = len(block.names) == 1 and block.shard is None and first.is_contiguous()
+        if self.feedback.kind != "classic" or not (is_lone and works_in_cache(first)):
+            yield from super().requests(block, step)
             return
-        into = block.outputs[0].view(1, -1) if len(block.outputs) == 1 else torch.empty_like(rows)
-        yield from self._mean(rows, step, block.names, block.keep_rest, into)
-        block.write(into)
+        # Added to its residual in the pieces that are encoded, while they are in the cache.
+        work, late = self.feedback.begin(block, step.memory, step.scale, in_place=False)
+        yield from self._write_mean(work, block, step, late)
+        self.feedback.update(block, step.memory, work, step.scale)
+
+    def compress(self, work: Tensor, block: GradientBlock, step: StepContext) -> Requests:
+        if block.shard is None:
+            yield from self._write_mean(work, block, step)
+            return
+        source = self._source(work.flatten(1), step, block.names, block.keep_rest)
+        mine = yield from self._mean_part(source, step, block.shard)
+        step.watch(mine)
+        block.write_shard(mine, block.shard, step.group.rank)
 
     def mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool) -> MeanRequests:
         # `_mean` leaves in its rows what was not sent: what was sent is the difference to a copy.
         rest = rows.clone() if keep else rows
         mean = torch.empty_like(rows)
-        yield from self._mean(rest, step, purpose, keep, mean)
+        yield from self._mean(self._source(rest, step, purpose, keep), step, mean)
         return mean, rest.sub_(rows).neg_() if keep else None
 
-    def _mean(self, rows: Tensor, step: StepContext, purpose: object, keep: bool, mean: Tensor) -> Requests:
-        """Write the mean of `rows` (rows, n) into `mean`; with `keep`, leave in `rows` what was not sent."""
+    def _write_mean(
+        self, work: Tensor, block: GradientBlock, step: StepContext, late: Optional[Sum] = None
+    ) -> Requests:
+        rows = work.flatten(1)
+        into = block.outputs[0].view(1, -1) if len(block.outputs) == 1 else torch.empty_like(rows)
+        yield from self._mean(self._source(rows, step, block.names, block.keep_rest, late), step, into)
+        block.write(into)
+
+    def _source(
+        self, rows: Tensor, step: StepContext, purpose: object, rest: bool, late: Optional[Sum] = None
+    ) -> _Source:
+        # With the rank: roundings that are independent cancel in the mean.
+        seeds = (self.seed, step.number, purpose, step.group.rank)
+        return _Source(rows, seeded_generator(rows.device, *seeds) if self.stochastic else None, rest, late)
+
+    def _mean(self, source: _Source, step: StepContext, mean: Tensor) -> Requests:
+        """Write the mean of the ranks' rows into `mean` (rows, n)."""
+        is_two_phase = step.group.size > _WHOLE_RANKS
+        yield from (self._mean_of_parts if is_two_phase else self._mean_of_wholes)(source, step, mean)
+
+    def _mean_of_wholes(self, source: _Source, step: StepContext, mean: Tensor) -> Requests:
+        """Send everything to the other rank: as many bytes as in two phases, and one rounding less."""
+        count, n = source.rows.shape
+        chunk = math.prod(self._grouping(n))
+        everyone = yield AllGatherRequest(self._encode(source, 1, chunk).flatten())
+        everyone = everyone.reshape(step.group.size, -1, self._group_bytes(chunk))
+        # A group that holds something not finite has such a scale, so the scales tell of all numbers.
+        step.watch(scales(everyone.flatten(0, 1), self.bits))
+        if mean.is_contiguous() and (count == 1 or n == chunk):
+            decode_mean(everyone, mean.view(-1), self.bits)
+            return
+        padded = mean.new_empty(count, chunk)
+        decode_mean(everyone, padded.view(-1), self.bits)
+        mean.copy_(padded[:, :n])
+
+    def _mean_of_parts(self, source: _Source, step: StepContext, mean: Tensor) -> Requests:
+        """Send each rank its part, and gather the means of the parts."""
+        rows = source.rows
         size = step.group.size
         rank = step.group.rank
         # Whole groups, so that the parts of all ranks lie side by side and are encoded in one go.
         chunk = math.prod(self._grouping(math.ceil(rows.shape[1] / size)))
-        noise = self._noise(rows, step, purpose)
-        mine = yield from self._mean_part(rows, step, chunk, noise, keep)
-        packed = self._encode(mine, 1, chunk, noise, rest=keep)
-        if keep:
+        mine = yield from self._mean_part(source, step, chunk)
+        packed = self._encode(source._replace(rows=mine, late=None), 1, chunk)
+        if source.rest:
             # The error of the second encoding belongs to all ranks. Its owner keeps it times their number, so that it
             # counts once in the mean of the residuals.
             part = rows[:, rank * chunk : (rank + 1) * chunk]
             part.add_(mine[:, : part.shape[1]], alpha=size)
         everyone = (yield AllGatherRequest(packed.flatten())).reshape(size, len(rows), -1)
-        # A group that holds something not finite has such a scale, so the scales tell of all numbers.
         step.watch(scales(everyone.reshape(-1, self._group_bytes(chunk)), self.bits))
         self._decode(everyone.transpose(0, 1), mean, chunk)
 
-    def _mean_part(
-        self, rows: Tensor, step: StepContext, chunk: int, noise: Optional[torch.Generator], keep: bool
-    ) -> Generator[Request, Tensor, Tensor]:
+    def _mean_part(self, source: _Source, step: StepContext, chunk: int) -> Generator[Request, Tensor, Tensor]:
         """Run the first phase and return this rank's part (rows, chunk) of the mean. The last parts may be short."""
         size = step.group.size
-        packed = self._encode(rows, size, chunk, noise, rest=keep)
+        count = len(source.rows)
+        packed = self._encode(source, size, chunk)
         received = yield AllToAllRequest(packed.transpose(0, 1).reshape(size, -1))
         groups, extent = self._grouping(chunk)
-        mine = rows.new_empty(len(rows), groups * extent)
-        decode_sum(received.reshape(size, len(rows) * groups, -1), mine.view(-1), self.bits)
+        mine = source.rows.new_empty(count, groups * extent)
+        decode_sum(received.reshape(size, count * groups, -1), mine.view(-1), self.bits)
         return mine.div_(size)[:, :chunk]
 
-    def _noise(self, rows: Tensor, step: StepContext, purpose: object) -> Optional[torch.Generator]:
-        return (
-            # With the rank: roundings that are independent cancel in the mean.
-            seeded_generator(rows.device, self.seed, step.number, purpose, step.group.rank) if self.stochastic else None
-        )
-
-    def _encode(
-        self, rows: Tensor, parts: int, chunk: int, noise: Optional[torch.Generator], rest: bool = False
-    ) -> Tensor:
-        """Return bytes (rows, parts, packed) of rows (rows, n), each in parts of `chunk` numbers, followed by zeros.
-
-        Args:
-            rest: Leave in `rows` what the encoding has lost.
-        """
+    def _encode(self, source: _Source, parts: int, chunk: int) -> Tensor:
+        """Return bytes (rows, parts, packed) of the rows, each in parts of `chunk` numbers, followed by zeros."""
+        rows, noise, rest, late = source
         groups, extent = self._grouping(chunk)
         count, n = rows.shape
         packed = rows.new_empty(count, parts, groups * self._group_bytes(chunk), dtype=torch.uint8)
         flat = packed.view(-1, self._group_bytes(chunk))
         # One row of whole groups lies as it is to be encoded; others have gaps between their parts, or at their ends.
         if rows.is_contiguous() and (n == parts * groups * extent or (count == 1 and chunk == groups * extent)):
-            encode_rows(rows.view(-1), flat, self.bits, noise, rest)
+            encode_rows(rows.view(-1), flat, self.bits, noise, rest, late)
             return packed
         padded = pad(pad(rows, parts * chunk).view(count * parts, chunk), groups * extent)
         padded = padded.clone() if padded.data_ptr() == rows.data_ptr() else padded

@@ -20,9 +20,10 @@ from typing import Literal, Optional
 import torch
 from torch import Tensor
 
+from lightning_parallel.compression.thin_products import Sum
 from lightning_parallel.compression.wire import as_bytes, from_bytes, launches_kernels
 
-__all__ = ["decode_rows", "decode_sum", "encode_rows", "packed_bytes", "scales"]
+__all__ = ["decode_mean", "decode_rows", "decode_sum", "encode_rows", "packed_bytes", "scales"]
 
 Bits = Literal[8, 4]
 
@@ -44,30 +45,53 @@ def scales(packed: Tensor, bits: int) -> Tensor:
 
 
 def encode_rows(
-    numbers: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Generator] = None, rest: bool = False
+    numbers: Tensor,
+    packed: Tensor,
+    bits: int,
+    noise: Optional[torch.Generator] = None,
+    rest: bool = False,
+    late: Optional[Sum] = None,
 ) -> None:
     """Encode `numbers` (n), followed by zeros, into `packed` (groups, bytes).
 
     Args:
         noise: Draws the numbers of stochastic rounding; None to round to the nearest.
         rest: Leave in `numbers` what the encoding has lost.
+        late: What to fill `numbers` with before: one contiguous gradient and its residual.
     """
     if numbers.is_meta:  # only the size of `packed` is asked for
         return
     extent = (packed.shape[1] - 8) * 8 // bits
+    sums = []
     for begin, end in _pieces(packed, 1, extent):
-        piece = numbers[begin * extent : end * extent]
+        place = slice(begin * extent, end * extent)
+        piece = numbers[place]
+        if late is not None:
+            _fill(piece, late, place)
         whole, tail = len(piece) // extent, len(piece) % extent
-        rows = piece[: whole * extent].view(whole, extent)
         if whole:
-            _encode(rows, packed[begin : begin + whole], bits, noise, rest)
+            sums += _encode(piece[: whole * extent].view(whole, extent), packed[begin : begin + whole], bits, noise, rest)
         if begin + whole == end:
             continue
         padded = piece.new_zeros(end - begin - whole, extent)
         padded[0, :tail] = piece[whole * extent :]
-        _encode(padded, packed[begin + whole : end], bits, noise, rest)
+        sums += _encode(padded, packed[begin + whole : end], bits, noise, rest)
         if rest:
             piece[whole * extent :] = padded[0, :tail]
+    if sums:
+        # Zero times a number that is not finite is NaN.
+        poison = torch.stack(sums).sum() * 0
+        packed[:, -8:].view(torch.float32).mul_(1 / _ENLARGED).add_(poison)
+
+
+def _fill(piece: Tensor, late: Sum, place: slice) -> None:
+    gradient = late.gradients[0].view(-1)[place]
+    if late.old is not None:
+        torch.add(late.old.view(-1)[place], gradient, alpha=late.factor, out=piece)
+        return
+    piece.copy_(gradient)
+    if late.factor != 1:
+        piece.mul_(late.factor)
 
 
 def decode_rows(packed: Tensor, numbers: Tensor, bits: int) -> None:
@@ -96,6 +120,23 @@ def decode_sum(packed: Tensor, numbers: Tensor, bits: int) -> None:
             torch.sum(found, 0, out=into)
 
 
+def decode_mean(packed: Tensor, numbers: Tensor, bits: int) -> None:
+    """Decode `packed` (ranks, groups, bytes) of one or two ranks into `numbers` (n): their mean."""
+    if numbers.is_meta:
+        return
+    ranks, _, num_bytes = packed.shape
+    extent = (num_bytes - 8) * 8 // bits
+    for begin, end in _pieces(packed[0], 1, extent):
+        into = numbers[begin * extent : end * extent]
+        if launches_kernels(packed):
+            together = _decode(packed[:, begin:end].reshape(-1, num_bytes), bits, numbers.dtype)
+            found = together.view(ranks, -1)[:, : len(into)].unbind()
+        else:  # the bytes of one rank lie side by side; those of two would have to be copied
+            found = tuple(_decode(one[begin:end], bits, numbers.dtype).view(-1)[: len(into)] for one in packed)
+        # In one pass, and in the order of ranks, so that all get the same bits.
+        torch.lerp(found[0], found[-1], 0.5, out=into)
+
+
 def _pieces(packed: Tensor, at_once: int, extent: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges of groups to work on at once, `at_once` times."""
     count = max(1, (_DEVICE_NUMBERS if launches_kernels(packed) else _HOST_NUMBERS) // (at_once * extent))
@@ -103,15 +144,22 @@ def _pieces(packed: Tensor, at_once: int, extent: int) -> Iterator[tuple[int, in
         yield begin, min(begin + count, len(packed))
 
 
-def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Generator], rest: bool) -> None:
-    """Encode rows (groups, extent), all of them at once."""
+def _encode(rows: Tensor, packed: Tensor, bits: int, noise: Optional[torch.Generator], rest: bool) -> list[Tensor]:
+    """Encode rows (groups, extent), all of them at once.
+
+    Returns:
+        The sum of all numbers, if scales and biases are yet to be divided by what they were enlarged by.
+    """
     is_fused = _FUSED and noise is None and rows.dtype == torch.float32 and not launches_kernels(rows)
+    if is_fused and bits == 8:
+        return [_encode_bytes_fused(rows, packed, rest)]
     if is_fused:
-        (_encode_bytes_fused if bits == 8 else _encode_nibbles_fused)(rows, packed)
+        _encode_nibbles_fused(rows, packed)
     else:
         (_encode_bytes if bits == 8 else _encode_nibbles)(rows, packed, noise)
     if rest:
         rows.sub_(_decode(packed, bits, rows.dtype))
+    return []
 
 
 def _decode(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
@@ -135,10 +183,14 @@ def _decode(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     return torch.addcmul(ends[:, 1:], levels, ends[:, :1]).mul_(peaks)
 
 
-def _encode_bytes_fused(rows: Tensor, packed: Tensor) -> None:
-    packed.copy_(torch.ops.quantized.embedding_bag_byte_prepack(rows * _ENLARGED))
-    # Zero times a number that is not finite is NaN.
-    packed[:, -8:].view(torch.float32).mul_(1 / _ENLARGED).add_(rows.sum() * 0)
+def _encode_bytes_fused(rows: Tensor, packed: Tensor, rest: bool) -> Tensor:
+    enlarged = torch.ops.quantized.embedding_bag_byte_prepack(rows * _ENLARGED)
+    packed.copy_(enlarged)
+    total = rows.sum()
+    if rest:
+        # A power of two: the same bits as if scale and bias were divided by it.
+        rows.sub_(torch.ops.quantized.embedding_bag_byte_unpack(enlarged), alpha=1 / _ENLARGED)
+    return total
 
 
 def _encode_bytes(rows: Tensor, packed: Tensor, noise: Optional[torch.Generator]) -> None:
