@@ -373,7 +373,6 @@ class DirectAllGather:
                 work.wait()
 
 
-
 PAIRWISE_MAX_BYTES = 1 << 21  # above, the addition in the calling thread costs more than the steps of gloo's ring
 _PAIRWISE_TAG = 1 << 20  # outside the range of the tags of messages between stages
 _COMBINE: dict[str, Callable[..., Tensor]] = {

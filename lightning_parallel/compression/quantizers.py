@@ -14,7 +14,6 @@ from lightning_parallel.compression.feedback import FeedbackName, GradientBlock
 from lightning_parallel.compression.rowwise import (
     decode_mean,
     decode_rows,
-    decode_sum,
     encode_rows,
     packed_bytes,
     scales,
@@ -299,8 +298,8 @@ class Quantize(Quantizer):
         received = yield AllToAllRequest(packed.transpose(0, 1).reshape(size, -1))
         groups, extent = self._grouping(chunk)
         mine = source.rows.new_empty(count, groups * extent)
-        decode_sum(received.reshape(size, count * groups, -1), mine.view(-1), self.bits)
-        return mine.div_(size)[:, :chunk]
+        decode_mean(received.reshape(size, count * groups, -1), mine.view(-1), self.bits)
+        return mine[:, :chunk]
 
     def _encode(self, source: _Source, parts: int, chunk: int) -> Tensor:
         """Return bytes (rows, parts, packed) of the rows, each in parts of `chunk` numbers, followed by zeros."""

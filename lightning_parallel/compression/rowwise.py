@@ -14,7 +14,8 @@ bits, so that ranks may mix. Two things these kernels cannot do are done around 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Literal, Optional
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from lightning_parallel.compression.thin_products import Sum
 from lightning_parallel.compression.wire import as_bytes, from_bytes, launches_kernels
 
-__all__ = ["decode_mean", "decode_rows", "decode_sum", "encode_rows", "packed_bytes", "scales"]
+__all__ = ["decode_mean", "decode_rows", "encode_rows", "packed_bytes", "scales"]
 
 Bits = Literal[8, 4]
 
@@ -32,6 +33,7 @@ _DEVICE_NUMBERS = 1 << 26  # that a device works on in one go: few kernels, and 
 _ENLARGED = 2.0**56
 _EPSILON = 1e-8  # of torch's kernel
 _FUSED = hasattr(torch.ops.quantized, "embedding_bag_byte_prepack")
+_BAGS = {8: "embedding_bag_byte_rowwise_offsets", 4: "embedding_bag_4bit_rowwise_offsets"}
 
 
 def packed_bytes(extent: int, bits: int) -> int:
@@ -70,7 +72,9 @@ def encode_rows(
             _fill(piece, late, place)
         whole, tail = len(piece) // extent, len(piece) % extent
         if whole:
-            sums += _encode(piece[: whole * extent].view(whole, extent), packed[begin : begin + whole], bits, noise, rest)
+            sums += _encode(
+                piece[: whole * extent].view(whole, extent), packed[begin : begin + whole], bits, noise, rest
+            )
         if begin + whole == end:
             continue
         padded = piece.new_zeros(end - begin - whole, extent)
@@ -105,36 +109,50 @@ def decode_rows(packed: Tensor, numbers: Tensor, bits: int) -> None:
             piece.copy_(_decode(packed[begin:end], bits, numbers.dtype).view(-1)[: len(piece)])
 
 
-def decode_sum(packed: Tensor, numbers: Tensor, bits: int) -> None:
-    """Decode `packed` (ranks, groups, bytes) into `numbers` (groups * extent): the sum over the ranks."""
-    if numbers.is_meta:
-        return
-    ranks, _, num_bytes = packed.shape
-    extent = (num_bytes - 8) * 8 // bits
-    for begin, end in _pieces(packed[0], ranks, extent):
-        found = _decode(packed[:, begin:end].reshape(-1, num_bytes), bits, numbers.dtype).view(ranks, -1)
-        into = numbers[begin * extent : end * extent]
-        if ranks == 2 and not launches_kernels(found):
-            torch.add(found[0], found[1], out=into)  # in half the time of a sum
-        else:
-            torch.sum(found, 0, out=into)
-
-
 def decode_mean(packed: Tensor, numbers: Tensor, bits: int) -> None:
-    """Decode `packed` (ranks, groups, bytes) of one or two ranks into `numbers` (n): their mean."""
+    """Decode `packed` (ranks, groups, bytes) into `numbers` (n), as many as there are of them: the mean over the ranks.
+
+    Ranks with torch's kernels get the same bits from the same bytes; others may differ from them in the last one.
+    """
     if numbers.is_meta:
         return
-    ranks, _, num_bytes = packed.shape
+    ranks, groups, num_bytes = packed.shape
     extent = (num_bytes - 8) * 8 // bits
-    for begin, end in _pieces(packed[0], 1, extent):
+    is_fused = _FUSED and numbers.dtype == torch.float32 and not launches_kernels(numbers)
+    packed = packed.contiguous()  # a part of a joined message is not
+    for begin, end in _pieces(packed[0], 1 if is_fused else ranks, extent):
         into = numbers[begin * extent : end * extent]
-        if launches_kernels(packed):
-            together = _decode(packed[:, begin:end].reshape(-1, num_bytes), bits, numbers.dtype)
-            found = together.view(ranks, -1)[:, : len(into)].unbind()
-        else:  # the bytes of one rank lie side by side; those of two would have to be copied
-            found = tuple(_decode(one[begin:end], bits, numbers.dtype).view(-1)[: len(into)] for one in packed)
-        # In one pass, and in the order of ranks, so that all get the same bits.
-        torch.lerp(found[0], found[-1], 0.5, out=into)
+        if is_fused:
+            into.copy_(_mean_fused(packed, begin, end, bits).view(-1)[: len(into)])
+            continue
+        found = _decode(packed[:, begin:end].reshape(-1, num_bytes), bits, numbers.dtype).view(ranks, -1)
+        torch.sum(found[:, : len(into)], 0, out=into)
+        into.div_(ranks)
+
+
+def _mean_fused(packed: Tensor, begin: int, end: int, bits: int) -> Tensor:
+    """Return the mean over the ranks, (groups, extent): each group is a bag of one row of each rank."""
+    ranks, groups, num_bytes = packed.shape
+    if bits == 8:
+        indices, offsets, weights = _bags(ranks, groups, end - begin)
+        rows = packed.view(-1, num_bytes)[begin:]
+    else:
+        # The peaks, which torch's kernel does not know, are the weights of the rows.
+        piece = packed[:, begin:end]
+        indices, offsets, _ = _bags(ranks, end - begin, end - begin)
+        weights = piece[..., -4:].transpose(0, 1).contiguous().view(torch.float32).view(-1) / ranks
+        rows = piece[..., :-4].contiguous().view(-1, num_bytes - 4)
+    bag = getattr(torch.ops.quantized, _BAGS[bits])
+    found: Tensor = bag(rows, indices, offsets, per_sample_weights=weights, include_last_offset=True)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _bags(ranks: int, stride: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows of `count` bags, `stride` rows from rank to rank, where each bag begins, and equal weights."""
+    indices = torch.arange(count, dtype=torch.int32).unsqueeze(1) + stride * torch.arange(ranks, dtype=torch.int32)
+    offsets = torch.arange(0, count * ranks + 1, ranks, dtype=torch.int32)
+    return indices.view(-1), offsets, torch.full((count * ranks,), 1 / ranks)
 
 
 def _pieces(packed: Tensor, at_once: int, extent: int) -> Iterator[tuple[int, int]]:

@@ -75,6 +75,17 @@ def test_several_in_flight_keep_their_order(group):
 
 
 @distributed(world_size=3)
+def test_gathers_in_flight_keep_their_order(group):
+    pending = [
+        comm.all_gather(torch.full((10 * (i % 3),), 100 * group.rank + i, dtype=torch.int16), group, async_op=True)
+        for i in range(12)
+    ]
+    for i in reversed(range(12)):
+        expected = [100 * rank + i for rank in range(3) for _ in range(10 * (i % 3))]
+        assert pending[i].wait().tolist() == expected
+
+
+@distributed(world_size=3)
 def test_larger_groups_use_the_backend(group):
     assert not PairwiseAllReduce.suits(torch.ones(1), group)
     assert comm.all_reduce(torch.ones(2), group).tolist() == [3.0, 3.0]

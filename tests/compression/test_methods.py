@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
 from lightning_parallel.compression import (
@@ -248,6 +249,46 @@ def test_fused_kernels_and_single_operations_give_the_same_bits(bits):
             with patched(rowwise, "_FUSED", is_fused):
                 rowwise.encode_rows(poisoned.view(-1), fused, bits)
             assert not rowwise.scales(fused, bits).isfinite().all(), (is_fused, value)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_mean_of_what_ranks_sent_is_that_of_each_decoded(bits):
+    """By one kernel for all ranks and by single operations; n is no multiple of a group, nor of what is done at once."""
+    n = 512 * 700 - 300
+    for ranks in (1, 2, 3):
+        packed = torch.empty(ranks, 700, rowwise.packed_bytes(512, bits), dtype=torch.uint8)
+        mean, single, one, total = torch.empty(4, n)
+        total.zero_()
+        for rank in range(ranks):
+            rowwise.encode_rows(randn(n, seed=rank, dtype=torch.float32), packed[rank], bits)
+            rowwise.decode_rows(packed[rank], one, bits)
+            total += one
+        joined = torch.nn.functional.pad(packed.flatten(1), (4, 8))[:, 4:-8].view(packed.shape)
+        with patched(rowwise, "_HOST_NUMBERS", 1 << 16):
+            rowwise.decode_mean(joined, mean, bits)
+            with patched(rowwise, "_FUSED", False):
+                rowwise.decode_mean(packed, single, bits)
+        torch.testing.assert_close(mean, total / ranks, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(single, total / ranks, rtol=1e-6, atol=1e-6)
+
+
+@distributed(world_size=2)
+def test_two_ranks_round_once(group):
+    """The mean of both encodings, in the same bits on both, and what one's own encoding has lost, with late residuals."""
+    compressor, codec = Quantize(8, min_numel=0), Quantize(8, feedback=None)
+    residuals = [torch.zeros(1, 3000) for _ in range(2)]
+    for number in range(3):
+        inputs = [randn(1, 3000, seed=10 * number + rank, dtype=torch.float32) for rank in range(2)]
+        sums = [residual + gradient for residual, gradient in zip(residuals, inputs)]
+        sent = [codec.unpack(codec.pack(total), 3000, torch.float32) for total in sums]
+        residuals = [total - part for total, part in zip(sums, sent)]
+        named = {"weight": inputs[group.rank].clone().view(60, 50)}
+        assert compressor.reduce_(named, group)
+        torch.testing.assert_close(named["weight"].view(1, -1), (sent[0] + sent[1]) / 2, rtol=1e-6, atol=1e-6)
+        kept = compressor.memory.read("residual", "weight", torch.device("cpu"), (60, 50))
+        torch.testing.assert_close(kept.view(1, -1), residuals[group.rank], rtol=0, atol=1e-6)
+        everyone = comm.all_gather(named["weight"][None], group)
+        assert torch.equal(everyone[0], everyone[1])
 
 
 def test_eight_bits_beat_fp32_at_any_world_size():
