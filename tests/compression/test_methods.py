@@ -253,7 +253,7 @@ def test_fused_kernels_and_single_operations_give_the_same_bits(bits):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_mean_of_what_ranks_sent_is_that_of_each_decoded(bits):
-    """By one kernel for all ranks and by single operations; n is no multiple of a group, nor of what is done at once."""
+    """By one kernel for all ranks and by single operations, also where n is no multiple of a group."""
     n = 512 * 700 - 300
     for ranks in (1, 2, 3):
         packed = torch.empty(ranks, 700, rowwise.packed_bytes(512, bits), dtype=torch.uint8)
@@ -274,7 +274,7 @@ def test_the_mean_of_what_ranks_sent_is_that_of_each_decoded(bits):
 
 @distributed(world_size=2)
 def test_two_ranks_round_once(group):
-    """The mean of both encodings, in the same bits on both, and what one's own encoding has lost, with late residuals."""
+    """Both get the mean of both encodings, in the same bits, and keep what their own encoding has lost."""
     compressor, codec = Quantize(8, min_numel=0), Quantize(8, feedback=None)
     residuals = [torch.zeros(1, 3000) for _ in range(2)]
     for number in range(3):
