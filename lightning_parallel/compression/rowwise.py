@@ -5,7 +5,8 @@
 
 Both begin with what torch's fused kernels for embedding tables write, on CPUs several times faster than single
 operations. Elsewhere (on devices, in fp64, with stochastic rounding) operations do the same, in fp32 with the same
-bits, so that ranks may mix; the mean over ranks, `decode_mean`, may differ in the last bit. Two things these kernels cannot do are done around them:
+bits, so that ranks may mix; the mean over ranks, `decode_mean`, may differ in the last bit. Two things these kernels
+cannot do are done around them:
 
     They add 1e-8 to the width of a group, and many gradients are smaller than that: they are given 2^56 times the
     numbers. For 4 bits, whose scale has the small range of fp16, numbers are divided by the largest magnitude.
