@@ -139,6 +139,8 @@ def all_gather(
     pending = _pending("all_gather", group, whole, result).launch(
         lambda: (
             DirectAllGather(whole, part, group)
+            if DirectAllGather.suits(part, group)
+            else dist.all_gather(list(whole.unbind()), part, group=group.process_group, async_op=True)
             if tensor.device.type == "cpu"
             else all_gather_single(whole.view(-1), part.view(-1), group=group.process_group, async_op=has_handle)
         )
@@ -349,16 +351,21 @@ def _padded(tensor: Tensor, length: int) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- messages between CPU ranks
 
+DIRECT_MIN_BYTES = 1 << 18  # below, gloo's latency is the lower one
 _GATHER_TAG = (1 << 20) + 1  # as below, and not that of another collective that may be under way
 
 
 class DirectAllGather:
-    """An all-gather on CPU: each rank sends its part to every other one.
+    """An all-gather of two gloo ranks: each sends its part to the other, half the time of gloo's ring with its copies.
 
     `whole` (ranks, ...) holds the parts after `wait`.
     """
 
-    # As many bytes as gloo's ring sends, without its copy of everything, and without its hops from rank to rank.
+    @staticmethod
+    def suits(part: Tensor, group: Group) -> bool:
+        """Whether it is the faster way; the same answer on both ranks."""
+        is_large = part.numel() * part.element_size() >= DIRECT_MIN_BYTES
+        return is_large and group.size == 2 and part.device.type == "cpu" and not group.is_ordered
 
     def __init__(self, whole: Tensor, part: Tensor, group: Group) -> None:
         others = [(place, rank) for place, rank in enumerate(group.ranks) if place != group.rank]
