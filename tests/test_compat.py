@@ -264,6 +264,9 @@ class Nested(Interceptor):
     def __init__(self):
         self.seen = []
 
+    def is_listening(self):
+        return True
+
     def issue(self, collective, call):
         self.seen.append((collective.op, collective.process_group, type(call())))
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -75,6 +77,13 @@ class CollectiveTracer:
 
     # --------------------------------------------------------------------------------------------- what is intercepted
 
+    def is_listening(self) -> bool:
+        """Return whether something records, and `comm` does not record by itself what the thread is at."""
+        if tracing.active() is None:
+            return False
+        known = comm.current_call()
+        return known is None or known.dtype is None  # of Python objects `comm` does not know the size
+
     def issue(self, collective: Collective, call: Callable[[], Any]) -> None:
         """Record an operation, unless `comm` does."""
         active = tracing.active()
@@ -108,7 +117,7 @@ class CollectiveTracer:
     ) -> InFlight:
         num_bytes = _size_bytes(collective) if collective.tensors else None
         is_plain = bool(collective.payload) and not collective.op.endswith("_object")
-        dtype = str(collective.payload[0].dtype).removeprefix("torch.") if is_plain else None
+        dtype = _dtype_name(collective.payload[0].dtype) if is_plain else None
         peer = None if collective.peer is None else ranks[collective.peer]
         return InFlight(active, collective.op, axis, ranks, num_bytes, dtype, peer, collective.tag, group=name)
 
@@ -327,4 +336,12 @@ def trace_collectives(tracer: CollectiveTracer, recorder: Recorder) -> Iterator[
 
 
 def _size_bytes(collective: Collective) -> int:
-    return collective.times * sum(tensor.numel() * tensor.element_size() for tensor in collective.payload)
+    total = 0
+    for tensor in collective.payload:
+        total += tensor.numel() * tensor.element_size()
+    return collective.times * total
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

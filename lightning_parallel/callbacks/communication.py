@@ -82,6 +82,7 @@ class CommunicationAccumulator(Accumulator):
         self._rank = rank
         self._clocks = clocks
         self._shared: Counter[CallKind] = Counter()
+        self._calls_shared: Counter[tuple[Any, ...]] = Counter()
         self._calls = calls
         self._missing = missing
         self._steps = 0
@@ -145,6 +146,9 @@ class CommunicationAccumulator(Accumulator):
             new = min(len(samples), count - self._shared[kind])
             del samples[: len(samples) - new]
             self._shared[kind] = count
+        for key, (count, _, recent) in shared["calls"].items():
+            del recent[: max(0, len(recent) - (count - self._calls_shared[key]))]
+            self._calls_shared[key] = count
         return shared
 
     @override
@@ -153,6 +157,10 @@ class CommunicationAccumulator(Accumulator):
             if before is not None and kind in before["kinds"]:
                 samples[:0] = before["kinds"][kind][-1]
             del samples[:-SAMPLES]
+        for key, (*_, recent) in new["calls"].items():
+            if before is not None and key in before["calls"]:
+                recent[:0] = before["calls"][key][-1]
+            del recent[:-RECENT]
         merged: dict[str, Any] = new
         return merged
 

@@ -128,6 +128,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         self.dirpath = dirpath
         self.show_table = show_table
         self.session: Session | None = None
+        self._led: Session | None = None  # the session, on the callback that leads it
         self._accumulator: A | None = None
         self._report: dict[str, Any] | None = None
 
@@ -199,6 +200,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         return self._report is not None or (self.session is not None and self._accumulator is not None)
 
     def _summarize(self, session: Session) -> dict[str, Any]:
+        session.hand_out()
         accumulator = self.accumulator
         position = session.members.index(accumulator)
         # Before the first exchange, and after one that failed, this rank reports what it knows.
@@ -235,17 +237,15 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         # A callback may measure one `fit` after another; results of the last one must not be taken for new ones.
         self._report = None
         self._accumulator = None
-        self.session = Session.of(trainer)
+        self.session = session = Session.of(trainer)
+        # As long as nobody has joined, whoever fails below has to close it.
+        self._led = session if session.is_led_by(None) else None
         if self.dirpath is not None:
             create_folder(Path(self.dirpath), self.session.group)
         # Creating it may communicate, so all ranks must get here in the order of their callbacks.
         self._accumulator = self.accumulate(trainer, pl_module)
-        self.session.join(self._accumulator, self._exchange_every_n_steps, self.warmup_steps)
-
-    @property
-    def _led(self) -> Session | None:
-        """The session, on the callback that leads it."""
-        return self.session if self.session is not None and self.session.is_led_by(self._accumulator) else None
+        session.join(self._accumulator, self._exchange_every_n_steps, self.warmup_steps)
+        self._led = session if session.is_led_by(self._accumulator) else None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -276,6 +276,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         if self._led is not None:
             self._led.end_step()
         if trainer.loggers and should_update_logs(trainer):
+            self.open_session.hand_out()
             # Straight to the loggers: what is logged by `log` of the module becomes a metric of the module, too.
             scalars = self.accumulator.scalars()
             for logger in trainer.loggers if scalars else ():
@@ -306,7 +307,7 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
             self._report = self._summarize(self.session)
         if self._led is not None:
             self._led.close()
-        self.session = None
+        self.session = self._led = None
 
     @rank_zero_only
     def _publish(self) -> None:

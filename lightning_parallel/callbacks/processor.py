@@ -13,9 +13,11 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from lightning_parallel.callbacks.clocks import clock_id
-from lightning_parallel.tracing import Window
 
 __all__ = ["Cores", "ProcessorUse", "ProcessorTimes", "cores_of_process", "processor_times", "queue_file"]
+
+MOST_STEPS = 8
+"""Steps between two questions to the system."""
 
 
 class Cores(NamedTuple):
@@ -83,9 +85,10 @@ def processor_times(queue: BinaryIO | None) -> ProcessorTimes:
 
 
 class ProcessorUse:
-    """Adds up what the training thread got of a processor in its steps; `add` is called by that thread.
+    """Adds up what the training thread got of a processor in its steps; `end_step` is called by that thread.
 
-    Steps with a validation or a checkpoint are left out, whose times would count as theirs.
+    Runs of 1, 2, 4 and then always 8 steps are measured: to ask the system takes longer than all else that is done for
+    a step. Those with a validation or a checkpoint are left out, whose times would count as theirs.
 
     Args:
         cores: The processors of this rank.
@@ -98,18 +101,32 @@ class ProcessorUse:
         self._last: ProcessorTimes | None = None
         self._steps = self._running_ns = self._interrupted = 0
         self._waiting_ns: int | None = 0
+        self._num_apart = self._ended = 0
+        self._length = 1
 
-    def add(self, window: Window) -> None:
-        """Add a step that has just ended."""
+    def end_step(self, num_apart: int) -> None:
+        """End a step.
+
+        Args:
+            num_apart: Validations and checkpoints so far, see `Recorder.num_apart`.
+        """
         if self._last is None:
             self._queue = queue_file()
             if self._queue is not None:
                 weakref.finalize(self, self._queue.close)
+        self._ended += 1
+        is_apart = self._last is None or num_apart != self._num_apart
+        if not is_apart and self._ended < self._length:
+            return
         now = processor_times(self._queue)
         last, self._last = self._last, now
-        if last is None or any(window.phases.get(phase) for phase in ("validation", "checkpoint")):
+        steps, self._ended = self._ended, 0
+        if last is None or is_apart:
+            self._num_apart = num_apart
+            self._length = 1
             return
-        self._steps += 1
+        self._length = min(2 * self._length, MOST_STEPS)
+        self._steps += steps
         self._running_ns += now.running_ns - last.running_ns
         self._interrupted += now.interrupted - last.interrupted
         if self._waiting_ns is None or now.waiting_ns is None or last.waiting_ns is None:

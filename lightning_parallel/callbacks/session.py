@@ -114,6 +114,7 @@ class Session:
     """
 
     DEADLINE = timedelta(seconds=60)
+    MOST_WINDOWS, MOST_SPANS = 32, 4096
 
     def __init__(self, trainer: Trainer) -> None:
         self.mesh = mesh_of(trainer)
@@ -133,6 +134,8 @@ class Session:
         self.clocks: dict[int, ClockOffset] | None = None if len({clock for clock, _ in places}) == 1 else {}
         self.cores_shared_by = sum(place == self.cores.place for _, place in places)
         self.missing: list[str] = []
+        self._windows: list[Window] = []
+        self._num_spans = 0
         self._worker: ThreadExecutor | None = None
         self._pending: Callable[[], Any] | None = None
         self._is_idle = True
@@ -200,21 +203,34 @@ class Session:
             self._tracer.finish_pending(self.recorder)
 
     def end_step(self) -> None:
-        """End a step: hand it to the members, and every n steps exchange what they share."""
+        """End a step, which the members get soon, see `hand_out`; every n steps exchange what they share."""
         recorder = self.active_recorder
         if self._tracer is not None:
             self._tracer.end_step(recorder)
         # Where a device computes these are earlier steps: it is behind the host.
         for window in recorder.close_step():
-            self._hand_out(window)
+            self._keep(window)
+        if len(self._windows) >= self.MOST_WINDOWS or self._num_spans >= self.MOST_SPANS:
+            self.hand_out()
         # All ranks count the same steps, so that they exchange at the same ones without agreeing on it.
         if self.group.size > 1 and recorder.step % self.every_n_steps == 0:
             self._exchange()
 
-    def _hand_out(self, window: Window) -> None:
+    def _keep(self, window: Window) -> None:
         if window.step >= self.warmup_steps:
             self.steps += 1
-            for member in self.members:
+            self._windows.append(window)
+            self._num_spans += len(window.spans)
+
+    def hand_out(self) -> None:
+        """Hand the steps that have ended to the members, before anything reads these.
+
+        Many steps at once: after a step of training nothing of a member is in the processor's caches, and to add that
+        one would take five times as long.
+        """
+        windows, self._windows, self._num_spans = self._windows, [], 0
+        for member in self.members if windows else ():
+            for window in windows:
                 member.add(window)
 
     def end(self) -> None:
@@ -223,7 +239,8 @@ class Session:
         # Nothing is recorded from here on: members and the exchange are not part of training.
         self._context.close()
         for window in steps:
-            self._hand_out(window)
+            self._keep(window)
+        self.hand_out()
         # Without a step that counts there is none to which the time after the last one could be added.
         if self.steps:
             for member in self.members:
@@ -255,6 +272,7 @@ class Session:
 
     def _exchange(self, with_all: bool = False) -> None:
         """Let the first rank know what is new, or all ranks everything."""
+        self.hand_out()
 
         def keep(values: list[list[Any]]) -> None:
             before = self.latest or [[None] * len(self.members)] * len(values)

@@ -66,8 +66,6 @@ class BreakdownAccumulator(Accumulator):
     @override
     def add(self, window: Window) -> None:
         self._steps += 1
-        if self._processor is not None:
-            self._processor.add(window)
         # By step, as only the waits of the same step can be compared between ranks.
         self._waits.add(window.step, window.phases.get(EXPOSED, 0))
         self.end(window)
@@ -158,11 +156,23 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
     Logged: `step_breakdown/<phase>`, seconds per step of rank 0, mean over the steps since the last logging.
     """
 
+    _processor: ProcessorUse | None = None
+
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> BreakdownAccumulator:
         session = self.open_session
-        processor = ProcessorUse(session.cores, session.cores_shared_by)
-        return BreakdownAccumulator(rank_info(session), session.missing, processor)
+        self._processor = ProcessorUse(session.cores, session.cores_shared_by)
+        return BreakdownAccumulator(rank_info(session), session.missing, self._processor)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        recorder = self.open_session.active_recorder
+        # Here: the accumulator gets several steps at once, and later.
+        if self._processor is not None and recorder.step >= self.open_session.warmup_steps:
+            self._processor.end_step(recorder.num_apart)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     @override
     def table(self, report: Mapping[str, Any]) -> Table | None:

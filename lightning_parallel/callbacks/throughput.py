@@ -70,9 +70,15 @@ class ThroughputAccumulator(Accumulator):
         self._seconds = 0.0
         self._points: list[CurvePoint] = []
         self._stride = 1
+        self._num_final = 0  # points that were shared and have not changed since
         self._logged = (0, 0, 0.0)
         self.flops: tuple[float, int] | None = None
         self.uncounted: list[str] = []
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the tokens of all batches so far could be counted."""
+        return self._tokens is not None
 
     def count(self, step: int, batch: BatchCounts) -> None:
         """Add the batch of `step`, whose time comes later by `add`."""
@@ -85,7 +91,8 @@ class ThroughputAccumulator(Accumulator):
         seconds = (window.wall_ns - paused_ns) / 1e9
         batch = self._batches.pop(window.step, BatchCounts(None, None))
         # Of steps that were skipped or are not counted no window comes.
-        self._batches = {step: later for step, later in self._batches.items() if step > window.step}
+        while self._batches and (earliest := next(iter(self._batches))) < window.step:
+            del self._batches[earliest]
         self._seconds += seconds
         self._samples = _sum(self._samples, batch.samples)
         self._tokens = _sum(self._tokens, batch.tokens)
@@ -102,6 +109,7 @@ class ThroughputAccumulator(Accumulator):
             pairs = zip(self._points[::2], self._points[1::2])
             self._points = [_merged(*pair) for pair in pairs] + self._points[len(self._points) // 2 * 2 :]
             self._stride *= 2
+            self._num_final = 0
 
     @override
     def share(self) -> dict[str, Any]:
@@ -115,6 +123,17 @@ class ThroughputAccumulator(Accumulator):
             "peak": self._peak,
             "uncounted": self.uncounted,
         }
+
+    @override
+    def share_new(self) -> dict[str, Any]:
+        final = self._num_final
+        self._num_final = max(0, len(self._points) - 1)  # further steps may be added to the last one
+        return {**self.share(), "points": self._points[final:], "points_before": final}
+
+    @override
+    def merge(self, before: Any, new: Any) -> dict[str, Any]:
+        points = [] if before is None else before["points"]
+        return {**new, "points": points[: new["points_before"]] + new["points"]}
 
     @override
     def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -258,7 +277,9 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         session = self.open_session
         step = session.active_recorder.step
-        counts = BatchCounts(_counted(self.samples, batch), _counted(self.tokens, batch))
+        # Once they could not be counted the report is without them: batches of other modules may have none at all.
+        tokens = _counted(self.tokens, batch) if self.accumulator.has_tokens else None
+        counts = BatchCounts(_counted(self.samples, batch), tokens)
         self.accumulator.count(step, counts)
         # One step is enough, and counting makes it slow: the first, which warms up anyway.
         if step == 0 and counts.samples:

@@ -62,6 +62,9 @@ class Collective(NamedTuple):
 class Interceptor(Protocol):
     """Sees operations and waits; each method must call what it is given, once, and return what that returns."""
 
+    def is_listening(self) -> bool:
+        """Return whether it wants to see what the thread issues or waits for now; asked before anything else."""
+
     def issue(self, collective: Collective, call: Callable[[], Any]) -> None:
         """Run `call`, which issues the operation and returns torch's handle; None where nothing is to wait for."""
 
@@ -159,37 +162,65 @@ def _register() -> None:
 def _kernel(name: str, after: Any) -> Callable[..., Any]:
     """Make the kernel of one operator: its work is done by those of the keys in `after`."""
     operator = getattr(torch.ops.c10d, name).default
-    arguments = [argument.name for argument in operator._schema.arguments]
-    group_at = arguments.index("process_group")
+    redispatch = operator.redispatch
+    facts = _Operator.of(name, [argument.name for argument in operator._schema.arguments])
 
     def kernel(keys: Any, *given: Any) -> Any:
+        interceptor = _interceptors[-1]
+        if not interceptor.is_listening():
+            return redispatch(keys & after, *given)
         results: list[Any] = []
 
         def call() -> Any:
-            results.append(operator.redispatch(keys & after, *given))
+            results.append(redispatch(keys & after, *given))
             work = results[0][-1] if isinstance(results[0], (tuple, list)) else results[0]
             return None if work is None else dist.Work.unbox(work)
 
-        named = dict(zip(arguments[group_at:], given[group_at:]))
-        _interceptors[-1].issue(_describe(name, given[:group_at], named), call)
+        interceptor.issue(_describe(facts, given), call)
         return results[0]
 
     return kernel
 
 
-def _describe(name: str, given: Sequence[Any], named: dict[str, Any]) -> Collective:
-    """Say what an operator is about to do, from the arguments before its group, and those from there on by name."""
-    op, payload_at = _OPERATORS[name]
-    group = dist.ProcessGroup.unbox(named["process_group"])
-    is_waited_for = not named.get("async_op", True)
-    if payload_at is None:
+class _Operator(NamedTuple):
+    """An operator: its name in `torch.distributed`, and where its arguments are; None where it has no such argument."""
+
+    op: str
+    payload: int | None
+    group: int
+    peer: int | None
+    tag: int | None
+    async_op: int | None
+
+    @classmethod
+    def of(cls, name: str, arguments: list[str]) -> _Operator:
+        """Read them from the names of the operator's arguments."""
+        op, payload = _OPERATORS[name]
+        named = ("dst" if op == "send" else "src", "tag", "async_op")
+        places = (arguments.index(one) if one in arguments else None for one in named)
+        return cls(op, payload, arguments.index("process_group"), *places)
+
+
+def _describe(facts: _Operator, given: Sequence[Any]) -> Collective:
+    """Say what an operator is about to do, from its arguments: tensors before the group, numbers after it."""
+    op = facts.op
+    group = dist.ProcessGroup.unbox(given[facts.group])
+    is_waited_for = not _given(given, facts.async_op, True)
+    if facts.payload is None:
         return Collective(op, group, [], [], is_waited_for=is_waited_for)
-    tensors = [tensor for argument in given for tensor in _flat(argument)]
+    tensors = _flat(given[0])
+    for argument in given[1 : facts.group]:
+        tensors = tensors + _flat(argument)
     times = group.size() if op in ("gather", "scatter") else 1
-    peer = named.get("dst" if op == "send" else "src")
     called = _object_call(_caller()) or op
-    payload = _flat(given[payload_at])
-    return Collective(called, group, tensors, payload, times, peer, named.get("tag"), is_waited_for)
+    payload = _flat(given[facts.payload])
+    peer, tag = _given(given, facts.peer), _given(given, facts.tag)
+    return Collective(called, group, tensors, payload, times, peer, tag, is_waited_for)
+
+
+def _given(given: Sequence[Any], place: int | None, default: Any = None) -> Any:
+    """Return the argument at a place; the dispatcher leaves out the last ones where they have their defaults."""
+    return given[place] if place is not None and place < len(given) else default
 
 
 def _flat(argument: Any) -> list[Tensor]:
@@ -221,7 +252,10 @@ def _intercept_waits() -> None:
     def around(method: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def wait(*args: Any, **kwargs: Any) -> Any:
-            return getattr(_interceptors[-1], method)(*args[:1], lambda: function(*args, **kwargs))
+            interceptor = _interceptors[-1]
+            if not interceptor.is_listening():
+                return function(*args, **kwargs)
+            return getattr(interceptor, method)(*args[:1], lambda: function(*args, **kwargs))
 
         return wait
 

@@ -191,15 +191,24 @@ def test_means_are_per_step_and_unknown_phases_are_other():
 
 
 def test_the_processor_is_that_of_steps_alone():
-    """Each step runs for 4 ms and waits for 2 ms; that of a validation, the third, for far longer."""
+    """Each step runs for 4 ms and waits for 2 ms; those of two validations for far longer."""
     use = ProcessorUse(Cores("here", 2.0, 1), shared_by=4)
     assert use.row() == {"cores": 2.0, "cores_shared_by": 4}
     now = ProcessorTimes(0, 0, 0)
-    for step in range(6):
-        busy, waiting = (500, 900) if step == 2 else (4, 2)
+    validations, asked = 0, []
+    for step in range(40):
+        busy, waiting = (500, 900) if step in (2, 13) else (4, 2)
+        validations += step in (2, 13)
         now = ProcessorTimes(now.running_ns + busy * MS, now.waiting_ns + waiting * MS, now.interrupted + 3)
-        with patch("lightning_parallel.callbacks.processor.processor_times", lambda _, now=now: now):
-            use.add(Window(step, 0, 10 * MS, {"validation": 5 * MS} if step == 2 else {}, []))
+
+        def times(_, now=now, step=step):
+            asked.append(step)
+            return now
+
+        with patch("lightning_parallel.callbacks.processor.processor_times", times):
+            use.end_step(validations)
+    # Runs of 1, 2, 4 and 8 steps; the one of the second validation, from step 10 on, is left out.
+    assert asked == [0, 1, 2, 3, 5, 9, 13, 14, 16, 20, 28, 36]
     expected = {"processor": 0.004, "processor_wait": 0.002, "interruptions": 3}
     assert use.row() == {"cores": 2.0, "cores_shared_by": 4, **expected}
     queue = queue_file()
