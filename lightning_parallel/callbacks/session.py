@@ -108,6 +108,7 @@ class Session:
             on one host, and read the same clock.
         missing: The communication of the strategy that is not recorded, in sentences.
         steps: Steps counted, without those that warm up.
+        disturbed: Numbers of steps that are not counted, because a measurement made them longer.
         latest: What the ranks shared last: by rank, then by member; empty before the first exchange, or if it fails,
             and until the end of training on all ranks but the first.
         failure: Why the exchange between the ranks ended early, if it did.
@@ -124,6 +125,7 @@ class Session:
         self.warmup_steps = 0
         self.recorder: Recorder | None = None
         self.steps = 0
+        self.disturbed: set[int] = set()
         self.latest: list[list[Any]] = []
         self.failure: str | None = None
         self.device: torch.device = trainer.strategy.root_device
@@ -217,7 +219,7 @@ class Session:
             self._exchange()
 
     def _keep(self, window: Window) -> None:
-        if window.step >= self.warmup_steps:
+        if window.step >= self.warmup_steps and window.step not in self.disturbed:
             self.steps += 1
             self._windows.append(window)
             self._num_spans += len(window.spans)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Optional
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.profilers import PyTorchProfiler
 from rich import box
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_parallel.callbacks.gpu_idle import GpuSampler
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, rank_info
 from lightning_parallel.callbacks.processor import ProcessorUse
 from lightning_parallel.callbacks.session import PHASES
+from lightning_parallel.compat.twins import is_a
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.tracing import OTHER, Span, StepSampler, Window
 from lightning_parallel.tracing.spans import merge_steps, percent, seconds_text
@@ -49,13 +52,19 @@ class BreakdownAccumulator(Accumulator):
         rank_info: `rank` and `coordinate` of this process.
         missing: Communication that is not recorded, in sentences; may grow until `summarize`.
         processor: Adds up what the thread that trains gets of a processor, if anything does.
+        gpu: Looks at what the GPU does in some steps, if anything does.
     """
 
     def __init__(
-        self, rank_info: Mapping[str, Any], missing: Sequence[str] = (), processor: ProcessorUse | None = None
+        self,
+        rank_info: Mapping[str, Any],
+        missing: Sequence[str] = (),
+        processor: ProcessorUse | None = None,
+        gpu: GpuSampler | None = None,
     ) -> None:
         self._rank_info = dict(rank_info)
         self._processor = processor
+        self._gpu = gpu
         self._missing = missing
         self._total: Counter[str] = Counter()
         self._steps = 0
@@ -80,8 +89,8 @@ class BreakdownAccumulator(Accumulator):
     @override
     def share(self) -> dict[str, Any]:
         means = self._means(self._total, self._steps) if self._steps else {}
-        processor = {} if self._processor is None or not means else self._processor.row()
-        return {"row": {**self._rank_info, **means, **processor}, "waits": dict(self._waits.values)}
+        others = [one.row() for one in (self._processor, self._gpu) if one is not None and means]
+        return {"row": {**self._rank_info, **means, **dict(ChainMap(*others))}, "waits": dict(self._waits.values)}
 
     @override
     def share_new(self) -> dict[str, Any]:
@@ -139,7 +148,7 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
 
         ranks: [{rank, coordinate: {axis: index}, wall, data_wait, forward, backward, communication_exposed,
                  communication_hidden, pipeline_wait, optimizer, checkpoint, validation, other,
-                 cores, cores_shared_by, processor, processor_wait, interruptions}]
+                 cores, cores_shared_by, processor, processor_wait, interruptions, gpu}]
         communication_least: [seconds]
         missing: [sentence]
 
@@ -148,21 +157,69 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
     `processor` and `processor_wait` are how long the thread that trains ran on a processor, and how long it could have
     run while others did, `interruptions` how often it was made to stop; of steps without validation and checkpoint,
     where the system tells. `cores` are what the rank may use, together with all `cores_shared_by` ranks.
+    `gpu`, only on CUDA, tells what the GPU did in the `steps` that `torch.profiler` looked at: `seconds` of a step,
+    `busy`, and, without a kernel that computes, `collective`, `launch`, `synchronise`, `data`, `other`; see
+    `attribute_idle`.
     `communication_least`, where there are several ranks, gives for each pipeline stage the time per step for which
     communication blocked every one of its ranks: what a rank was blocked beyond that, it waited for late ranks.
     `missing`, only where something is, names groups whose communication is not seen and so counts as forward or
     backward.
 
     Logged: `step_breakdown/<phase>`, seconds per step of rank 0, mean over the steps since the last logging.
+
+    Args:
+        every_n_steps, warmup_steps, dirpath, show_table: See `MeasuringCallback`.
+        gpu_every_n_steps: On CUDA, one in so many steps runs under `torch.profiler`, which tells why the GPU stands
+            idle; that step, the one before it and the one after it, in which the trace is read, are not counted. None
+            for no such step. Under Lightning's PyTorchProfiler, and while a profiler of torch runs, it is left out.
+
+    Raises:
+        ValueError: If `gpu_every_n_steps` is below 3.
     """
 
-    _processor: ProcessorUse | None = None
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        warmup_steps: int = 1,
+        dirpath: Optional[str] = None,
+        show_table: bool = True,
+        gpu_every_n_steps: Optional[int] = 200,
+    ) -> None:
+        super().__init__(every_n_steps, warmup_steps, dirpath, show_table)
+        if gpu_every_n_steps is not None and gpu_every_n_steps < 3:
+            raise ValueError(f"expected gpu_every_n_steps >= 3 or None, got {gpu_every_n_steps}")
+        self.gpu_every_n_steps = gpu_every_n_steps
+        self._processor: ProcessorUse | None = None
+        self._gpu: GpuSampler | None = None
 
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> BreakdownAccumulator:
         session = self.open_session
         self._processor = ProcessorUse(session.cores, session.cores_shared_by)
-        return BreakdownAccumulator(rank_info(session), session.missing, self._processor)
+        self._gpu = None
+        if trainer.strategy.root_device.type == "cuda" and self.gpu_every_n_steps is not None:
+            self._gpu = GpuSampler(self.gpu_every_n_steps)
+        return BreakdownAccumulator(rank_info(session), session.missing, self._processor, self._gpu)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._gpu is not None:
+            recorder = self.open_session.active_recorder
+            user_profiles = is_a(trainer.profiler, PyTorchProfiler)  # type: ignore[attr-defined]
+            if self._gpu.begin_step(recorder.step, recorder.num_apart, user_profiles):
+                self.open_session.disturbed.add(recorder.step)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._gpu is not None:
+            self._gpu.abandon()
+        super().on_train_end(trainer, pl_module)
+
+    @override
+    def _leave(self) -> None:
+        if self._gpu is not None:
+            self._gpu.abandon()
+        super()._leave()
 
     @override
     def on_train_batch_end(

@@ -31,6 +31,9 @@ from torch._C import _set_throw_on_mutable_data_ptr as forbid_data_access
 # Exchanges what two tensor objects stand for. `torch.utils.swap_tensors` refuses tensors with weak references, which
 # recurrent layers keep of their weights, and exchanges attributes too.
 from torch._C import _swap_tensor_impl as swap_tensor_impl
+
+# Whether a profiler of torch records in this thread: a second one would be refused, and public names do not tell.
+from torch._C._autograd import _profiler_enabled as is_profiler_running
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX
@@ -86,6 +89,7 @@ __all__ = [
     "has_unsharded_storage",
     "install_fsdp1_comm_hook",
     "is_backward_running",
+    "is_profiler_running",
     "make_subclass",
     "mark_as_parameter",
     "move_tensor_hooks",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from statistics import fmean
 
+from lightning_parallel.callbacks.gpu_idle import idle_sentence
 from lightning_parallel.callbacks.memory import HELD
 from lightning_parallel.callbacks.report.evidence import WORTH_SAYING, Advice, Evidence, Report, processor_lack
 from lightning_parallel.callbacks.step_times import training_seconds
@@ -173,6 +174,13 @@ def _few_processors(evidence: Evidence) -> Iterator[Advice]:
         min(1.0, max(lack / wall, fmean(waits) + processor_lack(rank) / 2)),
         {"processor_wait": lack, "wall": wall, "cores": cores, "ranks": ranks},
     )
+
+
+def _idle_gpu(evidence: Evidence) -> Iterator[Advice]:
+    found = [(idle_sentence(rank["gpu"], evidence.wall), rank) for rank in evidence.ranks if "gpu" in rank]
+    (words, remedy, lost), rank = max(found, key=lambda one: one[0][2], default=(("", "", 0.0), {}))
+    if lost >= 0.1:  # what the data and the links take, other rules tell
+        yield Advice("slow", f"The GPU of rank {rank['rank']} {words}", remedy, lost, dict(rank["gpu"]))
 
 
 def _stragglers(evidence: Evidence) -> Iterator[Advice]:
@@ -473,6 +481,7 @@ RULES: tuple[Rule, ...] = (
     _few_processors,
     _long_phases,
     _pauses,
+    _idle_gpu,
     _stragglers,
     _compressing,
     _communication,
