@@ -54,7 +54,9 @@ class ModelFlops(TorchDispatchMode):
 
     Forward and backward are counted as they run: parameters that are frozen need no gradient. Unlike in
     `FlopCounterMode`, what activation checkpointing computes again is left out, and so is what hooks on parameters
-    compute, such as compressed gradients, and tensors without data.
+    compute, such as compressed gradients, and tensors without data. Of a backward with `create_graph=True`, as for a
+    penalty on gradients, only what its own backward computes is counted: within, nothing tells its gradients, which are
+    computed with gradients of their own, from what checkpointing computes again.
 
     Attributes:
         total: Operations so far; a multiplication and its addition are two.

@@ -219,8 +219,8 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
             with two dimensions.
         flops_per_sample: Operations of forward and backward of the whole model. `"auto"`: counted in the first step as
             they run, so that frozen parameters cost less, without what activation checkpointing computes again, and
-            summed over the ranks of a replica; what several tensor-parallel ranks compute counts on each. None: no
-            utilisation.
+            summed over the ranks of a replica; what several tensor-parallel ranks compute counts on each. Give a number
+            where gradients are taken with `create_graph=True`, which are not counted. None: no utilisation.
         peak_flops: Operations per second of one device. `"auto"`: from a table of dense peaks; on CPU calibrated with a
             matrix product. None: no utilisation.
         every_n_steps, warmup_steps, dirpath, show_table: See `MeasuringCallback`.

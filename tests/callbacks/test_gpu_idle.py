@@ -1,13 +1,17 @@
 """Why a GPU stands idle: traces with known gaps, and torch's own profiler, which must never be in anybody's way."""
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from lightning_parallel.callbacks import gpu_idle
+from lightning_parallel.callbacks import StepBreakdown, gpu_idle
 from lightning_parallel.callbacks.gpu_idle import STEP, GpuSampler, attribute_idle, idle_sentence
 from lightning_parallel.callbacks.report.diagnosis import diagnose
 from lightning_parallel.compat.torch import is_profiler_running
@@ -110,6 +114,40 @@ def test_one_step_in_every_n_is_looked_at_in_a_real_trace():
     assert all(sum(event.get("name") == STEP for event in events) == 2 for events in traces)
     assert GpuSampler(5).row() == {}
     assert not is_profiler_running()
+
+
+class OnHost(StepBreakdown):
+    """Looks at a step as if there were a GPU."""
+
+    def accumulate(self, trainer, pl_module):
+        accumulator = super().accumulate(trainer, pl_module)
+        self._gpu = accumulator._gpu = GpuSampler(5, [ProfilerActivity.CPU])
+        return accumulator
+
+
+@pytest.mark.parametrize("profiler", [None, "pytorch"])
+def test_steps_that_the_profiler_made_longer_are_not_counted(profiler, tmp_path):
+    callback = OnHost(show_table=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        callbacks=[callback],
+        profiler=PyTorchProfiler(tmp_path, schedule=None) if profiler else None,
+        max_steps=14,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    warns = pytest.warns(UserWarning, match="another profiler") if profiler else nullcontext()
+    found = {"seconds": 2e-3, "busy": 1e-3}
+    with patch.object(gpu_idle, "attribute_idle", lambda events: found), warns:
+        trainer.fit(BoringModel(), DataLoader(torch.randn(14, 32)))
+    report = callback.report()
+    assert report["steps"] == (13 if profiler else 13 - 6)
+    assert report["ranks"][0].get("gpu") == (None if profiler else {"steps": 2, **found})
+    assert not is_profiler_running()
+    with pytest.raises(ValueError, match=">= 3"):
+        StepBreakdown(gpu_every_n_steps=2)
 
 
 def test_a_profiler_of_the_users_own_comes_first_and_errors_do_not_end_the_training():
