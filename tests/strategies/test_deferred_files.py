@@ -1,8 +1,6 @@
 """`from_pretrained` in an unmodified `configure_model`: recorded there, read by parts later."""
 
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -14,14 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-import lightning_parallel
 from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.checkpoint.weights import WeightFiles
 from lightning_parallel.compat import patched
 from lightning_parallel.strategies.deferred_init import deferred_init
 from lightning_parallel.strategies.deferred_reads import stored_origin
 from lightning_parallel.strategies.deferred_tensor import is_deferred, materialize
-from tests.harness import distributed
+from tests.harness import distributed, run_script
 from tests.strategies.models import trainer_for
 from tests.strategies.test_materialize_owned import CONFIG, Built, data
 
@@ -112,6 +109,8 @@ def test_files_are_read_as_they_were_when_they_were_opened(tmp_path):
 
 LATE = """
 import sys
+for name in [name for name in sys.modules if name.startswith(("transformers", "safetensors", "lightning_parallel"))]:
+    del sys.modules[name]
 from lightning_parallel.strategies.deferred_init import deferred_init
 from lightning_parallel.strategies.deferred_tensor import is_deferred
 assert "transformers.modeling_utils" not in sys.modules
@@ -130,10 +129,8 @@ print("done")
 def test_what_is_imported_inside_of_the_block_is_left_as_it_is(tmp_path):
     llama().save_pretrained(tmp_path / "hub")
     (tmp_path / "late.py").write_text(LATE)
-    # A process of its own: those of the harness have imported it.
-    command = [sys.executable, tmp_path / "late.py", tmp_path / "hub"]
-    root = str(Path(lightning_parallel.__file__).parents[1])
-    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root})
+    # A process of its own, which forgets what those of the harness have imported.
+    ended = run_script(tmp_path / "late.py", tmp_path / "hub")
     assert ended.stdout == "done\n", ended.stderr
 
 
