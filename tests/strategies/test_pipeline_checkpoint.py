@@ -60,8 +60,22 @@ def run(layout, optimizer="sgd", **options):
     return fit(module, HybridParallelStrategy(num_microbatches=2, **sizes), 4, replicas, **options)
 
 
+class Epochs(Callback):
+    """Keeps the metrics of each epoch."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch:
+            self.found.append(dict(trainer.callback_metrics))
+
+    def on_train_end(self, trainer, pl_module):
+        self.found.append(dict(trainer.callback_metrics))
+
+
 def resume_in_a_ring(run, names, optimizer, group):
-    """Save after one epoch in each layout, and go on in the next one: all end like the model on one process.
+    """Train an epoch in each layout, with what the one before has saved: each is that of the model on one process.
 
     Args:
         run: Trains in a layout, with options of the trainer.
@@ -70,21 +84,22 @@ def resume_in_a_ring(run, names, optimizer, group):
         group: All ranks.
     """
     folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
-    options = {"num_sanity_val_steps": 0, "limit_val_batches": 1}
-    expected = fit(Tied(optimizer), "auto", 1, **options).callback_metrics
-    paths = {}
-    for number, layout in enumerate(names):
-        paths[layout] = folder / f"{number}.ckpt"
-        trainer = run(layout, optimizer, max_epochs=1, limit_val_batches=0)
-        if layout != "stock" or group.rank == 0:
-            trainer.save_checkpoint(paths[layout])
-        comm.barrier(group)
-    for saved, resumed in zip(names, [*names[1:], names[0]]):  # each is saved and resumed
-        found = run(resumed, optimizer, ckpt_path=paths[saved], **options).callback_metrics
+    ring, path, expected = [*names, names[0]], None, Epochs()  # each is saved and resumed
+    fit(Tied(optimizer), "auto", 1, max_epochs=len(ring), callbacks=[expected])
+    for epoch, layout in enumerate(ring):
+        trainer = run(layout, optimizer, max_epochs=epoch + 1, ckpt_path=path)
         for name in ("train_loss", "val_loss"):
             torch.testing.assert_close(
-                found[name], expected[name], rtol=1e-6, atol=1e-7, msg=f"{name}: {saved} -> {resumed}"
+                trainer.callback_metrics[name],
+                expected.found[epoch][name],
+                rtol=1e-6,
+                atol=1e-7,
+                msg=f"{name}: {ring[epoch - 1] if epoch else 'begun'} -> {layout}",
             )
+        path = folder / f"{epoch}.ckpt"
+        if layout != "stock" or group.rank == 0:
+            trainer.save_checkpoint(path)
+        comm.barrier(group)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
