@@ -76,10 +76,13 @@ def trainer_for(strategy="auto", devices=1, verifies=False, **kwargs):
     return Trainer(strategy=strategy, devices=devices, **{**defaults, **kwargs})
 
 
+SHORT = {"limit_train_batches": 2, "limit_val_batches": 2}
+
+
 def fit_parallel(module, world_size, tensor, ckpt_path=None, strategy_kwargs=None, **kwargs):
-    """Train on the ranks of the harness; returns the trainer."""
+    """Train on the ranks of the harness, two epochs of two steps each; returns the trainer."""
     strategy = TensorParallelStrategy(tensor_parallel_size=tensor, **(strategy_kwargs or {}))
-    trainer = trainer_for(strategy, world_size, **kwargs)
+    trainer = trainer_for(strategy, world_size, **{**SHORT, **kwargs})
     rank = int(torch.distributed.get_rank())
     replicas = world_size // tensor
     train = loader(replicas, rank // tensor)
@@ -88,6 +91,6 @@ def fit_parallel(module, world_size, tensor, ckpt_path=None, strategy_kwargs=Non
 
 
 def fit_single(module, ckpt_path=None, **kwargs):
-    trainer = trainer_for(**kwargs)
+    trainer = trainer_for(**{**SHORT, **kwargs})
     trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path)
     return trainer

@@ -246,14 +246,14 @@ class Grouped(Net):
 @distributed(world_size=2)
 def test_frozen_grouped_and_unused_parameters():
     expected = Grouped().double()
-    fit_single(expected)
-    trainer = fit_parallel(Grouped().double(), 2, 2)
+    fit_single(expected, limit_train_batches=4)
+    trainer = fit_parallel(Grouped().double(), 2, 2, limit_train_batches=4)
     _assert_state(trainer, expected)
 
 
 @distributed(world_size=4)
 def test_a_layer_that_one_replica_does_not_use():
-    trainer = fit_parallel(Grouped().double(), 4, 2)
+    trainer = fit_parallel(Grouped().double(), 4, 2, limit_train_batches=4)
     state = _full(trainer)
     everyone = comm.all_gather_object(
         {name: tensor.sum().item() for name, tensor in trainer.lightning_module.state_dict().items()},
@@ -299,7 +299,7 @@ def test_metrics_count_every_sample_once():
             self.log_dict({"count": self.count, "mean": self.mean})
 
     for tensor in (2, 4):
-        trainer = fit_parallel(Counted().double(), 4, tensor)
+        trainer = fit_parallel(Counted().double(), 4, tensor, limit_val_batches=1.0, max_epochs=1)
         assert trainer.callback_metrics["count"] == 32
         assert trainer.callback_metrics["mean"].item() == pytest.approx(Samples().y.double().mean().item())
 

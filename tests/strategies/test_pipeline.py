@@ -79,10 +79,13 @@ class Deep(LightningModule):
 
 
 def fit(module, strategy, devices, replicas=1, ckpt_path=None, **options):
-    """Train two epochs of two steps each, unless told otherwise: momentum, schedulers and metrics pass an epoch."""
+    """Train two epochs of two steps each, unless told otherwise: momentum, schedulers and metrics pass an epoch.
+
+    Each is followed by one batch of validation.
+    """
     rank = comm.Group.of().rank if devices > 1 else 0
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(devices))
-    short = {"num_sanity_val_steps": 1, "limit_train_batches": 2, "limit_val_batches": 2}
+    short = {"limit_train_batches": 2, "limit_val_batches": 1}
     trainer = trainer_for(strategy, devices, **{**short, **options})
     replica = rank // (devices // replicas) if devices > 1 else 0
     trainer.fit(module, loader(replicas, replica), loader(replicas, replica), ckpt_path=ckpt_path)
@@ -120,6 +123,9 @@ def on_one_process(**options):
     return module, fit(module, "auto", 1, **options)
 
 
+EVALUATES = {"num_sanity_val_steps": 1, "limit_val_batches": 2}
+
+
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
@@ -138,13 +144,13 @@ def on_one_process(**options):
 @distributed(world_size=4)
 def test_training_equals_one_process(layout, options):
     sizes, replicas = LAYOUTS[layout]
-    expected, expected_trainer = on_one_process(**options)
+    expected, expected_trainer = on_one_process(**options, **EVALUATES)
     module = Deep()
     if "pipeline" in layout:
         strategy = HybridParallelStrategy(num_microbatches=3, balance="uniform", restore="off", **sizes)
     else:
         strategy = TensorParallelStrategy(restore="off", **sizes)
-    trainer = fit(module, strategy, 4, replicas, **options)
+    trainer = fit(module, strategy, 4, replicas, **options, **EVALUATES)
     assert_same(trainer, module, expected_trainer, expected)
     if replicas == 1:
         torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-10)

@@ -16,7 +16,7 @@ from tests.pipeline.other_models import Block
 from tests.strategies.models import Samples, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
 
-ONE_EPOCH = {"max_epochs": 1, "num_sanity_val_steps": 0}
+ONE_EPOCH = {"max_epochs": 1, "limit_val_batches": 2}
 
 
 @dataclass
