@@ -169,13 +169,12 @@ def trains_as_one_process(kind, options):
     dtype = next(expected.parameters()).dtype
     trainer_for(**options, max_epochs=1).fit(expected, loader(dtype=dtype))
     tolerance = 1e-5 if dtype == torch.float32 else 1e-9
-    for compression in (Dense(), TopK(1.0, min_numel=1)):
-        found = whole(fit(kind, compression, max_epochs=1, **options))
-        for name, weight in expected.named_parameters():
-            torch.testing.assert_close(found[name], weight.detach(), rtol=tolerance, atol=tolerance, msg=name)
-        assert compression.step == 4 // options.get("accumulate_grad_batches", 1), (
-            "optimizer steps, not backward passes"
-        )
+    # Vectors and the smallest matrix are averaged as they are, as all are by `Dense`.
+    compression = TopK(1.0, min_numel=64)
+    found = whole(fit(kind, compression, max_epochs=1, **options))
+    for name, weight in expected.named_parameters():
+        torch.testing.assert_close(found[name], weight.detach(), rtol=tolerance, atol=tolerance, msg=name)
+    assert compression.step == 4 // options.get("accumulate_grad_batches", 1), "optimizer steps, not backward passes"
 
 
 @pytest.mark.parametrize(

@@ -213,11 +213,10 @@ def test_exchanges_at_every_step_are_ddp(group):
 @distributed(world_size=4)
 def test_a_replica_may_be_a_mesh(group):
     for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "num_microbatches": 2}):
-        for options, simulated in (({}, {}), ({"outer_optimizer": "nesterov"}, {"outer": nesterov})):
-            module = Tied()
-            expected = simulate(module, 2, 3, epochs=1, **simulated)
-            fit(module, group, every_n_steps=3, max_epochs=1, **sizes, **options)
-            assert_near(module, expected, f"{sizes} {options}")
+        module = Tied()
+        expected = simulate(module, 2, 3, epochs=1, outer=nesterov)
+        fit(module, group, every_n_steps=3, max_epochs=1, outer_optimizer="nesterov", **sizes)
+        assert_near(module, expected, f"{sizes}")
     # Tied parameters stay one, whatever their drift is encoded as.
     module = Tied()
     fit(module, group, every_n_steps=3, fragments=2, overlap_steps=1, compression=Quantize(4), **sizes)
@@ -239,28 +238,36 @@ def folder_of(group):
     return Path(comm.broadcast_object(tempfile.mkdtemp(), group))
 
 
+def goes_on_as_it_would_have(group, checkpoint_format, **special):
+    """Compare a run of two replicas with one that goes on from its middle, and one that goes on after its end."""
+    path, found = folder_of(group) / "run", []
+    options = {"every_n_steps": 3, "outer_optimizer": "nesterov", "checkpoint_format": checkpoint_format, **special}
+    runs = (
+        {"callbacks": [Saves(path, (4,))]},
+        {"ckpt_path": f"{path}-4"},
+        {"max_epochs": 1},
+        {"ckpt_path": f"{path}-end"},
+    )
+    for where in runs:
+        found.append(Plain("adam"))
+        trainer = fit(found[-1], group, 2, compression=PowerSGD(2, min_numel=0), **options, **where)
+        if "max_epochs" in where:
+            trainer.save_checkpoint(f"{path}-end")
+    expected, resumed, _, continued = (list(module.parameters()) for module in found)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed, expected))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(continued, expected))
+
+
+@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+@distributed(world_size=2)
+def test_a_run_goes_on_as_it_would_have(group, checkpoint_format):
+    goes_on_as_it_would_have(group, checkpoint_format, overlap_steps=2, fragments=2)
+
+
 @pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
 @distributed(world_size=4)
-def test_a_run_goes_on_as_it_would_have(group, checkpoint_format):
-    path = folder_of(group) / "run"
-    options = {"every_n_steps": 3, "outer_optimizer": "nesterov", "checkpoint_format": checkpoint_format}
-    for case, special in enumerate(({"overlap_steps": 2, "fragments": 2}, {"tensor_parallel_size": 2})):
-        found = []
-        runs = (
-            {"callbacks": [Saves(f"{path}{case}", (4,))]},
-            {"ckpt_path": f"{path}{case}-4"},
-            {"max_epochs": 1},  # saved after its end
-            {"ckpt_path": f"{path}{case}-end"},
-        )
-        for where in runs:
-            found.append(Plain("adam"))
-            replicas, compression = 4 // special.get("tensor_parallel_size", 1), PowerSGD(2, min_numel=0)
-            trainer = fit(found[-1], group, replicas, compression=compression, **options, **special, **where)
-            if "max_epochs" in where:
-                trainer.save_checkpoint(f"{path}{case}-end")
-        expected, resumed, _, continued = (list(module.parameters()) for module in found)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(resumed, expected)), case
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(continued, expected)), case
+def test_a_run_of_divided_replicas_goes_on_as_it_would_have(group, checkpoint_format):
+    goes_on_as_it_would_have(group, checkpoint_format, tensor_parallel_size=2)
 
 
 class Interrupts(Callback):
