@@ -66,6 +66,7 @@ def work(me, store):
             table.add_row(name, f"{size:,}", f"{loss:.4f}")
         Console().print(table)
         (dense, dense_bytes), (lost, _), (kept, size), *_ = found.values()
+        assert kept < lost
         print(
             f"Notice: the largest 2 % of the elements, with their places, are 1/{dense_bytes / size:.0f} of the bytes."
         )

@@ -70,6 +70,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     (one, _), (same, _), (scaled, _) = fit(replicas=1), fit(), fit(rate=RATE * REPLICAS)
+    assert scaled < same
     print(f"1. The learning rate is not scaled. After {SAMPLES} samples:\n   loss {same:.3f}, on one process {one:.3f}")
     finding("2. Replicas drift", ReplicaDriftMonitor(4, show_table=False), drifts=True)
     finding("3. Data are read twice", DataShardingMonitor(4, show_table=False), use_distributed_sampler=False)
