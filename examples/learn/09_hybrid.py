@@ -70,6 +70,5 @@ if __name__ == "__main__":
     difference = (parameters - one_parameters).abs().max().item()
     assert max(abs(loss - one_loss), difference) < 1e-10
     print(f"Notice: after 10 steps the loss is {loss:.12f} on 4 processes and {one_loss:.12f} on one;")
-    print(
-        f"the {parameters.numel()} parameters differ by at most {difference:.0e}. The bubble is the one of lesson 06."
-    )
+    print(f"the {parameters.numel()} parameters differ by at most {difference:.0e}.")
+    print(f"(P-1)/(m+P-1) of lesson 06 is {(2 - 1) / (4 + 2 - 1):.0%} here: the `ideal` bubble above.")
