@@ -59,9 +59,7 @@ def work(me, store):
         dist.all_reduce(most := torch.tensor(list(sent.values())), op=dist.ReduceOp.MAX)
         assert most[1] == factor * 8 * SIZE
         if me == 0:
-            print(
-                f"{collective.__name__:15} {most[0]} rounds, busiest rank {most[1]} bytes = {closed_form} = {factor} S"
-            )
+            print(f"{collective.__name__:15} {most[0]} rounds, at most {most[1]} bytes = {closed_form} = {factor} S")
     losses = torch.arange(10.0).chunk(RANKS)[me]  # 10 samples: 3, 3, 3 and 1
     mine = torch.stack([losses.sum(), torch.tensor(float(len(losses)))])
     dist.gather(mine, table := None if me else list(torch.zeros(RANKS, 2)), dst=0)

@@ -60,8 +60,7 @@ def work(me, store):
         for model in (whole, mine):
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
-    error = max((a - b).abs().max().item() for a, b in zip(whole.parameters(), mine.parameters()))
-    assert error < 1e-10
+    assert (error := max((a - b).abs().max().item() for a, b in zip(whole.parameters(), mine.parameters()))) < 1e-10
     if me == 0:  # the last step
         sent = [(f"{8 * len(message) // 1000} kB", *times[:2]) for _, message, _, times in buckets.sent]
         last = max(end, *(done for _, _, done in sent))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+torch.manual_seed(0)  # the same numbers on all ranks, which are forks of this process
 STAGES, MICROBATCHES, SAMPLES, WIDTH = 4, 8, 4, 16  # samples in a microbatch
 SECONDS, NAMES = {"F": 0.02, "B": 0.04}, {"F": "01234567", "B": "abcdefgh"}
 
@@ -23,7 +24,7 @@ def gpipe(_):
 def one_f_one_b(stage):
     warmup = STAGES - 1 - stage  # forwards until the first gradient comes back
     forwards, backwards = gpipe(stage)[:MICROBATCHES], gpipe(stage)[MICROBATCHES:]
-    steady = [action for pair in zip(forwards[warmup:], backwards) for action in pair]
+    steady = [action for pair in zip(forwards[warmup:], backwards) for action in pair]  # then a backward for each
     return forwards[:warmup] + steady + backwards[MICROBATCHES - warmup :]
 
 
@@ -51,7 +52,6 @@ def run(schedule, stage, x, y, me):
 
 def work(me, store):
     dist.init_process_group("gloo", init_method=store, rank=me, world_size=STAGES, timeout=timedelta(seconds=60))
-    torch.manual_seed(0)
     whole = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(STAGES))).double()
     x, y = torch.randn(2, MICROBATCHES, SAMPLES, WIDTH, dtype=torch.float64)
     expected = list(torch.autograd.grad((whole(x) - y).square().mean(), whole[me].parameters()))  # one process
@@ -69,9 +69,8 @@ def work(me, store):
                     start, stop = (int(66 * (moment - begin) / (end - begin)) for moment in moments)
                     line = line.ljust(start).ljust(stop, NAMES[kind][i])
                 print(f"  stage {stage}  {line:66} keeps {max(kept for _, _, kept, _, _ in times)}")
-            working = sum(stop - start for times in everyone for *_, start, stop in times)
-            bubble, formula = 1 - working / (end - begin) / STAGES, (STAGES - 1) / (MICROBATCHES + STAGES - 1)
-            print(f"Notice: bubble {bubble:.0%}, by the formula (P-1)/(m+P-1) {formula:.0%}\n")
+            bubble = 1 - sum(stop - start for times in everyone for *_, start, stop in times) / (end - begin) / STAGES
+            print(f"Notice: bubble {bubble:.0%}, by (P-1)/(m+P-1) {(STAGES - 1) / (MICROBATCHES + STAGES - 1):.0%}\n")
     dist.destroy_process_group()
 
 

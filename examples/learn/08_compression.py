@@ -67,9 +67,7 @@ def work(me, store):
         Console().print(table)
         (dense, dense_bytes), (lost, _), (kept, size), *_ = found.values()
         assert kept < lost
-        print(
-            f"Notice: the largest 2 % of the elements, with their places, are 1/{dense_bytes / size:.0f} of the bytes."
-        )
+        print(f"Notice: the largest 2 % of elements, with their places, are 1/{dense_bytes / size:.0f} of the bytes.")
         print(f"The loss is {lost / dense:.1f} times the dense one, with error feedback {kept / dense:.1f} times.")
     dist.destroy_process_group()
 

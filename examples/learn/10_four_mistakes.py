@@ -6,7 +6,6 @@ python examples/learn/10_four_mistakes.py
 import json
 import logging
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
@@ -67,7 +66,7 @@ def exposed(accumulate):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
-    warnings.simplefilter("ignore")
+    logging.captureWarnings(True)
     logging.disable(logging.WARNING)
     (one, _), (same, _), (scaled, _) = fit(replicas=1), fit(), fit(rate=RATE * REPLICAS)
     assert scaled < same

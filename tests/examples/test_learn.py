@@ -8,7 +8,7 @@ import pytest
 from tests.harness import run_script
 
 LESSONS = sorted((Path(__file__).parents[2] / "examples" / "learn").glob("*.py"))
-MAX_LINES = 80
+MAX_LINES = 79
 
 
 def test_lessons_are_short_and_the_first_seven_use_torch_alone():
@@ -34,7 +34,7 @@ def collectives(text):
 
 
 def broadcast_and_gather(text):
-    assert numbers(r"busiest rank (\d+) bytes", text) == [19200, 14400]
+    assert numbers(r"at most (\d+) bytes", text) == [19200, 14400]
     assert numbers(r"mean loss is ([\d.]+)\. The mean of the ranks' means is ([\d.]+)", text) == [4.5, 5.25]
 
 
@@ -55,7 +55,7 @@ def tensor_parallel_mlp(text):
 
 def pipeline_mlp(text):
     assert numbers(r"keeps (\d+)", text) == [8, 8, 8, 8, 4, 3, 2, 1]
-    for measured, formula in zip(*[iter(numbers(r"bubble (\d+)%, by the formula .* (\d+)%", text))] * 2):
+    for measured, formula in zip(*[iter(numbers(r"bubble (\d+)%, by .* (\d+)%", text))] * 2):
         assert measured > 0.6 * formula  # what else runs here makes it longer
 
 
