@@ -47,6 +47,7 @@ __all__ = [
     "alone",
     "distributed",
     "free_port",
+    "needs_fully_shard",
     "recorded_communication",
     "run",
     "run_script",
@@ -257,6 +258,17 @@ def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
+
+
+def needs_fully_shard(compressed: bool = False) -> None:
+    """Skip a test where torch has no FSDP2 that runs on CPUs, as 2.6 has, or none with hooks for its gradients."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip(f"`fully_shard` of torch {torch.__version__} runs on GPUs only")
+    if compressed and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        pytest.skip(f"`fully_shard` of torch {torch.__version__} has no hooks for gradients")
 
 
 def _interpret(command: list[str], cwd: str, environment: dict[str, str], folder: str) -> None:

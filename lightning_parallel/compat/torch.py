@@ -405,7 +405,9 @@ def flight_recorder_entries() -> list[dict[str, Any]]:
 
     The public way to read it is a file that the watchdog of NCCL writes after a timeout.
     """
-    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+    module = getattr(torch._C, "_distributed_c10d", None)
+    # The second is its name in old versions, in builds with NCCL only.
+    dump = getattr(module, "_dump_fr_trace_json", None) or getattr(module, "_dump_nccl_trace_json", None)
     if dump is None:
         return []
     entries: list[dict[str, Any]] = json.loads(dump()).get("entries", [])

@@ -427,7 +427,10 @@ def _check(groups: Mapping[str, FullyShardedGroup], replicas: Any) -> Group:
         )
     needed = "set_custom_reduce_scatter" if replicas is None else "set_all_reduce_hook"
     if not hasattr(FSDPModule, needed):
-        raise RuntimeError(f"expected a version of torch whose FSDPModule has `{needed}`, found {torch.__version__}")
+        raise RuntimeError(
+            f"expected a version of torch whose FSDPModule has `{needed}`, found {torch.__version__}; install a newer "
+            "one, or compress under DDP or FSDP1 (`CompressedDDPStrategy`, `CompressedFSDPStrategy`)"
+        )
     used = [
         name
         for name, group in groups.items()

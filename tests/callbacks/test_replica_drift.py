@@ -27,7 +27,7 @@ from lightning_parallel.callbacks.replica_drift import (
 from lightning_parallel.callbacks.replicated_state import StateEntry, StateKey, option_entries
 from lightning_parallel.compression import Dense
 from tests.callbacks.conftest import place_rank
-from tests.harness import distributed
+from tests.harness import distributed, needs_fully_shard
 from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
 
@@ -358,6 +358,7 @@ class WithDTensors(Net):
 
 @distributed(world_size=4)
 def test_pieces_of_dtensors():
+    needs_fully_shard()
     monitor = ReplicaDriftMonitor(every_n_steps=1, show_table=False)
     spoil = Spoil(2, [1], lambda module, optimizer: flip(module.net[3].weight.to_local()))
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)

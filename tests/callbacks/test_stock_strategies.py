@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lightning_parallel import CompressedDDPStrategy, CompressedDeepSpeedStrategy, PowerSGD
 from lightning_parallel.callbacks import CommunicationProfiler, StepBreakdown, StragglerMonitor
 from tests.callbacks.conftest import place_rank
-from tests.harness import run
+from tests.harness import needs_fully_shard, run
 from tests.strategies.models import Net, Samples, trainer_for
 from tests.strategies.test_compressed_ddp import SMALL
 from tests.timing import compares_durations, durations
@@ -123,6 +123,8 @@ def calls_of(report):
 def test_all_bytes_are_seen_and_a_late_rank(kind):
     if kind == "deepspeed":
         pytest.importorskip("deepspeed")
+    if kind == "fully_shard":
+        needs_fully_shard()
     breakdown, communication, stragglers = run(fit, 2, kind=kind, late_s=LATE_S)[0]
     if kind in GRADIENTS:
         expected = dict(ALWAYS)

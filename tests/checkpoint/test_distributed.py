@@ -18,7 +18,7 @@ from lightning_parallel.checkpoint import DistributedCheckpoint, SavedCheckpoint
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.distributed_checkpoint import read_index
 from lightning_parallel.tensor.sharding import Shard
-from tests.harness import distributed, run
+from tests.harness import distributed, needs_fully_shard, run
 from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_compressed_fsdp import PlainFSDP
 from tests.strategies.test_pipeline import Block, Deep
@@ -86,6 +86,8 @@ def write_folder(layout):
 
 
 def _write_folder(group, layout, path):
+    if layout == "fsdp2":
+        needs_fully_shard()
     replicas = 1 if layout == "tensor" else 2
     trainer = fit(Project(layout), strategy_of(layout), 2, replicas, group.rank, max_epochs=1)
     trainer.save_checkpoint(path)

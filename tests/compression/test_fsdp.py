@@ -20,7 +20,7 @@ from lightning_parallel.compression import (
     TopK,
     compress_fully_shard,
 )
-from tests.harness import distributed
+from tests.harness import distributed, needs_fully_shard
 
 SMALL = {"min_numel": 16}
 LOSSLESS = {
@@ -34,6 +34,11 @@ LOSSY = {
     "sign": lambda: Sign(**SMALL),
     "policy": lambda: Policy({"0*": None, "2*": PowerSGD(1, **SMALL), "*": Quantize(8, **SMALL)}),
 }
+
+
+@pytest.fixture(autouse=True)
+def fully_shard_of_torch():
+    needs_fully_shard(compressed=True)
 
 
 def network():

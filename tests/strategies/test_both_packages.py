@@ -36,7 +36,7 @@ from lightning_parallel import (
 )
 from lightning_parallel.compat import patched, twins
 from lightning_parallel.strategies import parallel
-from tests.harness import distributed, run_script
+from tests.harness import distributed, needs_fully_shard, run_script
 from tests.pipeline.other_models import Block
 from tests.strategies.models import loader
 
@@ -180,6 +180,7 @@ def test_compression_is_the_same_in_both_packages(kind, group):
             pytest.importorskip("deepspeed")
             module.float()
         if kind == "fully_shard":
+            needs_fully_shard(compressed=True)
             from torch.distributed.fsdp import fully_shard
 
             module.configure_model = lambda module=module: fully_shard(module, mesh=module.device_mesh["data_parallel"])

@@ -31,7 +31,7 @@ from lightning_parallel import (
 )
 from lightning_parallel.comm import Group
 from lightning_parallel.compression import Auto, Dense
-from tests.harness import distributed, run
+from tests.harness import distributed, needs_fully_shard, run
 from tests.strategies import test_compressed_fsdp as fsdp
 from tests.strategies import test_compressed_model_parallel as model_parallel
 from tests.strategies.models import Net, loader, trainer_for
@@ -92,6 +92,8 @@ KINDS = {
 
 def on_ranks(check, kind, **arguments):
     """Run `check` on the ranks of `kind`; DeepSpeed changes torch, so its ranks are not those of the others."""
+    if "fully_shard" in kind:
+        needs_fully_shard(compressed=True)
     if "deepspeed" in kind:
         pytest.importorskip("deepspeed")
         from tests.strategies.test_compressed_deepspeed import call

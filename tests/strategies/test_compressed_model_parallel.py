@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_parallel import CompressedModelParallelStrategy, Quantize, TopK, comm
 from lightning_parallel.compression import Dense, compress_fully_shard
-from tests.harness import distributed
+from tests.harness import distributed, needs_fully_shard
 from tests.strategies.models import Net, Samples, loader, trainer_for
 from tests.strategies.test_compressed_ddp import SMALL
 
@@ -18,6 +18,11 @@ SIZES = {
     "hybrid": {"data_parallel_size": 2, "tensor_parallel_size": 2},
     "tensor": {"data_parallel_size": 2, "tensor_parallel_size": 2},
 }
+
+
+@pytest.fixture(autouse=True)
+def fully_shard_of_torch():
+    needs_fully_shard(compressed=True)
 
 
 class Project(Net):
