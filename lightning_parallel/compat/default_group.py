@@ -7,10 +7,11 @@ the libraries that they use. The library itself names its groups, and asks `all_
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -121,6 +122,10 @@ def all_processes_as_default() -> Iterator[None]:
             dist.GroupMember.WORLD = stand_in
 
 
+# Old versions of torch compare the rank in the default group with a global one in them, whatever group they are given.
+_BY_GLOBAL_RANK = ("gather", "scatter", "gather_object", "broadcast_object_list", "scatter_object_list")
+_asked = threading.local()
+
 _MAKE_GROUPS = (
     "destroy_process_group",
     "init_device_mesh",
@@ -131,11 +136,29 @@ _MAKE_GROUPS = (
 )
 
 
+def _with_global_rank(signature: inspect.Signature, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `function` find the rank among all processes, where it is given a group that is not the default one."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        group = signature.bind(*args, **kwargs).arguments.get("group")
+        before = getattr(_asked, "among_all", False)
+        _asked.among_all = isinstance(group, dist.ProcessGroup) and group is not dist.group.WORLD
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _asked.among_all = before
+
+    return call
+
+
 def _patch_distributed() -> None:
     """Correct what takes the default group for all processes, though asked about something else."""
 
     def get_rank_by(rank_in: Callable[..., int]) -> Callable[..., int]:
         def get_rank(group: dist.ProcessGroup | None = None) -> int:
+            if group is None and getattr(_asked, "among_all", False):
+                return all_processes().rank()
             # torch looks up the rank in the default group among the global ranks of `group`.
             if not isinstance(group, dist.ProcessGroup) or group is dist.group.WORLD:
                 return rank_in(group)
@@ -152,6 +175,10 @@ def _patch_distributed() -> None:
         return call
 
     _stand_in_patches.replace_function(dist.get_rank, get_rank_by)
+    for name in _BY_GLOBAL_RANK:
+        function = getattr(dist, name)
+        if "get_rank" in inspect.unwrap(function).__code__.co_names:
+            _stand_in_patches.replace_function(function, partial(_with_global_rank, inspect.signature(function)))
     for name in _MAKE_GROUPS:
         if hasattr(dist, name):
             _stand_in_patches.replace_function(getattr(dist, name), from_all)

@@ -307,12 +307,11 @@ def communication_refused(others: set[int], is_ours: Callable[[], bool]) -> Iter
 
     def guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("group")
-            group = group or next((value for value in args if isinstance(value, dist.ProcessGroup)), None)
+            group = kwargs.get("group") or next((value for value in args if isinstance(value, dist.ProcessGroup)), None)
+            group = group or dist.group.WORLD
             ranks = set(dist.get_process_group_ranks(group))
             # With other replicas, too: each looks into a difference by itself, and runs steps that they do not.
-            is_default = group is None or group is dist.group.WORLD
-            if not is_ours() and (ranks & others or (is_default and len(ranks) > 1)):
+            if not is_ours() and (ranks & others or (group is dist.group.WORLD and len(ranks) > 1)):
                 raise UnprovableError(f"the step communicates by itself (`torch.distributed.{name}`)")
             return function(*args, **kwargs)
 

@@ -45,6 +45,21 @@ class Contrasts(Deep):
         pass
 
 
+def last_rank_is_root(group, size):
+    """Whether the functions with a root, here the last rank of `group` (None: the default group), find it."""
+    rank, last = dist.get_rank(group), size - 1
+    sent, scattered, gathered = [f"of {rank}"], [None], [None] * size
+    dist.broadcast_object_list(sent, last, group=group)
+    dist.scatter_object_list(scattered, list(range(size)) if rank == last else None, last, group=group)
+    dist.gather_object(rank, gathered if rank == last else None, last, group=group)
+    tensors = [torch.zeros(1) for _ in range(size)]
+    dist.gather(torch.full((1,), float(rank)), tensors if rank == last else None, last, group=group)
+    mine = torch.zeros(1)
+    dist.scatter(mine, tensors if rank == last else None, last, group=group)
+    is_gathered = rank != last or gathered == list(range(size))
+    return is_gathered and (sent, scattered, mine.item()) == ([f"of {last}"], [rank], rank)
+
+
 class Looks(Callback):
     """Makes groups and looks at sizes in a hook; saves there, too, which is not the user's own code."""
 
@@ -60,6 +75,7 @@ class Looks(Callback):
                 "sizes": (dist.get_world_size(), trainer.world_size),
                 "all": (mesh.size(), everyone.size(), all_processes().size()),
                 "ranks": (dist.get_rank(everyone), mesh.get_local_rank(), mesh.get_rank(), trainer.global_rank),
+                "roots": (last_rank_is_root(everyone, everyone.size()), last_rank_is_root(None, dist.get_world_size())),
             }
 
     def on_fit_end(self, trainer, module):
@@ -83,7 +99,7 @@ def _expect_like_ddp(strategy, replicas, path, group, **kwargs):
     for name, value in module.state_dict().items():
         torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-9, atol=1e-11, msg=name)
     assert module.seen == (replicas,) * 3
-    expected = {"sizes": (replicas,) * 2, "all": (group.size,) * 3, "ranks": (group.rank,) * 4}
+    expected = {"sizes": (replicas,) * 2, "all": (group.size,) * 3, "ranks": (group.rank,) * 4, "roots": (True, True)}
     assert looks.found == {**expected, "at the end": replicas}
     assert (dist.get_world_size(), dist.get_rank()) == (group.size, group.rank)
 
