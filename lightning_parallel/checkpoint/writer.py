@@ -33,7 +33,15 @@ from lightning_parallel.checkpoint.reader import bands_of, bytes_of
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Range
 
-__all__ = ["SAFETENSORS_DTYPES", "PartialTensor", "ShardedWriter", "TensorPart", "as_parts", "write_file"]
+__all__ = [
+    "SAFETENSORS_DTYPES",
+    "PartialTensor",
+    "ShardedWriter",
+    "TensorPart",
+    "as_parts",
+    "installed_versions",
+    "write_file",
+]
 
 _BLOCK = 1 << 20
 """Bytes that are hashed and written at a time."""
@@ -298,7 +306,7 @@ class ShardedWriter:
                 tensors,
                 {file: size for file, size, _ in everyone},
                 self._layout,
-                _versions(),
+                installed_versions("lightning_parallel", "torch", "lightning", "pytorch-lightning"),
                 snapshot.step,
                 time.time(),
             )
@@ -321,9 +329,10 @@ def _copied(part: TensorPart) -> TensorPart:
     return TensorPart(pinned.copy_(part.local.detach(), non_blocking=True), part.dim, part.ranges)
 
 
-def _versions() -> dict[str, str]:
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of packages by name; what is not installed, such as sources on Python's path, is left out."""
     found = {}
-    for package in ("lightning_parallel", "torch", "lightning", "pytorch-lightning"):
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

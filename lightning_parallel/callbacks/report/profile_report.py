@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Optional
 
@@ -45,6 +44,7 @@ from lightning_parallel.callbacks.report.trace import (
     write_trace,
 )
 from lightning_parallel.callbacks.session import Session
+from lightning_parallel.checkpoint.writer import installed_versions
 from lightning_parallel.mesh import AXES, Mesh
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.tracing import StepSampler
@@ -386,7 +386,7 @@ def _run_facts(trainer: Trainer, pl_module: LightningModule, mesh: Mesh) -> dict
         "replica_batch": samples,
         "global_batch": samples and samples * mesh.data_parallel * trainer.accumulate_grad_batches,
         "learning_rate": _learning_rate(trainer),
-        "versions": {name: version(name) for name in ("lightning-parallel", "lightning", "torch")},
+        "versions": installed_versions("lightning-parallel", "lightning", "torch"),
     }
     return {name: fact for name, fact in facts.items() if fact is not None}
 
