@@ -6,7 +6,7 @@ EXTRAS := cli,transformers,deepspeed,test,lint
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train learn test test-gpu test-projects lint format bench gpu clean
+.PHONY: train test test-gpu test-projects docs lint format bench gpu clean
 
 train: .venv/installed
 	@echo "Training a small GPT on 4 processes; after a few steps it says how long that takes here."
@@ -35,6 +35,15 @@ gpu:
 test-projects: .venv-projects/installed
 	.venv-projects/bin/python -m tests.projects.sources
 	.venv-projects/bin/python -m tests.projects
+
+# The documentation site, in results/site; a warning is an error.
+docs: .venv/documentation
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(CURDIR) $(BIN)/python -m mkdocs build --quiet
+	@echo "Wrote results/site/index.html"
+
+.venv/documentation: .venv/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
+	touch $@
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -1,0 +1,217 @@
+"""What the documentation site takes from the code: pages of public names, drawings, and the list of refusals.
+
+A hook of mkdocs (https://www.mkdocs.org/user-guide/configuration/#hooks): `make docs` calls `on_config` and `on_files`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import Strategy
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from torch.optim import Optimizer
+
+import lightning_parallel
+from lightning_parallel.compression import Reducer
+from lightning_parallel.pipeline.plot import draw_svg, schedule_title
+from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
+from lightning_parallel.pipeline.simulate import Cost, simulate
+
+PACKAGE = Path(lightning_parallel.__file__).parent
+
+# ----------------------------------------------------------------------------------------------- a page for each name
+
+KINDS: dict[str, Any] = {
+    "Strategies": lambda value: inspect.isclass(value) and issubclass(value, Strategy),
+    "Callbacks": lambda value: inspect.isclass(value) and issubclass(value, Callback),
+    "Compressors": lambda value: inspect.isclass(value) and issubclass(value, Reducer),
+    "Optimizers": lambda value: inspect.isclass(value) and issubclass(value, Optimizer),
+    "Functions and values": lambda value: True,
+}
+
+
+def public_names() -> dict[str, list[str]]:
+    """Return the names that users import, by kind, in the order of the alphabet."""
+    found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for name in sorted(lightning_parallel.__all__):
+        value = getattr(lightning_parallel, name)
+        found[next(kind for kind, belongs in KINDS.items() if belongs(value))].append(name)
+    return {kind: names for kind, names in found.items() if names}
+
+
+def reference_page(name: str) -> str:
+    """Return the page of a public name; mkdocstrings fills it from the docstring where the code defines it."""
+    value = getattr(lightning_parallel, name)
+    path = f"{value.__module__}.{value.__qualname__}"
+    options = ["heading_level: 1", f"show_root_toc_entry: true\n      toc_label: {name}"]
+    return "\n".join((f"::: {path}", "    options:", *(f"      {option}" for option in options), ""))
+
+
+# -------------------------------------------------------------------------------------------------------- drawings
+
+BEFORE_AND_AFTER: dict[str, tuple[list[list[str]], list[list[str]], str]] = {
+    # Ranks are rows, blocks of their tensors are columns; `a` is rank 0's, `+` a sum over the ranks.
+    "broadcast": ([["a0 a1"], [""], [""]], [["a0 a1"]] * 3, "reduce"),
+    "reduce": ([["a0 a1"], ["b0 b1"], ["c0 c1"]], [["+0 +1"], [""], [""]], "broadcast"),
+    "all_reduce": ([["a0 a1"], ["b0 b1"], ["c0 c1"]], [["+0 +1"]] * 3, "all_reduce"),
+    "all_gather": ([["a0"], ["b0"], ["c0"]], [["a0 b0 c0"]] * 3, "reduce_scatter"),
+    "reduce_scatter": ([["a0 a1 a2"], ["b0 b1 b2"], ["c0 c1 c2"]], [["+0"], ["+1"], ["+2"]], "all_gather"),
+    "gather": ([["a0"], ["b0"], ["c0"]], [["a0 b0 c0"], [""], [""]], "scatter"),
+    "scatter": ([["a0 a1 a2"], [""], [""]], [["a0"], ["a1"], ["a2"]], "gather"),
+    "all_to_all": (
+        [["a0 a1 a2"], ["b0 b1 b2"], ["c0 c1 c2"]],
+        [["a0 b0 c0"], ["a1 b1 c1"], ["a2 b2 c2"]],
+        "all_to_all",
+    ),
+    "send, receive": ([["a0"], [""], [""]], [["a0"], ["a0"], [""]], "receive, send"),
+}
+COLOURS = {"a": "#3b70d6", "b": "#1f9d6b", "c": "#d98a1f", "+": "#7d4fc4"}
+CELL, ROW, LEFT = 34, 40, 64
+
+
+def draw_collective(name: str) -> str:
+    """Draw what three ranks hold before and after a collective, as SVG."""
+    before, after, _ = BEFORE_AND_AFTER[name]
+    width, height = LEFT + 7 * CELL + 40, 3 * ROW + 28
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" aria-label="{name}"'
+        ' font-family="Inter, Helvetica, Arial, sans-serif" font-size="13">'
+    ]
+    second = LEFT + 3 * CELL + 50
+    for x, heading in ((LEFT, "before"), (second, "after")):
+        parts.append(f'<text x="{x}" y="14" fill="#6b7785">{heading}</text>')
+    for rank, (held, gets) in enumerate(zip(before, after)):
+        y = 24 + rank * ROW
+        parts.append(f'<text x="0" y="{y + 20}" fill="#6b7785">rank {rank}</text>')
+        parts.extend(_cells(LEFT, y, held[0].split()))
+        parts.append(f'<text x="{second - 34}" y="{y + 20}" fill="#6b7785">→</text>')
+        parts.extend(_cells(second, y, gets[0].split()))
+    return "\n".join((*parts, "</svg>"))
+
+
+def _cells(left: int, top: int, blocks: list[str]) -> Iterator[str]:
+    for index, block in enumerate(blocks):
+        x = left + index * CELL
+        yield f'<rect x="{x}" y="{top}" width="{CELL - 4}" height="30" rx="4" fill="{COLOURS[block[0]]}" />'
+        text = block.replace("+", "Σ")
+        yield f'<text x="{x + (CELL - 4) / 2}" y="{top + 20}" text-anchor="middle" fill="#fff">{text}</text>'
+
+
+def draw_schedule(name: str) -> str:
+    """Draw a schedule on four ranks, eight microbatches, where F, I and W take as long as each other."""
+    schedule = build_schedule(name, 4, 8)
+    share = 1e-3 / schedule.virtual_stages
+    timeline = simulate(schedule, Cost(share, share, share))
+    return draw_svg([(schedule_title(schedule), timeline)])
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+class Refusal(NamedTuple):
+    """An error that the library raises, as its code writes it."""
+
+    error: str
+    message: str
+    module: str
+
+
+def refusals() -> list[Refusal]:
+    """Return the errors with a sentence, in the order of the files; values of a run stand in brackets."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call) or not node.exc.args:
+                continue
+            message = _text(node.exc.args[0])
+            # What is raised for the code itself, `KeyError(name)` and the like, has no sentence.
+            if len(message.split()) > 5:
+                found.append(Refusal(ast.unparse(node.exc.func).split(".")[-1], message, module))
+    return found
+
+
+def _text(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return f"‹{_name(node.value)}›"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return ""
+
+
+def _name(node: ast.expr) -> str:
+    """Return a short name of what is put into a message, such as `count` of `len(count)`."""
+    names = [child for child in ast.walk(node) if isinstance(child, (ast.Name, ast.Attribute))]
+    last = [child.attr if isinstance(child, ast.Attribute) else child.id for child in names]
+    return (last[0] if last else "...").strip("_").replace("_", " ")
+
+
+PACKAGES = {
+    "mesh": "Sizes of the mesh",
+    "tensor": "Tensor parallelism",
+    "pipeline": "Pipelines",
+    "data_parallel": "Replicas",
+    "compression": "Compression",
+    "optim": "Optimizers",
+    "strategies": "Strategies",
+    "checkpoint": "Checkpoints",
+    "callbacks": "Callbacks",
+    "planner": "Planner",
+    "comm": "Communication",
+    "compat": "Other packages",
+    "tracing": "Profiling",
+    "cli": "Command line",
+}
+
+
+def refusals_page() -> str:
+    """Return the page with every message, by package."""
+    lines = [(Path(__file__).parent / "refusals.md.head").read_text(encoding="utf-8")]
+    by_package: dict[str, list[Refusal]] = {}
+    for refusal in refusals():
+        by_package.setdefault(refusal.module.split(".")[0], []).append(refusal)
+    for package, heading in PACKAGES.items():
+        if package in by_package:
+            lines += [f"## {heading}", "", "| error | message | raised in |", "|---|---|---|"]
+            for error, message, module in by_package[package]:
+                escaped = message.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;").replace("*", "\\*")
+                lines.append(f"| `{error}` | {escaped} | `{module}` |")
+            lines.append("")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------- mkdocs' hooks
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages that are made here into the navigation."""
+    reference = [{kind: [{name: f"reference/{name}.md"} for name in names]} for kind, names in public_names().items()]
+    assert config.nav is not None
+    config.nav.append({"Reference": [*reference, {"When it refuses": "refusals.md"}]})
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages and drawings that are made here."""
+    made = {f"reference/{name}.md": reference_page(name) for names in public_names().values() for name in names}
+    made["refusals.md"] = refusals_page()
+    for name in BEFORE_AND_AFTER:
+        made[f"images/collectives/{name.split(',')[0]}.svg"] = draw_collective(name)
+    for name in SCHEDULES:
+        made[f"images/schedules/{name}.svg"] = draw_schedule(name)
+    root = Path(config.config_file_path).parent
+    for source, target in (("CHANGELOG.md", "changelog.md"), ("CONTRIBUTING.md", "contributing.md")):
+        made[target] = (root / source).read_text(encoding="utf-8").replace("](docs/", "](")
+    for path, content in made.items():
+        files.append(File.generated(config, path, content=content))
+    return files
