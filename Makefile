@@ -6,7 +6,7 @@ EXTRAS := cli,transformers,deepspeed,test,lint
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train test test-gpu test-projects docs lint format bench gpu clean
+.PHONY: train learn test test-gpu test-projects docs lint format bench gpu clean
 
 train: .venv/installed
 	@echo "Training a small GPT on 4 processes; after a few steps it says how long that takes here."
