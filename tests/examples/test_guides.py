@@ -60,7 +60,7 @@ class SmallTrainer(Trainer):
     folder = "."
 
     def __init__(self, **kwargs):
-        quiet = {name: False for name in ("logger", "enable_progress_bar", "enable_model_summary")}
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
         super().__init__(accelerator="cpu", max_steps=2, default_root_dir=self.folder, **{**quiet, **kwargs})
 
 
