@@ -33,6 +33,7 @@ class Group:
         rank: Position of this process in `ranks`.
         process_group: The torch group; None for a group of one.
         gate: Called before each collective on tensors, with its name.
+        note: Of a pretended group: called with the name and the bytes of what it would have sent.
     """
 
     axis: str
@@ -40,6 +41,7 @@ class Group:
     rank: int
     process_group: dist.ProcessGroup | None
     gate: Callable[[str], None] | None = None
+    note: Callable[[str, int], None] | None = None
 
     def __deepcopy__(self, memo: object) -> Group:
         # Layers hold their group. A copied layer communicates with the same ranks, and process groups cannot be copied.
@@ -78,6 +80,20 @@ class Group:
     def alone(cls, axis: str, rank: int = 0) -> Group:
         """Make a group of this process only."""
         return cls(axis, (rank,), 0, None)
+
+    @classmethod
+    def pretended(cls, axis: str, size: int, note: Callable[[str, int], None] | None = None) -> Group:
+        """Make a group of `size` ranks of which only the first, this process, is there: see `is_pretended`."""
+        return cls(axis, tuple(range(size)), 0, None, note=note)
+
+    @property
+    def is_pretended(self) -> bool:
+        """Whether the other ranks are imagined, to find out what one rank of so many would compute and send.
+
+        Collectives on tensors return at once, in the right shapes, with arbitrary values; those on objects answer as if
+        all ranks had brought the same.
+        """
+        return self.process_group is None and self.size > 1
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None = None, axis: str = "world") -> Group:

@@ -1,6 +1,6 @@
 """Collectives on Python objects, and the checks that ranks make together: all go on, or all raise.
 
-A group of one rank communicates nothing.
+A group of one rank communicates nothing; in a pretended one, all ranks bring the same.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _PICKLED_BYTES = 1 << 16
 
 def all_gather_object(value: T, group: Group) -> list[T]:
     """Gather the picklable `value` of every rank, by position."""
-    if group.size == 1:
-        return [value]
+    if group.process_group is None:
+        return [value] * group.size
     values: list[Any] = [None] * group.size
     with blocking_call("all_gather_object", group):
         dist.all_gather_object(values, value, group=group.process_group)
@@ -49,8 +49,8 @@ def all_gather_object(value: T, group: Group) -> list[T]:
 
 def gather_object(value: T, group: Group, target: int = 0) -> list[T] | None:
     """Gather the picklable `value` of every rank, by position, on the rank at position `target`; None on the others."""
-    if group.size == 1:
-        return [value]
+    if group.process_group is None:
+        return [value] * group.size
     values: list[Any] | None = [None] * group.size if group.rank == target else None
     with blocking_call("gather_object", group):
         dist.gather_object(value, values, group.ranks[target], group=group.process_group)
@@ -59,7 +59,7 @@ def gather_object(value: T, group: Group, target: int = 0) -> list[T] | None:
 
 def broadcast_object(value: T, group: Group, source: int = 0) -> T:
     """Return the picklable `value` of the rank at position `source`."""
-    if group.size == 1:
+    if group.process_group is None:
         return value
     values: list[Any] = [value]
     with blocking_call("broadcast_object", group):
@@ -173,7 +173,7 @@ def _broadcast_tensors(
 
 def barrier(group: Group) -> None:
     """Wait until the host of every rank of `group` has arrived; what it has queued on its device may go on."""
-    if group.size > 1:
+    if group.process_group is not None:
         with blocking_call("barrier", group):
             if "nccl" in group.backend and group.host_device == "cpu":
                 # torch's barrier would let devices meet, and hosts wait for all that is queued there.

@@ -34,6 +34,8 @@ from torch._C import _swap_tensor_impl as swap_tensor_impl
 
 # Whether a profiler of torch records in this thread: a second one would be refused, and public names do not tell.
 from torch._C._autograd import _profiler_enabled as is_profiler_running
+# Tensors without data on a device that need not be there, with torch's own shape functions: what `torch.export` uses.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX
@@ -65,6 +67,7 @@ __all__ = [
     "BatchNormalization",
     "NormalizationBase",
     "PARAMETERS",
+    "FakeTensorMode",
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",
     "add_all_",
@@ -95,6 +98,7 @@ __all__ = [
     "move_tensor_hooks",
     "non_persistent_buffers_of",
     "make_wrapper_subclass",
+    "has_data",
     "overload_packet",
     "parameters_of",
     "pytree",
@@ -370,6 +374,11 @@ current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 def storage_address(storage: torch.UntypedStorage) -> int:
     """Identify a storage among those that are alive. `data_ptr()` is 0 for all empty ones and changes on resize."""
     return storage._cdata
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor can be read."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def overload_packet(op: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import buffers_of, parameters_of, pytree
+from lightning_parallel.compat.torch import buffers_of, parameters_of, pytree, storage_address
 from lightning_parallel.pipeline.interception import Call, has_listeners, parameter_lists, replaced
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
@@ -62,11 +63,23 @@ def measure(
     step: Step,
     microbatch: Any,
     device: torch.device,
+    now: Callable[[], float] | None = None,
+    repeats: int = _REPEATS,
 ) -> Costs:
     """Measure the prologue, a layer of each kind, and the epilogue; the model is left as it was.
 
     Parameters without data are random for it. Seconds are the least of a few runs; a W is what a backward pass takes
     beyond its I, which leaves out only what the runtime can put off.
+
+    Args:
+        module: The model.
+        stack: Its layers.
+        use: The layers at whose stages each parameter is computed with, by name.
+        step: The user's step.
+        microbatch: What it is run on.
+        device: Where.
+        now: The clock, in seconds; by default that of the host, when the device is idle.
+        repeats: Runs of each part.
     """
     last = len(stack.layers) - 1
     ends = ({name for name in use if 0 in use[name]}, {name for name in use if last in use[name]})
@@ -74,6 +87,7 @@ def measure(
     failure = ""
     for runs_all in (False, True):
         clock = _CostMeter(module, stack, *ends, device, runs_all)
+        clock.now, clock.repeats = now or clock.now, repeats
         try:
             layers = clock.measure(step, microbatch)
             break
@@ -289,14 +303,15 @@ class _CostMeter(TruncatedModel):
         self.prologues: list[Cost] = []
         self.epilogues: list[Cost] = []
         self.begun_s = 0.0
-        # Sizes of what autograd saves, and which of it are parameters, by address.
+        self.repeats = _REPEATS
+        # Sizes of what autograd saves, and parameters on the device, by the addresses of their storages.
         self.saved: dict[int, int] = {}
-        self.parameter_addresses: set[int] = set()
+        self.loaded_parameters: dict[int, weakref.ref[Tensor]] = {}
 
     def measure(self, step: Step, microbatch: Any) -> list[Cost]:
         """Time a few steps, then each kind of layer; returns the cost of every layer."""
         with torch.enable_grad():
-            for _ in range(_REPEATS):
+            for _ in range(self.repeats):
                 self.time_step(step, microbatch)
             return self.layer_costs()
 
@@ -304,18 +319,18 @@ class _CostMeter(TruncatedModel):
         """Run the step once, and differentiate what came after the last layer and led to what it returned."""
         with saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
             result = self.run(step, microbatch)
-        forward_s = self._now() - self.begun_s
+        forward_s = self.now() - self.begun_s
         activation_bytes = self._activation_bytes()
         self.epilogues.append(Cost(forward_s, 0.0, self._backward_s(_differentiable(result)), activation_bytes))
 
     def begin(self) -> None:
         """Start the clock of the prologue."""
         self.saved.clear()
-        self.begun_s = self._now()
+        self.begun_s = self.now()
 
     def leave_prologue(self, call: Call) -> Call:
         """Clock the prologue and its backward; the layers' arguments have no history from here on."""
-        forward_s = self._now() - self.begun_s
+        forward_s = self.now() - self.begun_s
         arguments = (call.args, call.kwargs)
         # The graph is kept: what follows the layers may use outputs of the prologue, and is differentiated later.
         activation_bytes = self._activation_bytes()
@@ -326,7 +341,7 @@ class _CostMeter(TruncatedModel):
     def enter_epilogue(self) -> None:
         """Start the clock of the epilogue."""
         self.saved.clear()
-        self.begun_s = self._now()
+        self.begun_s = self.now()
 
     def layer(self, call: Call) -> Any:
         """Note the kind of each layer."""
@@ -363,7 +378,7 @@ class _CostMeter(TruncatedModel):
 
     def _runs(self, noted: _NotedCall, later: Callable[[], WeightGradients | None]) -> list[Cost]:
         """Run a layer a few times: as often on each rank, since divided layers communicate."""
-        return [self._run(noted, later()) for _ in range(_REPEATS)]
+        return [self._run(noted, later()) for _ in range(self.repeats)]
 
     def _run(self, noted: _NotedCall, later: WeightGradients | None = None) -> Cost:
         """Time forward and backward, noted as an I, without what can be left for `later`."""
@@ -384,25 +399,24 @@ class _CostMeter(TruncatedModel):
             backward_s = self._backward_s(_differentiable(result))
         return Cost(forward_s, backward_s, 0.0, activation_bytes, _bytes(sent))
 
-    def _load_end(self, end: int) -> None:
-        # What was loaded before is freed: activations may lie where it was.
-        self.parameter_addresses.clear()
-        super()._load_end(end)
-
     def _parameter(self, name: str, parameter: Tensor) -> Tensor:
         loaded = super()._parameter(name, parameter)
-        self.parameter_addresses.add(loaded.untyped_storage().data_ptr())
+        self.loaded_parameters[storage_address(loaded.untyped_storage())] = weakref.ref(loaded)
         return loaded
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
         # By storage: several views of one tensor may be saved, and memory is held once.
         storage = tensor.untyped_storage()
-        self.saved[storage.data_ptr()] = storage.nbytes()
+        address = storage_address(storage)
+        known = self.loaded_parameters.get(address)
+        # Where a parameter was that is freed, activations may lie now.
+        if known is None or known() is None:
+            self.saved[address] = storage.nbytes()
         return tensor.detach()  # an output would keep the node that saves it, and with it a graph that nobody runs
 
     def _activation_bytes(self) -> int:
         """Sum up what was saved for backward; parameters are saved without a copy, and counted as resident."""
-        return sum(size for address, size in self.saved.items() if address not in self.parameter_addresses)
+        return sum(self.saved.values())
 
     def _backward_s(self, roots: Sequence[Tensor], keep: bool = False) -> float:
         """Time the differentiation of `roots`, as far back as their graph goes, in seconds."""
@@ -412,11 +426,12 @@ class _CostMeter(TruncatedModel):
         return self._timed(lambda: torch.autograd.backward(roots, ones, retain_graph=keep))[0]
 
     def _timed(self, call: Callable[[], T]) -> tuple[float, T]:
-        begun_s = self._now()
+        begun_s = self.now()
         result = call()
-        return self._now() - begun_s, result
+        return self.now() - begun_s, result
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Return the seconds of a clock, when the device is idle."""
         # Kernels are only launched when a call returns.
         if self.device.type != "cpu":
             torch.accelerator.synchronize()

@@ -82,7 +82,8 @@ def deferring(gradients: WeightGradients) -> Iterator[None]:
 def split_linears(module: nn.Module) -> int:
     """Make the plain linear layers of `module` take part in split backward passes; returns how many there are."""
     # A weight that several modules share keeps its ordinary backward, since it has to be complete at once.
-    owners = Counter(id(value) for child in module.modules() for value in parameters_of(child).values())
+    # Read as attributes: while a layer is measured, the parameters that it computes with take the place of its own.
+    owners = Counter(id(getattr(child, name)) for child in module.modules() for name in parameters_of(child))
     count = 0
     for child in module.modules():
         # Subclasses, such as tensor-parallel layers, compute something else.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import PartialModule, class_in_place
-from lightning_parallel.compat.torch import assert_on_device, parameters_of
+from lightning_parallel.compat.torch import assert_on_device, has_data, parameters_of
 from lightning_parallel.tensor.autograd import (
     gather_from_group,
     reduce_from_group,
@@ -387,7 +387,7 @@ class VocabEmbedding(nn.Embedding):
             IndexError: If a token is outside of the whole vocabulary (on CUDA, an assertion on the device).
         """
         # A token outside of the whole vocabulary is held by no rank and would silently give zeros.
-        if (tokens := input).device.type == "cpu" and tokens.numel():
+        if (tokens := input).device.type == "cpu" and tokens.numel() and has_data(tokens):
             low, high = tokens.aminmax()
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(f"tokens must be in [0, {self.num_embeddings}), found {int(low)} to {int(high)}")

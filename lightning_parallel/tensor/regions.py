@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import current_graph_task_id, pytree, version_of
+from lightning_parallel.compat.torch import current_graph_task_id, dispatch_modes_suspended, pytree, version_of
 from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
 from lightning_parallel.tensor.linear import SequenceLengths, shared_inputs
 
@@ -303,7 +303,8 @@ def _draw(generator: torch.Generator) -> int:
         offset = generator.get_offset()
         generator.set_offset(offset + 4)  # Philox makes four numbers at a time: offsets must be multiples of 4
         return _mix(seed + _mix(offset))
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+    with dispatch_modes_suspended():  # where operations are counted on tensors without data, the generator is real
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
 
 
 def _mix(value: int) -> int:

@@ -142,6 +142,8 @@ class PlanVerifier:
             with comm.skip_communication():
                 if self._run_together(lambda: _run(divided, x)) is None:
                     return False
+            if self.group.is_pretended:
+                return True  # the shapes fit; with what values, only ranks that are there could tell
             divided.zero_grad()
             outputs, gradients = _run(divided, x)
         full_outputs, full_gradients = expected
@@ -166,6 +168,8 @@ class PlanVerifier:
 
         Where each rank draws for its own features, what it computes whole must not depend on the draws.
         """
+        if self.group.is_pretended:
+            return True
         divided = copy_in_double(block)
         sharding = apply_plan(divided, plan, self.group)
         torch.manual_seed(0)

@@ -1,0 +1,68 @@
+"""What a collective takes, by the alpha-beta model: `latency + bytes / bandwidth` for each message between two ranks.
+
+| collective     | ring                             | tree                          |
+|----------------|----------------------------------|-------------------------------|
+| all_reduce     | 2 (n-1) a + 2 (n-1)/n S b        | 2 log2(n) a + 2 S b           |
+| all_gather     | (n-1) a + (n-1)/n S b            |                               |
+| reduce_scatter | (n-1) a + (n-1)/n S b            |                               |
+| broadcast      | (n-1) a + S b, in pieces         | log2(n) a + S b, in pieces    |
+| all_to_all     | (n-1) a + (n-1)/n S b            |                               |
+| send           | a + S b                          |                               |
+
+n ranks, S bytes (the whole tensor), a seconds of latency, b seconds per byte. Of two algorithms the faster one counts.
+A group of several nodes reduces inside of each, then across them, and spreads the result inside again.
+
+Source: Thakur, Rabenseifner and Gropp, https://doi.org/10.1177/1094342005051521
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+from lightning_parallel.pipeline.simulate import Link
+from lightning_parallel.planner.hardware import Cluster
+
+__all__ = ["collective_s", "flat_collective_s"]
+
+
+def flat_collective_s(op: str, num_bytes: float, size: int, link: Link) -> float:
+    """Return the seconds of a collective between `size` ranks with the same link between any two.
+
+    Args:
+        op: In torch's terms; others count as a message.
+        num_bytes: As `comm` counts them: the whole tensor of all_reduce and broadcast, the total of all_gather and
+            reduce_scatter, what one rank sends of all_to_all, and a message.
+        size: Ranks.
+        link: Between any two.
+    """
+    if size == 1:
+        return 0.0
+    a, all_s = link.latency_s, num_bytes / link.bytes_per_s
+    steps, rounds = size - 1, ceil(log2(size))
+    share_s = all_s * steps / size
+    if op == "all_reduce":
+        return min(2 * (steps * a + share_s), 2 * (rounds * a + all_s))
+    if op in ("all_gather", "reduce_scatter", "all_to_all"):
+        return steps * a + share_s
+    if op in ("broadcast", "reduce"):
+        return rounds * a + all_s
+    return a + all_s
+
+
+def collective_s(op: str, num_bytes: float, stride: int, size: int, cluster: Cluster) -> float:
+    """Return the seconds of a collective between the ranks 0, stride, 2 stride, ... of a cluster, and their likes.
+
+    Where such a group has several ranks on each of several nodes, it works inside of nodes first.
+    """
+    if size == 1:
+        return 0.0
+    inside = max(1, cluster.ranks_per_node // stride)  # ranks of the group on a node
+    is_even = size % inside == 0 and cluster.ranks_per_node % stride == 0
+    if cluster.num_nodes == 1 or cluster.is_inside_node(stride, size):
+        return flat_collective_s(op, num_bytes, size, cluster.node_link)
+    flat_s = flat_collective_s(op, num_bytes, size, cluster.link)
+    if op != "all_reduce" or inside == 1 or not is_even:
+        return flat_s
+    # reduce-scatter in the node, all-reduce of each share across nodes, all-gather in the node
+    ends_s = 2 * flat_collective_s("all_gather", num_bytes, inside, cluster.node_link)
+    return min(flat_s, ends_s + flat_collective_s(op, num_bytes / inside, size // inside, cluster.link))

@@ -1,0 +1,215 @@
+"""Devices, links, and the cluster that they make: from a table, from text such as `400Gbit/s`, or measured here.
+
+    Cluster(device_named("H100"), num_devices=16, per_node=8, node_link=Link(5e-6, 450e9), link=Link(1e-5, 50e9))
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from lightning_parallel.pipeline.simulate import Link
+
+__all__ = ["DEVICES", "Cluster", "Device", "device_named", "measured_cpu", "parse_bandwidth", "parse_bytes"]
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device can do.
+
+    Attributes:
+        name: As its maker calls it.
+        flops: Peak operations per second in dense matrix products, by dtype (`float32`, `tf32`, `bfloat16`, ...).
+        memory_bytes: What a process can use of it.
+        bytes_per_s: Bandwidth of its memory.
+        launch_s: Least seconds of one operation, from the call to its end.
+        efficiency: Share of the peak that large matrix products reach.
+        source: Where the figures come from.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    memory_bytes: float
+    bytes_per_s: float
+    launch_s: float = 5e-6
+    efficiency: float = 0.7
+    source: str = "data sheet"
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Return what products of `dtype` reach; those of float32 use TF32 where the device has it."""
+        peak = self.flops.get(dtype) or self.flops.get("float32") or max(self.flops.values())
+        return peak * self.efficiency
+
+
+def _gpu(name: str, gib: float, tb_per_s: float, **tera: float) -> Device:
+    flops = {kind: value * 1e12 for kind, value in tera.items()}
+    flops.setdefault("float16", flops.get("bfloat16", flops["float32"]))
+    return Device(name, flops, gib * _GIB, tb_per_s * 1e12, source=f"data sheet of {name}, dense")
+
+
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        # Usable memory as drivers report it, rather than what is printed on the card.
+        _gpu("H200", 139.8, 4.8, bfloat16=989.4, tf32=494.7, float32=66.9),
+        _gpu("H100", 79.1, 3.35, bfloat16=989.4, tf32=494.7, float32=66.9),
+        _gpu("A100-80GB", 79.1, 2.039, bfloat16=312, tf32=156, float32=19.5),
+        _gpu("A100-40GB", 39.4, 1.555, bfloat16=312, tf32=156, float32=19.5),
+        _gpu("L40S", 44.5, 0.864, bfloat16=362, tf32=183, float32=91.6),
+        _gpu("L4", 22.0, 0.3, bfloat16=121, tf32=60, float32=30.3),
+        _gpu("A10G", 22.0, 0.6, bfloat16=70, tf32=35, float32=31.5),
+        _gpu("V100", 31.7, 0.9, float16=125, float32=15.7),
+        _gpu("T4", 14.7, 0.32, float16=65, float32=8.1),
+        _gpu("RTX-4090", 23.6, 1.008, bfloat16=165.2, tf32=82.6, float32=82.6),
+        _gpu("RTX-3090", 23.6, 0.936, bfloat16=71, tf32=35.6, float32=35.6),
+        _gpu("MI300X", 191.0, 5.3, bfloat16=1307.4, float32=163.4),
+    )
+}
+
+
+def device_named(name: str) -> Device:
+    """Return the device of the table with this name; upper and lower case are the same.
+
+    Raises:
+        ValueError: With the names, if there is none.
+    """
+    wanted = re.sub(r"[\s_]", "-", name).lower()
+    for known, device in DEVICES.items():
+        if known.lower() == wanted:
+            return device
+    raise ValueError(f"expected one of {', '.join(DEVICES)}, or `cpu` for this machine's cores, got `{name}`")
+
+
+def measured_cpu(threads: int = 1, seconds: float = 0.1) -> Device:
+    """Measure a matrix product, a copy and a small operation on so many threads of this machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        matrix, small, large = torch.ones(512, 512), torch.ones(8), torch.ones(1 << 22)
+        other = torch.empty_like(large)
+        product_s = _fastest(lambda: matrix @ matrix, seconds)
+        copy_s = _fastest(lambda: other.copy_(large), seconds)
+        launch_s = _fastest(lambda: small + small, seconds / 4)
+    finally:
+        torch.set_num_threads(before)
+    flops = {"float32": 2 * 512**3 / product_s}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device("CPU", flops, memory, 2 * large.nbytes / copy_s, launch_s, efficiency=1.0, source="measured here")
+
+
+def _fastest(call: object, seconds: float) -> float:
+    assert callable(call)
+    call()  # the first one allocates
+    fastest, until = float("inf"), time.perf_counter() + seconds
+    while (start := time.perf_counter()) < until:
+        call()
+        fastest = min(fastest, time.perf_counter() - start)
+    return fastest
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices, as many on each node, and the links between them.
+
+    Attributes:
+        device: Each of them.
+        num_devices: All together, one rank on each.
+        per_node: On one node.
+        node_link: Between two devices of a node, in one direction.
+        link: Between two nodes, in one direction, as far as one device of a node can use it.
+        memory_bytes: Most bytes that a rank may hold.
+        cores: Of a node, which its ranks share; None where each rank has a device of its own.
+        threads: Of each rank, where cores are shared.
+
+    Raises:
+        ValueError: If nodes would have different numbers of devices.
+    """
+
+    device: Device
+    num_devices: int
+    per_node: int
+    node_link: Link = field(default_factory=lambda: Link(5e-6, 100e9))
+    link: Link = field(default_factory=lambda: Link(15e-6, 12.5e9))
+    memory_bytes: float = 0.0
+    cores: int | None = None
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1 or self.per_node < 1:
+            raise ValueError(f"expected at least one device, got {self.num_devices} with {self.per_node} per node")
+        if self.num_devices > self.per_node and self.num_devices % self.per_node:
+            raise ValueError(
+                f"expected nodes with as many devices each, got {self.num_devices} devices with {self.per_node} per node"
+            )
+        if not self.memory_bytes:
+            shared = min(self.per_node, self.num_devices) if self.cores is not None else 1
+            object.__setattr__(self, "memory_bytes", self.device.memory_bytes / shared)
+
+    @property
+    def num_nodes(self) -> int:
+        return max(1, self.num_devices // self.per_node)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(self.per_node, self.num_devices)
+
+    def is_inside_node(self, stride: int, size: int) -> bool:
+        """Tell whether the ranks 0, stride, 2 stride, ... (`size` of them) and their likes are on one node each."""
+        return stride * size <= self.ranks_per_node and self.ranks_per_node % (stride * size) == 0
+
+    def link_of(self, stride: int, size: int) -> Link:
+        """Return the slowest link that messages of a group of such ranks cross."""
+        return self.node_link if self.num_nodes == 1 or self.is_inside_node(stride, size) else self.link
+
+
+# ------------------------------------------------------------------------------------------------------------- units
+
+_DECIMAL = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_BINARY = {f"{unit}i": 2.0 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([KMGTk]?i?)(bits?|bytes?|B|b)\s*", re.ASCII)
+
+
+def parse_bytes(text: str) -> float:
+    """Read an amount of memory, such as `80GiB` or `40GB`.
+
+    Raises:
+        ValueError: If there is no unit, or it is one of bits.
+    """
+    found = _AMOUNT.fullmatch(text)
+    if found is None or found[3] not in ("B", "byte", "bytes"):
+        raise ValueError(f"expected an amount of memory in bytes, such as 80GiB or 80GB, got `{text}`")
+    return _number(found, text)
+
+
+def parse_bandwidth(text: str) -> float:
+    """Read a bandwidth, such as `400Gbit/s` or `900GB/s`; returns bytes per second.
+
+    Raises:
+        ValueError: If it is not one, or does not tell bits from bytes.
+    """
+    amount, _, per = text.strip().rpartition("/")
+    if not amount and text.strip().endswith("ps"):  # 400Gbps
+        amount, per = text.strip()[:-2] + "it", "s"
+        amount = amount if amount.endswith("bit") else ""
+    found = _AMOUNT.fullmatch(amount)
+    if found is None or per != "s" or found[3] == "b":
+        raise ValueError(
+            f"expected a bandwidth in bits or bytes per second, such as 400Gbit/s or 50GB/s, got `{text}`"
+        )
+    return _number(found, text) / (8 if found[3].startswith("bit") else 1)
+
+
+def _number(found: re.Match[str], text: str) -> float:
+    unit = found[2]
+    factor = _BINARY.get(unit) or _DECIMAL.get(unit)
+    value = float(found[1])
+    if factor is None or not value:
+        raise ValueError(f"expected a positive number with a unit such as GiB or GB, got `{text}`")
+    return value * factor

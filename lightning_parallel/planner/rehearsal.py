@@ -1,0 +1,351 @@
+"""What a model costs on one of t tensor-parallel ranks: the real division for a group of which only one rank is there.
+
+    rehearsal = Rehearsal(module, batch, cluster)
+    rehearsal.costs(tensor=4, microbatches=8)       # seconds and bytes of prologue, layers and epilogue
+
+The copy of the module that is divided has no data, its parts get random ones while they run. They run for real where
+the device is this one, so that what is measured is a rank's part and not a share of the whole; else on tensors without
+data, and the time is that of the roofline model. Messages take what the alpha-beta model says.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import FakeTensorMode, storage_address
+from lightning_parallel.mesh import TENSOR
+from lightning_parallel.pipeline.layer_stack import LayerStack, find_layer_stacks
+from lightning_parallel.pipeline.measure import measure
+from lightning_parallel.pipeline.microbatch import loss_of, map_tensors, num_samples, split_batch, split_by
+from lightning_parallel.pipeline.module_use import ModuleUse, trace_in_order
+from lightning_parallel.pipeline.pipeline_plan import Costs
+from lightning_parallel.pipeline.simulate import Cost
+from lightning_parallel.planner.collective_costs import collective_s
+from lightning_parallel.planner.hardware import Cluster
+from lightning_parallel.planner.roofline import Roofline
+from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
+
+__all__ = ["PRECISIONS", "Divided", "PartCosts", "PrecisionName", "Rehearsal", "without_data"]
+
+PrecisionName = Literal["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
+_DTYPES = {"32": torch.float32, "64": torch.float64, "bf16": torch.bfloat16, "16": torch.float16}
+_CPU = torch.device("cpu")
+
+Quantity = Literal["seconds", "flops", "message_seconds", "messages", "message_bytes"]
+"""What the clock of a rehearsal counts."""
+
+
+def without_data(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a copy of `module` whose parameters are on the meta device; buffers keep their values.
+
+    Args:
+        module: The model; it stays as it is. What cannot be copied, such as its Trainer, is shared.
+        dtype: Of the copy's floating-point parameters; by default their own.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, dtype=kind, device="meta"), requires_grad=parameter.requires_grad
+        )
+    for shared in (getattr(module, "_trainer", None), getattr(module, "_fabric", None)):
+        memo[id(shared)] = shared
+    copied = copy.deepcopy(module, memo)
+    # A Trainer's results are not there outside of a run, and a rehearsal is none.
+    for name in ("log", "log_dict"):
+        if hasattr(copied, name):
+            setattr(copied, name, lambda *_, **__: None)
+    return copied
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """What a microbatch costs on one rank.
+
+    Attributes:
+        compute: Seconds of computation, activations and boundaries of prologue, layers and epilogue.
+        messages: Seconds of the tensor axis's messages in them.
+    """
+
+    compute: Costs
+    messages: Costs
+
+    @cached_property
+    def together(self) -> Costs:
+        """Computation and messages, one after the other."""
+        pairs = zip(_parts(self.compute), _parts(self.messages))
+        first, *layers, last = (_added(one, other) for one, other in pairs)
+        return Costs(tuple(layers), first, last)
+
+
+def _parts(costs: Costs) -> list[Cost]:
+    return [costs.prologue, *costs.layers, costs.epilogue]
+
+
+def _added(one: Cost, other: Cost) -> Cost:
+    return replace(
+        one,
+        forward_s=one.forward_s + other.forward_s,
+        input_gradient_s=one.input_gradient_s + other.input_gradient_s,
+        weight_gradient_s=one.weight_gradient_s + other.weight_gradient_s,
+    )
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A copy of the model without data, divided for t ranks.
+
+    Attributes:
+        module: The copy.
+        sharding: How it is divided; None for one rank.
+        stack: Its repeated layers; None where no pipeline can cut it.
+        use: Where its parameters are used.
+        uncut: Why no pipeline can cut it.
+    """
+
+    module: nn.Module
+    sharding: Sharding | None
+    stack: LayerStack | None
+    use: ModuleUse | None
+    uncut: str = ""
+
+
+class Rehearsal:
+    """Finds out what a model costs when it is divided, without the other ranks, and without its data.
+
+    Args:
+        module: The model, whole; its parameters may be on the meta device. It stays as it is.
+        batch: What one replica gets for a step.
+        cluster: Where it is to run.
+        step: Runs the step of a module on a batch; by default its `training_step`.
+        precision: As Lightning names it.
+        plan, sequence_parallel: See `TensorParallelStrategy`.
+        layers: See `PipelineParallelStrategy`.
+        measured: Whether the parts run for real on this machine's processor.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batch: Any,
+        cluster: Cluster,
+        *,
+        step: Callable[[nn.Module, Any], Any] | None = None,
+        precision: PrecisionName = "32-true",
+        plan: UserPlan = "auto",
+        sequence_parallel: bool = False,
+        layers: str = "auto",
+        measured: bool = False,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"expected `precision` to be one of {', '.join(PRECISIONS)}, got {precision!r}")
+        self.module = module
+        self.batch = batch
+        self.cluster = cluster
+        self.precision: PrecisionName = precision
+        self.measured = measured
+        self._step = step or training_step
+        self._plan: UserPlan = plan
+        self._sequence_parallel = sequence_parallel
+        self._layers = layers
+        self._divided: dict[int, Divided | ValueError] = {}
+        self._costs: dict[tuple[int, int], PartCosts] = {}
+        self._notes: list[tuple[str, int]] = []
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What products are computed in."""
+        return _DTYPES[self.precision.partition("-")[0]]
+
+    @property
+    def samples(self) -> int:
+        """Samples of the batch."""
+        return sum(num_samples(part) for part in split_by(split_batch, self.batch, 1))
+
+    def divided(self, tensor: int) -> Divided:
+        """Return the model as one of `tensor` ranks has it.
+
+        Raises:
+            ValueError: If it cannot be divided over so many, with the reason.
+        """
+        found = self._divided.get(tensor)
+        if found is None:
+            try:
+                found = self._divide(tensor)
+            except ValueError as error:
+                found = error
+            self._divided[tensor] = found
+        if isinstance(found, ValueError):
+            raise found
+        return found
+
+    def _divide(self, tensor: int) -> Divided:
+        dtype = self.compute_dtype if self.precision.endswith("true") else None
+        module = without_data(self.module, None if dtype is torch.float32 else dtype)
+        sharding = None
+        if tensor > 1:
+            group = Group.pretended(TENSOR, tensor, lambda op, num_bytes: self._notes.append((op, num_bytes)))
+            sharding = apply_plan(module, make_plan(module, self._plan, group, self._sequence_parallel), group)
+        try:
+            failure: ValueError | None = None
+            for stack in find_layer_stacks(module, 1, self._layers):
+                try:
+                    stack, use = trace_in_order(module, stack, self._of(module), self.microbatch(1), _CPU)
+                    return Divided(module, sharding, stack, use)
+                except ValueError as error:
+                    failure = failure or error
+            assert failure is not None
+            raise failure
+        except ValueError as error:
+            return Divided(module, sharding, None, None, str(error))
+
+    def microbatch(self, count: int) -> Any:
+        """Return the first, and largest, of `count` parts of the batch."""
+        return split_by(split_batch, self.batch, count)[0]
+
+    def costs(self, tensor: int, microbatches: int) -> PartCosts:
+        """Return what one of so many microbatches costs on one of `tensor` ranks.
+
+        Raises:
+            ValueError: If the model cannot be divided over so many, or its step fails.
+        """
+        key = (tensor, microbatches)
+        if key not in self._costs:
+            compute = self.count("seconds", tensor, microbatches)
+            messages = self.count("message_seconds", tensor, microbatches) if tensor > 1 else _nothing(compute)
+            self._costs[key] = PartCosts(compute, messages)
+        return self._costs[key]
+
+    def count(self, quantity: Quantity, tensor: int, microbatches: int = 1) -> Costs:
+        """Count a quantity in a microbatch's F, I and W; what `Costs` calls seconds is of that quantity.
+
+        Raises:
+            ValueError: See `costs`.
+        """
+        divided = self.divided(tensor)
+        self._notes.clear()
+        with ExitStack() as context:
+            is_real = self.measured and quantity == "seconds"
+            batch = self.microbatch(microbatches)
+            if not is_real:
+                mode = context.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                batch = map_tensors(batch, mode.from_tensor)
+            now, repeats = self._clock(quantity, tensor, context)
+            return self._run(divided, batch, now, repeats)
+
+    def _clock(self, quantity: Quantity, tensor: int, context: ExitStack) -> tuple[Callable[[], float], int]:
+        """Return what is read before and after each part, and how often each is run."""
+        if quantity == "seconds" and self.measured:
+            # Of the processor: what else runs on this machine takes no part. Threads that spin would count twice.
+            return (time.process_time if torch.get_num_threads() == 1 else time.perf_counter), 5
+        roofline = context.enter_context(Roofline(self.cluster.device))
+
+        def sent(of: Callable[[str, int], float]) -> float:
+            return sum(of(op, num_bytes) for op, num_bytes in self._notes)
+
+        def message_s(op: str, num_bytes: int) -> float:
+            return collective_s(op, num_bytes, 1, tensor, self.cluster)
+
+        clocks: dict[str, Callable[[], float]] = {
+            "seconds": lambda: roofline.seconds,
+            "flops": lambda: float(roofline.flops),
+            "messages": lambda: float(len(self._notes)),
+            "message_bytes": lambda: sent(lambda _, num_bytes: float(num_bytes)),
+            "message_seconds": lambda: sent(message_s),
+        }
+        return clocks[quantity], 1
+
+    def _run(self, divided: Divided, batch: Any, now: Callable[[], float], repeats: int) -> Costs:
+        step = self._of(divided.module)
+        if divided.stack is None or divided.use is None:
+            return _whole_step(divided.module, step, batch, now, repeats)
+        with warnings.catch_warnings():
+            # A failure is raised here, where nobody could train by counted parameters.
+            warnings.filterwarnings("error", "the layers could not be measured")
+            try:
+                return measure(divided.module, divided.stack, divided.use.parameters, step, batch, _CPU, now, repeats)
+            except UserWarning as error:
+                raise ValueError(str(error)) from error
+
+    def _of(self, module: nn.Module) -> Callable[[Any], Any]:
+        kind = self.compute_dtype
+
+        def step(batch: Any) -> Any:
+            with torch.autocast("cpu", kind, enabled=self.precision.endswith("mixed")):
+                return self._step(module, batch)
+
+        return step
+
+
+def training_step(module: nn.Module, batch: Any) -> Tensor:
+    """Run the `training_step` of a LightningModule, or call another module; returns the loss."""
+    function = getattr(module, "training_step", module)
+    if function is module:
+        return loss_of(module(**batch) if isinstance(batch, dict) else module(batch))
+    takes_index = len(inspect.signature(function).parameters) > 1
+    return loss_of(function(batch, 0) if takes_index else function(batch))
+
+
+def _nothing(costs: Costs) -> Costs:
+    return Costs(tuple(Cost() for _ in costs.layers))
+
+
+def _whole_step(
+    module: nn.Module, step: Callable[[Any], Any], batch: Any, now: Callable[[], float], repeats: int
+) -> Costs:
+    """Measure the step of a model that no pipeline can cut; all of it counts as prologue."""
+    found = []
+    with _loaded(module) as parameters:
+        addresses = {storage_address(value.untyped_storage()) for value in parameters}
+        for _ in range(repeats):
+            saved: dict[int, int] = {}
+
+            def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+                saved[storage_address(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+                return tensor
+
+            begun = now()
+            with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
+                loss = step(batch)
+            forward = now() - begun
+            held = sum(size for address, size in saved.items() if address not in addresses)
+            begun = now()
+            loss.backward()
+            found.append(Cost(forward, now() - begun, 0.0, held))
+    best = min(found, key=lambda cost: cost.total_s)
+    return Costs((), best)
+
+
+@contextmanager
+def _loaded(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Give the parameters data inside the block: random, or none in a mode without data."""
+    tensors = list(module.parameters())
+    real = {parameter: torch.zeros(parameter.shape, dtype=parameter.dtype) for parameter in tensors}
+    copied = {id(parameter): nn.Parameter(value, parameter.requires_grad) for parameter, value in real.items()}
+    places = [
+        (child, name, value)
+        for child in module.modules()
+        for name, value in child.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    for child, name, value in places:
+        setattr(child, name, copied[id(value)])
+    try:
+        yield list(copied.values())
+    finally:
+        for child, name, value in places:
+            setattr(child, name, value)

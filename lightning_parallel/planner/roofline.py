@@ -1,0 +1,86 @@
+"""Operations counted as they run, and what they take on a device that need not be there: the roofline model.
+
+An operation takes as long as its products at the device's peak, or as its tensors through the device's memory,
+whichever is longer, and at least as long as it takes to start it.
+
+Source: Williams, Waterman and Patterson, https://doi.org/10.1145/1498765.1498785
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from typing_extensions import override
+
+from lightning_parallel.compat.torch import (
+    CPU_FLASH_ATTENTION,
+    CPU_FLASH_ATTENTION_BACKWARD,
+    TorchDispatchMode,
+    overload_packet,
+    pytree,
+    schema_of,
+)
+from lightning_parallel.planner.hardware import Device
+
+__all__ = ["Roofline", "flops_of"]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    CPU_FLASH_ATTENTION: _attention,
+    CPU_FLASH_ATTENTION_BACKWARD: _attention_backward,
+}
+"""Operations that torch's table lacks."""
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
+    """Return the operations of a call, a multiplication and its addition as two; None if there is no formula for it."""
+    operator = overload_packet(func)
+    formula = _FORMULAS.get(operator) or flop_registry.get(operator)
+    return None if formula is None else formula(*args, **(kwargs or {}), out_val=out)
+
+
+class Roofline(TorchDispatchMode):
+    """Adds up what the operations inside the block would take on `device`, forward and backward.
+
+    Attributes:
+        seconds: So far.
+        flops: Operations of products so far.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+        self.seconds = 0.0
+        self.flops = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        # A view is no work; what writes into its argument is.
+        if any(value.alias_info and not value.alias_info.is_write for value in schema_of(func).returns):
+            return out
+        flops = flops_of(func, args, kwargs, out) or 0
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+        if not tensors:
+            return out
+        kind = str(next((leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)), tensors[0]).dtype)
+        kind = kind.removeprefix("torch.")
+        if kind == "float32" and "tf32" in self.device.flops and torch.backends.cuda.matmul.allow_tf32:
+            kind = "tf32"
+        moved = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
+        products_s = flops / self.device.flops_per_s(kind) if flops else 0.0
+        self.seconds += max(products_s, moved / self.device.bytes_per_s, self.device.launch_s)
+        self.flops += flops
+        return out
