@@ -31,6 +31,7 @@ class Device:
         bytes_per_s: Bandwidth of its memory.
         launch_s: Least seconds of one operation, from the call to its end.
         efficiency: Share of the peak that large matrix products reach.
+        reserved_bytes: What its runtime and the communicators take of the memory, by experience.
         source: Where the figures come from.
     """
 
@@ -40,6 +41,7 @@ class Device:
     bytes_per_s: float
     launch_s: float = 5e-6
     efficiency: float = 0.7
+    reserved_bytes: float = 0.0
     source: str = "data sheet"
 
     def flops_per_s(self, dtype: str) -> float:
@@ -51,7 +53,7 @@ class Device:
 def _gpu(name: str, gib: float, tb_per_s: float, **tera: float) -> Device:
     flops = {kind: value * 1e12 for kind, value in tera.items()}
     flops.setdefault("float16", flops.get("bfloat16", flops["float32"]))
-    return Device(name, flops, gib * _GIB, tb_per_s * 1e12, source=f"data sheet of {name}, dense")
+    return Device(name, flops, gib * _GIB, tb_per_s * 1e12, reserved_bytes=1.5 * _GIB, source=f"data sheet of {name}, dense")
 
 
 DEVICES: Mapping[str, Device] = {

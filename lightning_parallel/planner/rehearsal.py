@@ -14,10 +14,11 @@ import copy
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -46,12 +47,12 @@ PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16": torch.bfloat16, "16": torch.float16}
 _CPU = torch.device("cpu")
 
-Quantity = Literal["seconds", "flops", "message_seconds", "messages", "message_bytes"]
+Quantity = Literal["seconds", "flops", "messages", "message_bytes"]
 """What the clock of a rehearsal counts."""
 
 
 def without_data(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Return a copy of `module` whose parameters are on the meta device; buffers keep their values.
+    """Return a copy of `module` whose parameters are on the meta device; buffers keep their values, or have zeros.
 
     Args:
         module: The model; it stays as it is. What cannot be copied, such as its Trainer, is shared.
@@ -63,6 +64,9 @@ def without_data(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Modu
         memo[id(parameter)] = nn.Parameter(
             torch.empty_like(parameter, dtype=kind, device="meta"), requires_grad=parameter.requires_grad
         )
+    for buffer in module.buffers():
+        if buffer.is_meta:
+            memo[id(buffer)] = torch.zeros_like(buffer, device="cpu")  # steps compute masks and positions from them
     for shared in (getattr(module, "_trainer", None), getattr(module, "_fabric", None)):
         memo[id(shared)] = shared
     copied = copy.deepcopy(module, memo)
@@ -93,17 +97,71 @@ class PartCosts:
         return Costs(tuple(layers), first, last)
 
 
+    def scaled(self, factor: float) -> PartCosts:
+        """Return the costs of a microbatch `factor` times as large."""
+        both = (self.compute, self.messages)
+        scaled = ([part.scaled(factor) for part in _parts(costs)] for costs in both)
+        return PartCosts(*(Costs(tuple(parts[1:-1]), parts[0], parts[-1]) for parts in scaled))
+
+    def towards(self, other: PartCosts, share: float) -> PartCosts:
+        """Return the costs on the line from these (share 0) to `other` (share 1), or beyond."""
+
+        def between(one: Cost, two: Cost) -> Cost:
+            values = {key: max(0.0, value + share * (getattr(two, key) - value)) for key, value in vars(one).items()}
+            return Cost(**values)
+
+        pairs = ((self.compute, other.compute), (self.messages, other.messages))
+        found = [[between(one, two) for one, two in zip(_parts(mine), _parts(theirs))] for mine, theirs in pairs]
+        return PartCosts(*(Costs(tuple(parts[1:-1]), parts[0], parts[-1]) for parts in found))
+
+    def in_blocks(self, blocks: Sequence[int]) -> PartCosts:
+        """Add up the layers of each entry of the stack: a nested list is cut nowhere inside."""
+        ends = [0, *accumulate(blocks)]
+
+        def added(costs: Costs) -> Costs:
+            layers = tuple(Cost.in_sequence(costs.layers[start:stop]) for start, stop in pairwise(ends))
+            return Costs(layers, costs.prologue, costs.epilogue)
+
+        return PartCosts(added(self.compute), added(self.messages))
+
+    @classmethod
+    def of(cls, costs: Costs) -> PartCosts:
+        """Divide what was measured by a clock of `_Seconds`."""
+        compute, messages = ([_taken(part, which) for part in _parts(costs)] for which in (0, 1))
+        return cls(*(Costs(tuple(parts[1:-1]), parts[0], parts[-1]) for parts in (compute, messages)))
+
+
+class _Seconds(float):
+    """Seconds of computation and of messages together, which are known apart."""
+
+    parts: tuple[float, float]
+
+    def __new__(cls, compute: float, messages: float) -> _Seconds:
+        made = super().__new__(cls, compute + messages)
+        made.parts = (compute, messages)
+        return made
+
+    def __sub__(self, other: float) -> _Seconds:
+        theirs = getattr(other, "parts", (other, 0.0))
+        return _Seconds(self.parts[0] - theirs[0], self.parts[1] - theirs[1])
+
+
 def _parts(costs: Costs) -> list[Cost]:
     return [costs.prologue, *costs.layers, costs.epilogue]
 
 
+_TIMES = ("forward_s", "input_gradient_s", "weight_gradient_s")
+
+
+def _taken(cost: Cost, which: int) -> Cost:
+    """Return the seconds of computation (0) or of messages (1)."""
+    # A split backward may start the same message in another half, after noise has decided which half is which.
+    values = {name: getattr(getattr(cost, name), "parts", (getattr(cost, name), 0.0))[which] for name in _TIMES}
+    return replace(cost, **{name: max(0.0, value) for name, value in values.items()})
+
+
 def _added(one: Cost, other: Cost) -> Cost:
-    return replace(
-        one,
-        forward_s=one.forward_s + other.forward_s,
-        input_gradient_s=one.input_gradient_s + other.input_gradient_s,
-        weight_gradient_s=one.weight_gradient_s + other.weight_gradient_s,
-    )
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in _TIMES})
 
 
 @dataclass(frozen=True)
@@ -201,6 +259,11 @@ class Rehearsal:
         if tensor > 1:
             group = Group.pretended(TENSOR, tensor, lambda op, num_bytes: self._notes.append((op, num_bytes)))
             sharding = apply_plan(module, make_plan(module, self._plan, group, self._sequence_parallel), group)
+        if tensor > 1:
+            # Where parts are used does not depend on how they are divided.
+            whole = self.divided(1)
+            stack = None if whole.stack is None else LayerStack.at(module, whole.stack.path)
+            return Divided(module, sharding, stack, whole.use, whole.uncut)
         try:
             failure: ValueError | None = None
             for stack in find_layer_stacks(module, 1, self._layers):
@@ -226,10 +289,14 @@ class Rehearsal:
         """
         key = (tensor, microbatches)
         if key not in self._costs:
-            compute = self.count("seconds", tensor, microbatches)
-            messages = self.count("message_seconds", tensor, microbatches) if tensor > 1 else _nothing(compute)
-            self._costs[key] = PartCosts(compute, messages)
+            found = PartCosts.of(self.count("seconds", tensor, microbatches))
+            stack = self.divided(tensor).stack
+            self._costs[key] = found if stack is None else found.in_blocks(stack.blocks)
         return self._costs[key]
+
+    def forget(self) -> None:
+        """Measure again what is asked for again."""
+        self._costs.clear()
 
     def count(self, quantity: Quantity, tensor: int, microbatches: int = 1) -> Costs:
         """Count a quantity in a microbatch's F, I and W; what `Costs` calls seconds is of that quantity.
@@ -252,23 +319,19 @@ class Rehearsal:
         """Return what is read before and after each part, and how often each is run."""
         if quantity == "seconds" and self.measured:
             # Of the processor: what else runs on this machine takes no part. Threads that spin would count twice.
-            return (time.process_time if torch.get_num_threads() == 1 else time.perf_counter), 5
+            clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+            return lambda: _Seconds(clock(), self._message_s(tensor)), 5
         roofline = context.enter_context(Roofline(self.cluster.device))
-
-        def sent(of: Callable[[str, int], float]) -> float:
-            return sum(of(op, num_bytes) for op, num_bytes in self._notes)
-
-        def message_s(op: str, num_bytes: int) -> float:
-            return collective_s(op, num_bytes, 1, tensor, self.cluster)
-
         clocks: dict[str, Callable[[], float]] = {
-            "seconds": lambda: roofline.seconds,
+            "seconds": lambda: _Seconds(roofline.seconds, self._message_s(tensor)),
             "flops": lambda: float(roofline.flops),
             "messages": lambda: float(len(self._notes)),
-            "message_bytes": lambda: sent(lambda _, num_bytes: float(num_bytes)),
-            "message_seconds": lambda: sent(message_s),
+            "message_bytes": lambda: float(sum(num_bytes for _, num_bytes in self._notes)),
         }
         return clocks[quantity], 1
+
+    def _message_s(self, tensor: int) -> float:
+        return sum(collective_s(op, num_bytes, 1, tensor, self.cluster) for op, num_bytes in self._notes)
 
     def _run(self, divided: Divided, batch: Any, now: Callable[[], float], repeats: int) -> Costs:
         step = self._of(divided.module)
@@ -299,10 +362,6 @@ def training_step(module: nn.Module, batch: Any) -> Tensor:
         return loss_of(module(**batch) if isinstance(batch, dict) else module(batch))
     takes_index = len(inspect.signature(function).parameters) > 1
     return loss_of(function(batch, 0) if takes_index else function(batch))
-
-
-def _nothing(costs: Costs) -> Costs:
-    return Costs(tuple(Cost() for _ in costs.layers))
 
 
 def _whole_step(

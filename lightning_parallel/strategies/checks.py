@@ -7,7 +7,6 @@ import dis
 import inspect
 import random
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -45,7 +44,6 @@ __all__ = [
     "check_plan_argument",
     "check_same_batch",
     "first_batch",
-    "optimizer_copies",
     "output_is_read",
     "positional_arguments",
 ]
@@ -276,37 +274,6 @@ def positional_arguments(method: Callable[..., Any]) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------ optimizers
-
-
-def optimizer_copies(optimizers: Sequence[Optimizer]) -> float:
-    """Return the bytes held for each byte of a trained parameter: itself, its gradient, and the optimizer's state.
-
-    The state is measured by a step of a copy of the optimizer on a small parameter. If that fails, two moments are
-    assumed.
-    """
-    states = [_state_copies(optimizer) for optimizer in optimizers]
-    return 2 + (max(states) if states else 0.0)
-
-
-def _state_copies(optimizer: Optimizer) -> float:
-    options = optimizer.param_groups[0] if optimizer.param_groups else {"params": []}
-    if not options["params"]:
-        return 2.0
-    parameter = nn.Parameter(torch.zeros(8, 8, device=options["params"][0].device))
-    parameter.grad = torch.ones_like(parameter)
-    # A shallow copy: the options that the user set, but none of the state. The class's constructor is not known.
-    probe = copy.copy(optimizer)
-    # Schedulers put a `step` of the true optimizer into its attributes.
-    probe.__dict__.pop("step", None)
-    probe.param_groups = [{**options, "params": [parameter]}]
-    # As the constructor of `Optimizer` makes it: optimizers read the entry of a parameter without asking.
-    probe.state = defaultdict(dict)
-    try:
-        type(probe).step(probe)
-    except Exception:
-        return 2.0
-    held = [value for value in probe.state[parameter].values() if isinstance(value, Tensor)]
-    return sum(value.numel() * value.element_size() for value in held) / (parameter.numel() * 4)
 
 
 STEPS = {

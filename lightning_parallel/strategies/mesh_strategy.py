@@ -35,6 +35,7 @@ from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
+from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.strategies import checks, replicas
 from lightning_parallel.strategies.compression_advice import tell_costs, warn_of_misfits
 from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
@@ -207,7 +208,7 @@ class MeshStrategy(MeshCheckpoints):
             move_optimizers(self.optimizers, self.root_device)
             replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
         if self._shows_stages and self.engine is not None:
-            show_stages(self.engine.plan, checks.optimizer_copies(self.optimizers) if fitting else 1)
+            show_stages(self.engine.plan, optimizer_copies(self.optimizers) if fitting else 1)
             self._shows_stages = False
 
     def parallelize(self, module: LightningModule) -> None:

@@ -281,7 +281,8 @@ def _state(generator: torch.Generator) -> Any:
     """Return the state for `_restore`; on CUDA without waiting for the device, as `get_state` would."""
     if generator.device.type == "cuda":
         return generator.initial_seed(), generator.get_offset()
-    return generator.get_state()
+    with dispatch_modes_suspended():  # where operations are counted on tensors without data, the state is real
+        return generator.get_state()
 
 
 def _restore(generator: torch.Generator, state: Any) -> None:
@@ -293,7 +294,8 @@ def _restore(generator: torch.Generator, state: Any) -> None:
 
 
 def _equal(state: Any, other: Any) -> bool:
-    return state == other if isinstance(state, tuple) else state.numpy().tobytes() == other.numpy().tobytes()
+    with dispatch_modes_suspended():
+        return state == other if isinstance(state, tuple) else state.numpy().tobytes() == other.numpy().tobytes()
 
 
 def _draw(generator: torch.Generator) -> int:
@@ -303,7 +305,7 @@ def _draw(generator: torch.Generator) -> int:
         offset = generator.get_offset()
         generator.set_offset(offset + 4)  # Philox makes four numbers at a time: offsets must be multiples of 4
         return _mix(seed + _mix(offset))
-    with dispatch_modes_suspended():  # where operations are counted on tensors without data, the generator is real
+    with dispatch_modes_suspended():
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
 
 

@@ -1,0 +1,464 @@
+"""Every layout of a cluster: does it fit, how long is a step, and what makes it impossible.
+
+The time of a layout is found in two passes. A closed form ranks the schedules of each layout, and the layouts:
+
+    makespan = work of the busiest rank + what the other ranks do before its first and after its last microbatch / V
+
+The schedules of the best ones are simulated. More microbatches than three rounds of the pipeline are not played: each
+further one takes as long as the busiest rank works on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from math import ceil
+
+from torch import nn
+
+from lightning_parallel.mesh import Mesh
+from lightning_parallel.pipeline.pipeline_plan import Costs
+from lightning_parallel.pipeline.schedule import Schedule, build_schedule
+from lightning_parallel.pipeline.search import cut_layers, stage_costs
+from lightning_parallel.pipeline.simulate import Cost, Link, simulate
+from lightning_parallel.planner.collective_costs import collective_s
+from lightning_parallel.planner.hardware import Cluster
+from lightning_parallel.planner.rank_memory import Held, RankMemory
+from lightning_parallel.planner.rehearsal import Divided, PartCosts, Rehearsal
+from lightning_parallel.planner.shared_cores import shared_makespan_s
+from lightning_parallel.tracing.spans import bytes_text
+
+__all__ = ["Layout", "LayoutSearch", "StepTime"]
+
+SCHEDULE_CHOICES: dict[str, tuple[int, ...]] = {
+    "1f1b": (1,),
+    "gpipe": (1,),
+    "zb_h1": (1,),
+    "interleaved_1f1b": (2, 4),
+    "interleaved_zb": (2, 4),
+    "zbv": (2,),
+}
+"""Schedules to try, with their stages per rank; of equally fast ones the first is taken."""
+
+MOST_RANKS_TRIED = 64
+"""Ranks up to which layouts are predicted that the rules of the field exclude."""
+
+ROUNDS = 3
+MOST_ACTIONS = 6000
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of a step, by what they are spent on; the fields are the kinds.
+
+    Attributes:
+        compute: Of the busiest rank.
+        tensor: Messages of the tensor axis, between its computations.
+        pipeline: In which the busiest rank waits for others: the bubble and transfers.
+        reduction: Of gradients over the replicas, as far as backward does not hide it.
+        optimizer: Update of the parameters.
+        overhead: What the Trainer and the strategy do around them.
+    """
+
+    compute: float = 0.0
+    tensor: float = 0.0
+    pipeline: float = 0.0
+    reduction: float = 0.0
+    optimizer: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    def by_kind(self) -> dict[str, float]:
+        """Return the seconds by the names of the kinds."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh with a schedule, and what is predicted for it; or why it is impossible.
+
+    Attributes:
+        mesh: The axes.
+        schedule, microbatches, virtual_stages: Of the pipeline.
+        layers_per_stage: How the layers are cut.
+        accumulated: Batches of each replica in an optimizer step.
+        samples: Of an optimizer step, of all replicas.
+        memory: Of the rank that holds most.
+        memories: Of each rank of the pipeline.
+        step: Seconds of an optimizer step.
+        refusal: Why it cannot be run; empty if it can.
+        warnings: What the rules of the field say against it.
+    """
+
+    mesh: Mesh
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    virtual_stages: int = 1
+    layers_per_stage: tuple[int, ...] = ()
+    accumulated: int = 1
+    samples: int = 0
+    memory: RankMemory = field(default_factory=RankMemory)
+    memories: tuple[RankMemory, ...] = ()
+    step: StepTime = field(default_factory=StepTime)
+    refusal: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all replicas together; 0 for an impossible layout."""
+        return self.samples / self.step.total if self.step.total and not self.refusal else 0.0
+
+    @property
+    def name(self) -> str:
+        """Sizes of the axes, such as `data 2 x pipeline 2 x tensor 2`; axes of one rank are left out."""
+        data, pipeline, tensor = self.mesh.shape
+        sizes = {"data": data, "pipeline": pipeline, "tensor": tensor}
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parameters of a divided model: before, in and after its layers."""
+
+    prologue: list[nn.Parameter]
+    layers: list[list[nn.Parameter]]
+    epilogue: list[nn.Parameter]
+
+    @classmethod
+    def of(cls, divided: Divided) -> _Parts:
+        if divided.stack is None or divided.use is None:
+            return cls(list(divided.module.parameters()), [], [])
+        last = len(divided.stack.layers) - 1
+        inside = {id(parameter) for layer in divided.stack.layers for parameter in layer.parameters()}
+        outside = [(name, value) for name, value in divided.module.named_parameters() if id(value) not in inside]
+        used = divided.use.parameters
+        layers = [list(layer.parameters()) for layer in divided.stack.layers]
+        for name, value in outside:
+            for index in used[name] - {0, last}:
+                layers[index].append(value)
+        first = [value for name, value in outside if 0 in used[name]]
+        ends = [0, *accumulate(divided.stack.blocks)]
+        layers = [[value for layer in layers[start:stop] for value in layer] for start, stop in pairwise(ends)]
+        return cls(first, layers, [value for name, value in outside if last in used[name] and last > 0])
+
+    def held(self, counts: Sequence[int], ranks: Sequence[int]) -> list[Held]:
+        """Return what each rank of a pipeline holds, of stages with so many layers; each parameter once."""
+        if not self.layers:
+            return [Held.of(self.prologue)]
+        found: list[list[nn.Parameter]] = [[] for _ in range(max(ranks) + 1)]
+        start = 0
+        for stage, count in enumerate(counts):
+            for layer in self.layers[start : start + count]:
+                found[ranks[stage]] += layer
+            start += count
+        found[ranks[0]] += self.prologue
+        found[ranks[-1]] += self.epilogue
+        return [Held.of(parameters) for parameters in found]
+
+
+class LayoutSearch:
+    """Predicts layouts of a rehearsed model.
+
+    Args:
+        rehearsal: Costs of the model's parts.
+        copies: See `optimizer_copies`.
+        optimizer_s: Seconds of an update, for (bytes of trained parameters, tensors).
+        global_batch: Samples of an optimizer step of all replicas; None: as many as the replicas' loaders give.
+        schedules: Names to try.
+        microbatches: Values to try; None: by the size of the pipeline and the batch.
+        action_s: What the pipeline's runtime takes for each action.
+        step_s: What the Trainer takes for each step.
+    """
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        copies: float,
+        *,
+        optimizer_s: tuple[float, float] | None = None,
+        global_batch: int | None = None,
+        schedules: Sequence[str] = tuple(SCHEDULE_CHOICES),
+        microbatches: Sequence[int] | None = None,
+        action_s: float = 0.0,
+        step_s: float = 0.0,
+    ) -> None:
+        self.rehearsal = rehearsal
+        self.cluster: Cluster = rehearsal.cluster
+        self.copies = copies
+        self.global_batch = global_batch
+        self.schedules = schedules
+        self.microbatches = microbatches
+        self.action_s = action_s
+        self.step_s = step_s
+        # Adam reads a parameter, its gradient and two moments, and writes all but the gradient.
+        per_byte_s = (2 * copies - 1) / self.cluster.device.bytes_per_s
+        self.optimizer_s = optimizer_s or (per_byte_s, 0.0)
+        self._parts: dict[int, _Parts] = {}
+        self._cuts: dict[tuple[int, int, int], tuple[int, ...]] = {}
+
+    # --------------------------------------------------------------------------------------------------- one layout
+
+    def candidates(self, mesh: Mesh) -> list[Layout]:
+        """Return what can be run on a mesh, by the closed form, best first; or one layout with a refusal."""
+        if mesh.world_size > MOST_RANKS_TRIED and not self.cluster.is_inside_node(1, mesh.tensor_parallel):
+            return [Layout(mesh, refusal="not tried: the tensor axis would cross nodes")]
+        try:
+            divided = self.rehearsal.divided(mesh.tensor_parallel)
+        except ValueError as error:
+            return [Layout(mesh, refusal=_first_line(error))]
+        layers = 0 if divided.stack is None else len(divided.stack.blocks)
+        if mesh.pipeline_parallel > 1 and divided.uncut:
+            return [Layout(mesh, refusal=divided.uncut.partition("\n")[0])]
+        if mesh.pipeline_parallel > max(layers, 1):
+            return [Layout(mesh, refusal=f"{layers} layers for {mesh.pipeline_parallel} stages")]
+        try:
+            per_replica, accumulated = self._batch(mesh)
+        except ValueError as error:
+            return [Layout(mesh, refusal=str(error))]
+        found = []
+        for schedule in self._schedules(mesh, per_replica, layers):
+            try:
+                found.append(self._predicted(mesh, schedule, per_replica, accumulated, plays=False))
+            except ValueError as error:
+                found.append(Layout(mesh, refusal=_first_line(error)))
+        if not found:
+            return [Layout(mesh, refusal="none of the schedules can be built for it")]
+        return sorted(found, key=lambda layout: (bool(layout.refusal), layout.step.total, layout.memory.total))
+
+    def simulated(self, layout: Layout) -> Layout:
+        """Return a layout with the time of a simulation of its schedule."""
+        if layout.refusal or layout.mesh.pipeline_parallel == 1:
+            return layout
+        pipeline = layout.mesh.pipeline_parallel
+        schedule = build_schedule(layout.schedule, pipeline, layout.microbatches, layout.virtual_stages)
+        per_replica = layout.samples // (layout.mesh.data_parallel * layout.accumulated)
+        return self._predicted(layout.mesh, schedule, per_replica, layout.accumulated, plays=True)
+
+    def _batch(self, mesh: Mesh) -> tuple[int, int]:
+        """Return the samples of a replica's batch, and how many of them are accumulated."""
+        loaded = self.rehearsal.samples
+        if self.global_batch is None:
+            return loaded, 1
+        share, rest = divmod(self.global_batch, mesh.data_parallel)
+        if rest or not share:
+            raise ValueError(f"{self.global_batch} samples cannot be shared by {mesh.data_parallel} replicas")
+        if share <= loaded:
+            return share, 1
+        accumulated = ceil(share / loaded)
+        while share % accumulated:
+            accumulated += 1
+        return share // accumulated, accumulated
+
+    def _schedules(self, mesh: Mesh, samples: int, layers: int) -> Iterator[Schedule]:
+        pipeline = mesh.pipeline_parallel
+        if pipeline == 1:
+            yield build_schedule("1f1b", 1, 1)
+            return
+        counts = self.microbatches or [pipeline * factor for factor in (1, 2, 4, 8)]
+        fitting = [count for count in counts if count <= samples] or [max(1, samples)]
+        seen = set()
+        for name in self.schedules:
+            for chunks in SCHEDULE_CHOICES[name]:
+                for count in fitting:
+                    if chunks * pipeline > layers:
+                        continue
+                    try:
+                        schedule = build_schedule(name, pipeline, count, chunks)
+                    except ValueError:
+                        continue  # such as a number of microbatches that its chunks cannot take in turns
+                    key = hash(schedule) if len(schedule.rows[0]) < MOST_ACTIONS else (name, chunks, count)
+                    if key not in seen:
+                        seen.add(key)
+                        yield schedule
+
+    def _predicted(self, mesh: Mesh, schedule: Schedule, samples: int, accumulated: int, plays: bool) -> Layout:
+        tensor = mesh.tensor_parallel
+        costs = self._costs(tensor, samples, schedule.num_microbatches)
+        counts = self._cut(tensor, samples, schedule, costs)
+        together = _stages(costs.together, counts)
+        link = self.cluster.link_of(tensor, mesh.pipeline_parallel)
+        makespan_s = self._makespan_s(mesh, schedule, together, link, plays)
+        work = [sum(cost.total_s for cost in _of_rank(schedule, together, rank)) for rank in range(schedule.num_ranks)]
+        busiest = max(range(len(work)), key=work.__getitem__)
+        messages = _stages(costs.messages, counts)
+        tensor_s = schedule.num_microbatches * sum(c.total_s for c in _of_rank(schedule, messages, busiest))
+        busy_s = schedule.num_microbatches * work[busiest]
+        held = self._parts_of(tensor).held(counts, schedule.stage_ranks)
+        crowd = self._crowd(mesh)
+        # More ranks than cores: all of them reduce and update at the same time.
+        reduction_s = crowd * max(self._reduction_s(mesh, one, busy_s / 2) for one in held)
+        optimizer_s = crowd * max(self._update_s(one) for one in held)
+        step = StepTime(
+            accumulated * (busy_s - tensor_s),
+            accumulated * tensor_s,
+            accumulated * max(0.0, makespan_s - busy_s),
+            reduction_s,
+            optimizer_s,
+            crowd * self.step_s,
+        )
+        memories = self._memories(mesh, schedule, together, costs.compute.epilogue, held, accumulated)
+        found = Layout(
+            mesh,
+            schedule.name,
+            schedule.num_microbatches,
+            schedule.virtual_stages,
+            counts if mesh.pipeline_parallel > 1 else (),
+            accumulated,
+            samples * mesh.data_parallel * accumulated,
+            max(memories, key=lambda memory: memory.total),
+            memories,
+            step,
+        )
+        return replace(found, refusal=self._over(found), warnings=tuple(self._warnings(found)))
+
+    # --------------------------------------------------------------------------------------------------------- time
+
+    def _costs(self, tensor: int, samples: int, microbatches: int) -> PartCosts:
+        """Return the costs of a microbatch.
+
+        Parts that run for real are measured at this size, as caches and threads decide; what is computed from sizes
+        grows in proportion between a sample and the loader's batch.
+        """
+        loaded = self.rehearsal.samples
+        wanted = samples / microbatches
+        if not self.rehearsal.measured:
+            whole, one = self.rehearsal.costs(tensor, 1), self.rehearsal.costs(tensor, loaded)
+            return one.towards(whole, (wanted - 1) / (loaded - 1)) if loaded > 1 else one.scaled(wanted)
+        count = max(1, min(loaded, round(loaded / wanted)))
+        costs = self.rehearsal.costs(tensor, count)
+        return costs if loaded / count == wanted else costs.scaled(wanted * count / loaded)
+
+    def _cut(self, tensor: int, samples: int, schedule: Schedule, costs: PartCosts) -> tuple[int, ...]:
+        if not costs.compute.layers:
+            return ()
+        stages = schedule.num_stages
+        key = (tensor, stages, samples if stages > 1 else 0)
+        if key not in self._cuts:
+            stack = self.rehearsal.divided(tensor).stack
+            assert stack is not None
+            whole = costs.together
+            self._cuts[key] = cut_layers(whole.layers, stages, prologue=whole.prologue, epilogue=whole.epilogue)
+        return self._cuts[key]
+
+    def _makespan_s(self, mesh: Mesh, schedule: Schedule, stages: list[Cost], link: Link, plays: bool) -> float:
+        count, ranks = schedule.num_microbatches, schedule.num_ranks
+        actions_s = self.action_s if ranks > 1 else 0.0
+        if ranks == 1:
+            return self._crowd(mesh) * sum(cost.total_s for cost in stages)
+        work = [sum(c.total_s for c in _of_rank(schedule, stages, rank)) for rank in range(ranks)]
+        per_action = len(schedule.rows[0]) / count
+        busiest = max(work) + per_action * actions_s
+        played = min(count, ROUNDS * ranks)
+        is_shared = self._crowd(mesh) > 1
+        if not plays or played * len(schedule.rows[0]) / count * ranks > MOST_ACTIONS:
+            rest = sum(work) - max(work)
+            if schedule.name in ("zb_h1", "interleaved_zb", "zbv"):
+                rest -= 2 * sum(c.weight_gradient_s for c in stages) * (ranks - 1) / ranks
+            bubble_s = max(0.0, rest) / schedule.virtual_stages + 2 * (ranks - 1) * link.latency_s
+            total = count * busiest + bubble_s
+            all_s = count * sum(work) * mesh.data_parallel * mesh.tensor_parallel
+            return max(total, all_s / self._cores) if is_shared else total
+        if played < count:
+            schedule = build_schedule(schedule.name, ranks, played, schedule.virtual_stages, schedule.warmup)
+        if is_shared:
+            copies = mesh.data_parallel * mesh.tensor_parallel
+            makespan_s = shared_makespan_s(schedule, stages, link, self._cores, copies, actions_s)
+            return makespan_s + (count - played) * max(busiest, sum(work) * copies / self._cores)
+        return simulate(schedule, stages, link, actions_s).makespan_s + (count - played) * busiest
+
+    @property
+    def _cores(self) -> float:
+        cores = self.cluster.cores
+        return float("inf") if cores is None else cores * self.cluster.num_nodes / self.cluster.threads
+
+    def _crowd(self, mesh: Mesh) -> float:
+        """Return how many ranks share what one of them computes with."""
+        return max(1.0, mesh.world_size / self._cores)
+
+    def _reduction_s(self, mesh: Mesh, held: Held, backward_s: float) -> float:
+        """Return the seconds of the mean over replicas that backward does not hide."""
+        if mesh.data_parallel == 1 or not held.trained_bytes:
+            return 0.0
+        stride = mesh.pipeline_parallel * mesh.tensor_parallel
+        buckets = ceil(held.trained_bytes / BUCKET_BYTES)
+        each_s = collective_s(
+            "all_reduce", held.trained_bytes / buckets, stride, mesh.data_parallel, self.cluster
+        )
+        # In a pipeline a stage sends when its last backward is over; on shared cores messages take time of others.
+        hidden = 0.0 if mesh.pipeline_parallel > 1 or self.cluster.cores is not None else backward_s
+        return max(each_s, buckets * each_s - hidden * (buckets - 1) / buckets)
+
+    def _update_s(self, held: Held) -> float:
+        per_byte_s, per_tensor_s = self.optimizer_s
+        return held.trained_bytes * per_byte_s + held.count * per_tensor_s
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def _parts_of(self, tensor: int) -> _Parts:
+        if tensor not in self._parts:
+            self._parts[tensor] = _Parts.of(self.rehearsal.divided(tensor))
+        return self._parts[tensor]
+
+    def _memories(
+        self, mesh: Mesh, schedule: Schedule, stages: list[Cost], epilogue: Cost, held: list[Held], accumulated: int
+    ) -> tuple[RankMemory, ...]:
+        found = []
+        for rank, one in enumerate(held):
+            mine = [stage for stage, owner in enumerate(schedule.stage_ranks) if owner == rank]
+            flight = schedule.max_in_flight[rank] / len(mine)
+            activations = flight * sum(stages[stage].activation_bytes for stage in mine)
+            logits = flight * epilogue.activation_bytes if schedule.num_stages - 1 in mine else 0.0
+            found.append(
+                RankMemory.of(
+                    one,
+                    self.copies,
+                    accumulates=schedule.num_microbatches > 1 or accumulated > 1,
+                    activations=activations - logits,
+                    logits=logits,
+                    replicas=mesh.data_parallel,
+                    reserved=self.cluster.device.reserved_bytes,
+                )
+            )
+        return tuple(found)
+
+    def _over(self, layout: Layout) -> str:
+        limit = self.cluster.memory_bytes
+        if layout.memory.total <= limit:
+            return ""
+        largest = max(layout.memory.by_kind().items(), key=lambda item: item[1])
+        return (
+            f"{bytes_text(layout.memory.total)} on a rank, {bytes_text(layout.memory.total - limit)} too much;"
+            f" most of it {largest[0]} ({bytes_text(largest[1])})"
+        )
+
+    def _warnings(self, layout: Layout) -> Iterator[str]:
+        data, pipeline, tensor = layout.mesh.shape
+        cluster = self.cluster
+        if tensor > 1 and cluster.num_nodes > 1 and not cluster.is_inside_node(1, tensor):
+            yield "the tensor axis crosses nodes: its messages stand between all computations of a layer"
+        if pipeline > 1 and layout.step.pipeline > 0.25 * layout.step.total:
+            samples = layout.samples // (data * layout.accumulated)
+            more = "a larger batch allows more microbatches" if layout.microbatches >= samples else "more microbatches"
+            yield f"ranks wait for {layout.step.pipeline / layout.step.total:.0%} of the step: {more}, or fewer stages"
+        if layout.memory.total > 0.9 * cluster.memory_bytes and not layout.refusal:
+            yield "less than a tenth of the memory is left: allocators lose some to fragments"
+
+
+def _first_line(error: ValueError) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if len(lines) == 1 else " ".join(line.strip() for line in lines[:2])
+
+
+def _stages(costs: Costs, counts: Sequence[int]) -> list[Cost]:
+    if not counts:
+        return [Cost.in_sequence([costs.prologue, *costs.layers, costs.epilogue])]
+    return stage_costs(costs.layers, counts, prologue=costs.prologue, epilogue=costs.epilogue)
+
+
+def _of_rank(schedule: Schedule, stages: list[Cost], rank: int) -> list[Cost]:
+    return [stages[stage] for stage, owner in enumerate(schedule.stage_ranks) if owner == rank]

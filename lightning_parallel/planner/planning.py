@@ -1,0 +1,221 @@
+"""From a model, a batch and a cluster to layouts, best first.
+
+    plan(module, batch, Cluster(device_named("H100"), 16, 8)) -> Plan
+    plan.best[0].mesh, plan.yaml(plan.best[0])
+
+Nothing is communicated, and the model may be on the meta device. Layouts are compared by samples per second: each
+replica gets a batch as large as `batch`, or its share of `global_batch`.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_parallel.mesh import Mesh
+from lightning_parallel.pipeline.measure import STATE_COPIES
+from lightning_parallel.planner.hardware import Cluster
+from lightning_parallel.planner.layouts import Layout, LayoutSearch
+from lightning_parallel.planner.rank_memory import optimizer_copies
+from lightning_parallel.planner.rehearsal import PrecisionName, Rehearsal, without_data
+from lightning_parallel.tensor.plan import UserPlan
+
+__all__ = ["Plan", "optimizers_of", "plan"]
+
+MOST_SIMULATED = 8
+"""Layouts whose schedules are simulated, the best by the closed form."""
+
+MEASURABLE_S = 2.0
+"""Seconds of a batch up to which parts of the model are run here, by the roofline model."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layouts of a model on a cluster.
+
+    Attributes:
+        model: Class of the model.
+        cluster: Where it is to run.
+        precision: As Lightning names it.
+        layouts: The best schedule of each mesh: the possible ones, most samples per second first, then the others.
+        alone: The model on one device.
+        measured: Whether the parts of the model were run here.
+        notes: What was assumed.
+    """
+
+    model: str
+    cluster: Cluster
+    precision: PrecisionName
+    layouts: tuple[Layout, ...]
+    alone: Layout
+    measured: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def possible(self) -> tuple[Layout, ...]:
+        """Layouts that can be run."""
+        return tuple(layout for layout in self.layouts if not layout.refusal)
+
+    @property
+    def best(self) -> tuple[Layout, ...]:
+        """The three with most samples per second."""
+        return self.possible[:3]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as values that JSON can hold."""
+        rows = []
+        for layout in self.layouts:
+            row = {**asdict(layout), "mesh": layout.mesh.shape, "samples_per_s": layout.samples_per_s}
+            rows.append(row)
+        limit = self.cluster.memory_bytes
+        return {
+            "model": self.model,
+            "device": self.cluster.device.name,
+            "devices": self.cluster.num_devices,
+            "memory_bytes": limit,
+            "precision": self.precision,
+            "measured": self.measured,
+            "layouts": rows,
+            "notes": list(self.notes),
+        }
+
+
+def plan(
+    module: nn.Module,
+    batch: Any,
+    cluster: Cluster,
+    *,
+    precision: PrecisionName = "32-true",
+    step: Callable[[nn.Module, Any], Any] | None = None,
+    optimizers: Sequence[Optimizer] | None = None,
+    global_batch: int | None = None,
+    tensor_plan: UserPlan = "auto",
+    sequence_parallel: bool = False,
+    layers: str = "auto",
+    measured: bool | None = None,
+    **search: Any,
+) -> Plan:
+    """Predict every layout of `cluster`, and sort them.
+
+    Args:
+        module: The model, whole; its parameters may be on the meta device. It stays as it is.
+        batch: What one replica's loader gives.
+        cluster: Devices and links.
+        precision: As Lightning names it.
+        step: Runs the step of a module on a batch; by default its `training_step`.
+        optimizers: By default those of the module's `configure_optimizers`; Adam where that fails.
+        global_batch: Samples of an optimizer step; None: those of all loaders.
+        tensor_plan, sequence_parallel, layers: See `HybridParallelStrategy`.
+        measured: Whether parts of the model are run here; None: on a cluster of processors like this one, if they are
+            small.
+        search: Further arguments of `LayoutSearch`.
+
+    Raises:
+        ValueError: If the model's step cannot be run.
+    """
+    options: dict[str, Any] = {"step": step, "precision": precision, "plan": tensor_plan, "layers": layers}
+    rehearsal = Rehearsal(module, batch, cluster, sequence_parallel=sequence_parallel, **options)
+    rehearsal.costs(1, 1)  # what is wrong with the step itself is no matter of layouts
+    rehearsal.measured = _is_measurable(rehearsal) if measured is None else measured
+    if rehearsal.measured:
+        rehearsal.forget()
+    notes = []
+    if optimizers is None:
+        optimizers, note = optimizers_of(module)
+        notes += [note] if note else []
+    copies = optimizer_copies(optimizers) if optimizers else float(STATE_COPIES)
+    if rehearsal.measured and optimizers:
+        search.setdefault("optimizer_s", _update_s(optimizers))
+    layouts = LayoutSearch(rehearsal, copies, global_batch=global_batch, **search)
+    alone = LayoutSearch(rehearsal, copies, **search).candidates(Mesh())[0]
+    found = _search(layouts, cluster)
+    return Plan(_name(module), cluster, precision, found, alone, rehearsal.measured, tuple(notes))
+
+
+def _search(search: LayoutSearch, cluster: Cluster) -> tuple[Layout, ...]:
+    candidates = [search.candidates(mesh) for mesh in meshes(cluster)]
+    candidates.sort(key=lambda found: -found[0].samples_per_s)
+    layouts = []
+    for place, found in enumerate(candidates):
+        # The second best schedule by the closed form may be the best one in the simulation.
+        played = [search.simulated(layout) for layout in found[:2]] if place < MOST_SIMULATED else found[:1]
+        layouts.append(max(played, key=lambda layout: layout.samples_per_s))
+    return tuple(sorted(layouts, key=lambda layout: (bool(layout.refusal), -layout.samples_per_s)))
+
+
+def meshes(cluster: Cluster) -> Iterator[Mesh]:
+    """Yield the meshes of a cluster; those whose tensor axis is longer than two nodes are left out, see `LayoutSearch`."""
+    ranks = cluster.num_devices
+    for tensor in _divisors(ranks):
+        if tensor <= 2 * cluster.ranks_per_node:
+            for pipeline in _divisors(ranks // tensor):
+                yield Mesh(ranks // tensor // pipeline, pipeline, tensor)
+
+
+def _divisors(number: int) -> Iterable[int]:
+    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _is_measurable(rehearsal: Rehearsal) -> bool:
+    costs = rehearsal.costs(1, 1).compute
+    total_s = sum(cost.total_s for cost in (costs.prologue, *costs.layers, costs.epilogue))
+    return rehearsal.cluster.device.name == "CPU" and total_s < MEASURABLE_S
+
+
+def optimizers_of(module: nn.Module) -> tuple[list[Optimizer], str]:
+    """Return the optimizers of a LightningModule, on a copy without data; or none and why Adam is assumed."""
+    configure = getattr(without_data(module), "configure_optimizers", None)
+    if configure is None:
+        return [], "the optimizer is assumed to be Adam: the model has no `configure_optimizers`"
+    try:
+        found = list(_optimizers(configure()))
+    except Exception as error:  # the user's code, outside of a run
+        return [], f"the optimizer is assumed to be Adam: `configure_optimizers` failed outside of a run ({error})"
+    return found, "" if found else "the optimizer is assumed to be Adam: `configure_optimizers` returned none"
+
+
+def _optimizers(value: Any) -> Iterator[Optimizer]:
+    if isinstance(value, Optimizer):
+        yield value
+    elif isinstance(value, dict):
+        yield from _optimizers(value.get("optimizer"))
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _optimizers(entry)
+
+
+def _update_s(optimizers: Sequence[Optimizer]) -> tuple[float, float]:
+    """Measure an update here: seconds per byte of trained parameters, and per tensor."""
+    shapes = [value.shape for one in optimizers for group in one.param_groups for value in group["params"]]
+    full_s = _timed_update(optimizers[0], [torch.zeros(shape) for shape in shapes])
+    small_s = _timed_update(optimizers[0], [torch.zeros(1) for _ in shapes])
+    num_bytes = 4 * sum(shape.numel() for shape in shapes)
+    return max(0.0, full_s - small_s) / max(1, num_bytes), small_s / max(1, len(shapes))
+
+
+def _timed_update(optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> float:
+    parameters = [nn.Parameter(tensor) for tensor in tensors]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    probe = copy.copy(optimizer)
+    probe.__dict__.pop("step", None)
+    probe.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
+    probe.state = defaultdict(dict)
+    fastest = float("inf")
+    for _ in range(4):  # the first one makes the state
+        begun = time.process_time()
+        type(probe).step(probe)
+        fastest = min(fastest, time.process_time() - begun)
+    return fastest

@@ -1,0 +1,151 @@
+"""What a rank holds, by kind: parameters, gradients, the optimizer's state, activations, and what communication needs.
+
+Adam in single precision holds 16 bytes for each trained parameter: 4 for itself, 4 for its gradient, 8 for two moments.
+Mixed precision holds the same, and casts of it among the activations; true half precision holds half. A frozen parameter
+has neither gradient nor state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel.pipeline.measure import STATE_COPIES
+
+__all__ = ["Held", "RankMemory", "optimizer_copies"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """The parameters of a part of the model, as one rank holds them.
+
+    Attributes:
+        trained_bytes: Of those with a gradient.
+        frozen_bytes: Of the others.
+        largest_bytes: The largest trained one.
+        count: Trained tensors.
+    """
+
+    trained_bytes: int = 0
+    frozen_bytes: int = 0
+    largest_bytes: int = 0
+    count: int = 0
+
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter]) -> Held:
+        """Sum up parameters, each once."""
+        distinct = {id(parameter): parameter for parameter in parameters}.values()
+        trained = [parameter.nbytes for parameter in distinct if parameter.requires_grad]
+        frozen = sum(parameter.nbytes for parameter in distinct if not parameter.requires_grad)
+        return cls(sum(trained), frozen, max(trained, default=0), len(trained))
+
+    def __add__(self, other: Held) -> Held:
+        return Held(
+            self.trained_bytes + other.trained_bytes,
+            self.frozen_bytes + other.frozen_bytes,
+            max(self.largest_bytes, other.largest_bytes),
+            self.count + other.count,
+        )
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.trained_bytes + self.frozen_bytes
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank, by kind; the fields are the kinds.
+
+    Attributes:
+        parameters: Trained and frozen.
+        gradients: Of the trained ones, and a new one that is added to those of earlier microbatches.
+        optimizer: Its state.
+        activations: What layers keep from forward to backward, of all microbatches in flight.
+        logits: The same of what follows the layers: the head and the loss.
+        buckets: Gradients on their way between replicas.
+        reserved: What the device's runtime and its communicators take.
+    """
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    buckets: float = 0.0
+    reserved: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        held: Held,
+        copies: float = STATE_COPIES,
+        *,
+        accumulates: bool = False,
+        activations: float = 0.0,
+        logits: float = 0.0,
+        replicas: int = 1,
+        reserved: float = 0.0,
+    ) -> RankMemory:
+        """Add up what a rank holds.
+
+        Args:
+            held: Its parameters.
+            copies: Bytes for each byte of a trained parameter: itself, its gradient, the state. See `optimizer_copies`.
+            accumulates: Whether several microbatches add to one gradient.
+            activations, logits, reserved: See the attributes.
+            replicas: Of the model.
+        """
+        gradients = held.trained_bytes + (held.largest_bytes if accumulates else 0)
+        # Buckets are copies, and all of them may be under way when backward ends.
+        buckets = held.trained_bytes if replicas > 1 else 0
+        optimizer = held.trained_bytes * max(0.0, copies - 2)
+        return cls(held.parameter_bytes, gradients, optimizer, activations, logits, buckets, reserved)
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_kind().values())
+
+    def by_kind(self) -> dict[str, float]:
+        """Return the bytes by the names of the kinds."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def optimizer_copies(optimizers: Sequence[Optimizer]) -> float:
+    """Return the bytes held for each byte of a trained parameter: itself, its gradient, and the optimizer's state.
+
+    The state is measured by a step of a copy of the optimizer on a small parameter. If that fails, two moments are
+    assumed.
+    """
+    states = [_state_copies(optimizer) for optimizer in optimizers]
+    return 2 + (max(states) if states else 0.0)
+
+
+def _state_copies(optimizer: Optimizer) -> float:
+    options = optimizer.param_groups[0] if optimizer.param_groups else {"params": []}
+    if not options["params"]:
+        return 2.0
+    parameter = nn.Parameter(torch.zeros(8, 8, device=_real(options["params"][0].device)))
+    parameter.grad = torch.ones_like(parameter)
+    # A shallow copy: the options that the user set, but none of the state. The class's constructor is not known.
+    probe = copy.copy(optimizer)
+    # Schedulers put a `step` of the true optimizer into its attributes.
+    probe.__dict__.pop("step", None)
+    probe.param_groups = [{**options, "params": [parameter]}]
+    # As the constructor of `Optimizer` makes it: optimizers read the entry of a parameter without asking.
+    probe.state = defaultdict(dict)
+    try:
+        type(probe).step(probe)
+    except Exception:
+        return 2.0
+    held = [value for value in probe.state[parameter].values() if isinstance(value, Tensor)]
+    return sum(value.numel() * value.element_size() for value in held) / (parameter.numel() * 4)
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
