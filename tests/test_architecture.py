@@ -22,6 +22,7 @@ LAYERS = {
     "compression": 2,
     "data_parallel": 2,
     "checkpoint": 3,
+    "planner": 3,
     "strategies": 4,
     "callbacks": 4,
     "cli": 5,

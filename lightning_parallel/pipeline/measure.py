@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import buffers_of, parameters_of, pytree, storage_address
+from lightning_parallel.compat.torch import buffers_of, has_data, parameters_of, pytree, storage_address
 from lightning_parallel.pipeline.interception import Call, has_listeners, parameter_lists, replaced
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
@@ -267,7 +267,7 @@ def _random(name: str, parameter: Tensor, device: torch.device) -> Tensor:
     # Not `hash`, which differs from process to process: all ranks are to draw the same values.
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-    if value.is_floating_point() or value.is_complex():
+    if has_data(value) and (value.is_floating_point() or value.is_complex()):
         value.normal_(0.0, 0.02, generator=generator)
     return value
 

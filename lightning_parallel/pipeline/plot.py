@@ -20,19 +20,23 @@ from lightning_parallel.pipeline.simulate import Timeline
 from lightning_parallel.tracing.spans import seconds_text
 
 __all__ = [
+    "INK",
+    "MUTED",
     "draw_svg",
     "draw_text",
     "legend_text",
     "rank_table",
     "round_ticks",
     "schedule_title",
+    "svg_rect",
+    "svg_text",
 ]
 
 _COLOURS = {Kind.F: "#3b70d6", Kind.B: "#1f9d6b", Kind.I: "#1f9d6b", Kind.W: "#d98a1f"}
 _MEANINGS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 _LIGHTEST = 0.6
 """Share of white in the colours of the last chunk of a rank."""
-_INK, _MUTED, _IDLE, _HELD, _CRITICAL = "#1f2933", "#6b7785", "#eef1f5", "#c3cddb", "#d6336c"
+INK, MUTED, _IDLE, _HELD, _CRITICAL = "#1f2933", "#6b7785", "#eef1f5", "#c3cddb", "#d6336c"
 
 
 def round_ticks(low: float, high: float, most: int) -> list[float]:
@@ -57,7 +61,7 @@ def _lighten(colour: str, share: float) -> str:
 def _text_on(colour: str) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     # Perceived brightness by the weights of ITU-R BT.601: green looks brightest, blue darkest.
-    return "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 160 else _INK
+    return "#ffffff" if 0.3 * red + 0.59 * green + 0.11 * blue < 160 else INK
 
 
 def _shades(schedule: Schedule) -> list[float]:
@@ -262,8 +266,8 @@ class _SvgTimeline:
             self._actions(row, rank, y, critical)
             self._held(row, rank, y + _ACTION + 5 + _ACTIVATIONS, max(peaks) or 1)
             busy = busy_s[rank] / timeline.makespan_s if timeline.makespan_s else 0.0
-            _text(row, self.end + 60, y + 18, f"{busy:.1%}", 13, anchor="end")
-            _text(row, self.right, y + 18, str(peaks[rank]), 13, anchor="end")
+            svg_text(row, self.end + 60, y + 18, f"{busy:.1%}", 13, anchor="end")
+            svg_text(row, self.right, y + 18, str(peaks[rank]), 13, anchor="end")
         self._axis(self.top + _HEADER + len(timeline.spans) * _ROW)
 
     def _x(self, seconds: float) -> float:
@@ -277,16 +281,16 @@ class _SvgTimeline:
             f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
             f"   ·   step {seconds_text(timeline.makespan_s)}   ·   bubble {timeline.bubble_fraction:.1%}"
         )
-        _text(self.group, self.left, y, title, 20, bold=True).set("class", "title")
-        _text(self.group, self.left, y + 24, facts, 13, _MUTED)
+        svg_text(self.group, self.left, y, title, 20, bold=True).set("class", "title")
+        svg_text(self.group, self.left, y + 24, facts, 13, MUTED)
         x = self.end
         # From the right end, with an estimate of the width of the words, which depends on the viewer's fonts.
         for label, colour, attributes in reversed(list(self._legend())):
             x -= 6 * len(label) + 38
-            _rect(SubElement(self.group, "g", attributes), (x, y - 11, 13, 13), colour, radius=3)
-            _text(self.group, x + 19, y, label, 12, _MUTED)
-        _text(self.group, self.end + 60, y + 24, "busy", 12, _MUTED, "end")
-        _text(self.group, self.right, y + 24, "most held", 12, _MUTED, "end")
+            svg_rect(SubElement(self.group, "g", attributes), (x, y - 11, 13, 13), colour, radius=3)
+            svg_text(self.group, x + 19, y, label, 12, MUTED)
+        svg_text(self.group, self.end + 60, y + 24, "busy", 12, MUTED, "end")
+        svg_text(self.group, self.right, y + 24, "most held", 12, MUTED, "end")
 
     def _legend(self) -> Iterator[tuple[str, str, dict[str, str]]]:
         """Yield the label, the colour and the attributes of each sample."""
@@ -300,16 +304,16 @@ class _SvgTimeline:
     def _labels(self, row: Element, rank: int, y: float, row_name: str) -> None:
         stages = self.timeline.schedule.stages_of(rank)
         names = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
-        _text(row, self.left, y + 13, f"{row_name}{rank}", 13, bold=True).set("class", "label")
-        _text(row, self.left, y + 28, names, 11, _MUTED)
+        svg_text(row, self.left, y + 13, f"{row_name}{rank}", 13, bold=True).set("class", "label")
+        svg_text(row, self.left, y + 28, names, 11, MUTED)
 
     def _actions(self, row: Element, rank: int, y: float, critical: set[Action]) -> None:
-        _rect(row, (self.start, y, self.timeline.makespan_s * self.per_second, _ACTION), _IDLE, "idle", 3)
+        svg_rect(row, (self.start, y, self.timeline.makespan_s * self.per_second, _ACTION), _IDLE, "idle", 3)
         for action, (start_s, end_s) in self.timeline.spans[rank].items():
             self._action(row, action, start_s, end_s, y)
             if action in critical:
                 width = (end_s - start_s) * self.per_second
-                _rect(row, (self._x(start_s), y + _ACTION + 1, width, 3), _CRITICAL, "critical")
+                svg_rect(row, (self._x(start_s), y + _ACTION + 1, width, 3), _CRITICAL, "critical")
 
     def _action(self, row: Element, action: Action, start_s: float, end_s: float, y: float) -> None:
         shade = self.shades[action.stage]
@@ -323,10 +327,10 @@ class _SvgTimeline:
         width = (end_s - start_s) * self.per_second
         # A pixel between neighbours, but not where it would be most of the block.
         gap = 1 if width > 4 else 0
-        _rect(group, (x, y, width - gap, _ACTION), colour, radius=3 if width > 8 else 0)
+        svg_rect(group, (x, y, width - gap, _ACTION), colour, radius=3 if width > 8 else 0)
         label = str(action.microbatch)
         if width >= _LETTER * len(label) + 3:
-            _text(group, x + (width - gap) / 2, y + 17.5, label, 12, _text_on(colour), "middle")
+            svg_text(group, x + (width - gap) / 2, y + 17.5, label, 12, _text_on(colour), "middle")
 
     def _held(self, row: Element, rank: int, base: float, peak: int) -> None:
         """Draw the activations held over time as a filled step curve above `base`; `peak` is the most of any rank."""
@@ -344,14 +348,14 @@ class _SvgTimeline:
 
     def _axis(self, y: float) -> None:
         length = self.timeline.makespan_s * self.per_second
-        _rect(self.group, (self.start, y, length, 1), _MUTED, "muted")
+        svg_rect(self.group, (self.start, y, length, 1), MUTED, "muted")
         for tick_s in round_ticks(0, self.span_s, 13):
             # A shorter timeline shares the ticks of the longest, as far as it reaches.
             if tick_s > self.timeline.makespan_s * (1 + 1e-9):
                 break
             x = self.start + tick_s * self.per_second
-            _rect(self.group, (x - 0.5, y, 1, 5), _MUTED, "muted")
-            _text(self.group, x, y + 19, seconds_text(tick_s) if tick_s else "0", 11, _MUTED, "middle")
+            svg_rect(self.group, (x - 0.5, y, 1, 5), MUTED, "muted")
+            svg_text(self.group, x, y + 19, seconds_text(tick_s) if tick_s else "0", 11, MUTED, "middle")
 
 
 def _kind_class(name: str, kind: Kind, shade: float) -> dict[str, str]:
@@ -361,7 +365,7 @@ def _kind_class(name: str, kind: Kind, shade: float) -> dict[str, str]:
     return {"class": f"{name} {kind.value} later", "style": f"--lighter: {shade:.0%}"}
 
 
-def _rect(
+def svg_rect(
     parent: Element, box: tuple[float, float, float, float], fill: str, name: str = "", radius: float = 0
 ) -> None:
     """Add a filled rectangle; `box` is x, y, width, height and `name` its classes."""
@@ -370,19 +374,19 @@ def _rect(
     rect.attrib |= {"fill": fill, **({"rx": f"{radius:g}"} if radius else {})}
 
 
-def _text(
+def svg_text(
     parent: Element,
     x: float,
     y: float,
     text: str,
     size: float,
-    fill: str = _INK,
+    fill: str = INK,
     anchor: str = "start",
     bold: bool = False,
 ) -> Element:
     """Add one line of text whose baseline begins at, is centred on, or ends at (x, y)."""
     element = SubElement(parent, "text", {"x": f"{x:.2f}", "y": f"{y:.2f}", "font-size": f"{size:g}", "fill": fill})
-    if fill == _MUTED:
+    if fill == MUTED:
         element.set("class", "muted")
     if anchor != "start":
         element.set("text-anchor", anchor)

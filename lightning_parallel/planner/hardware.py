@@ -1,6 +1,6 @@
 """Devices, links, and the cluster that they make: from a table, from text such as `400Gbit/s`, or measured here.
 
-    Cluster(device_named("H100"), num_devices=16, per_node=8, node_link=Link(5e-6, 450e9), link=Link(1e-5, 50e9))
+Cluster(device_named("H100"), num_devices=16, per_node=8, node_link=Link(5e-6, 450e9), link=Link(1e-5, 50e9))
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Device:
 def _gpu(name: str, gib: float, tb_per_s: float, **tera: float) -> Device:
     flops = {kind: value * 1e12 for kind, value in tera.items()}
     flops.setdefault("float16", flops.get("bfloat16", flops["float32"]))
-    return Device(name, flops, gib * _GIB, tb_per_s * 1e12, reserved_bytes=1.5 * _GIB, source=f"data sheet of {name}, dense")
+    return Device(
+        name, flops, gib * _GIB, tb_per_s * 1e12, reserved_bytes=1.5 * _GIB, source=f"data sheet of {name}, dense"
+    )
 
 
 DEVICES: Mapping[str, Device] = {
@@ -202,9 +204,7 @@ def parse_bandwidth(text: str) -> float:
         amount = amount if amount.endswith("bit") else ""
     found = _AMOUNT.fullmatch(amount)
     if found is None or per != "s" or found[3] == "b":
-        raise ValueError(
-            f"expected a bandwidth in bits or bytes per second, such as 400Gbit/s or 50GB/s, got `{text}`"
-        )
+        raise ValueError(f"expected a bandwidth in bits or bytes per second, such as 400Gbit/s or 50GB/s, got `{text}`")
     return _number(found, text) / (8 if found[3].startswith("bit") else 1)
 
 

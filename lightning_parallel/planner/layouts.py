@@ -57,6 +57,7 @@ class StepTime:
         compute: Of the busiest rank.
         tensor: Messages of the tensor axis, between its computations.
         pipeline: In which the busiest rank waits for others: the bubble and transfers.
+        cores: In which ranks wait for cores that others use.
         reduction: Of gradients over the replicas, as far as backward does not hide it.
         optimizer: Update of the parameters.
         overhead: What the Trainer and the strategy do around them.
@@ -65,6 +66,7 @@ class StepTime:
     compute: float = 0.0
     tensor: float = 0.0
     pipeline: float = 0.0
+    cores: float = 0.0
     reduction: float = 0.0
     optimizer: float = 0.0
     overhead: float = 0.0
@@ -228,7 +230,8 @@ class LayoutSearch:
                 found.append(Layout(mesh, refusal=_first_line(error)))
         if not found:
             return [Layout(mesh, refusal="none of the schedules can be built for it")]
-        return sorted(found, key=lambda layout: (bool(layout.refusal), layout.step.total, layout.memory.total))
+        # Of those that do not fit, the one that lacks least says most.
+        return sorted(found, key=lambda one: (bool(one.refusal), one.memory.total if one.refusal else one.step.total))
 
     def simulated(self, layout: Layout) -> Layout:
         """Return a layout with the time of a simulation of its schedule."""
@@ -282,14 +285,15 @@ class LayoutSearch:
         counts = self._cut(tensor, samples, schedule, costs)
         together = _stages(costs.together, counts)
         link = self.cluster.link_of(tensor, mesh.pipeline_parallel)
-        makespan_s = self._makespan_s(mesh, schedule, together, link, plays)
-        work = [sum(cost.total_s for cost in _of_rank(schedule, together, rank)) for rank in range(schedule.num_ranks)]
+        makespan_s = self._makespan_s(schedule, together, link, plays)
+        crowd = self._crowd(mesh)
+        shared_s = makespan_s if crowd == 1 else self._shared_s(mesh, schedule, together, link, plays, makespan_s)
+        work = self._work(schedule, together)
         busiest = max(range(len(work)), key=work.__getitem__)
         messages = _stages(costs.messages, counts)
         tensor_s = schedule.num_microbatches * sum(c.total_s for c in _of_rank(schedule, messages, busiest))
         busy_s = schedule.num_microbatches * work[busiest]
         held = self._parts_of(tensor).held(counts, schedule.stage_ranks)
-        crowd = self._crowd(mesh)
         # More ranks than cores: all of them reduce and update at the same time.
         reduction_s = crowd * max(self._reduction_s(mesh, one, busy_s / 2) for one in held)
         optimizer_s = crowd * max(self._update_s(one) for one in held)
@@ -297,6 +301,7 @@ class LayoutSearch:
             accumulated * (busy_s - tensor_s),
             accumulated * tensor_s,
             accumulated * max(0.0, makespan_s - busy_s),
+            accumulated * (shared_s - makespan_s),
             reduction_s,
             optimizer_s,
             crowd * self.step_s,
@@ -345,31 +350,40 @@ class LayoutSearch:
             self._cuts[key] = cut_layers(whole.layers, stages, prologue=whole.prologue, epilogue=whole.epilogue)
         return self._cuts[key]
 
-    def _makespan_s(self, mesh: Mesh, schedule: Schedule, stages: list[Cost], link: Link, plays: bool) -> float:
+    def _makespan_s(self, schedule: Schedule, stages: list[Cost], link: Link, plays: bool) -> float:
+        """Return the seconds of forward and backward on devices of their own."""
         count, ranks = schedule.num_microbatches, schedule.num_ranks
-        actions_s = self.action_s if ranks > 1 else 0.0
         if ranks == 1:
-            return self._crowd(mesh) * sum(cost.total_s for cost in stages)
-        work = [sum(c.total_s for c in _of_rank(schedule, stages, rank)) for rank in range(ranks)]
-        per_action = len(schedule.rows[0]) / count
-        busiest = max(work) + per_action * actions_s
-        played = min(count, ROUNDS * ranks)
-        is_shared = self._crowd(mesh) > 1
-        if not plays or played * len(schedule.rows[0]) / count * ranks > MOST_ACTIONS:
-            rest = sum(work) - max(work)
-            if schedule.name in ("zb_h1", "interleaved_zb", "zbv"):
-                rest -= 2 * sum(c.weight_gradient_s for c in stages) * (ranks - 1) / ranks
-            bubble_s = max(0.0, rest) / schedule.virtual_stages + 2 * (ranks - 1) * link.latency_s
-            total = count * busiest + bubble_s
-            all_s = count * sum(work) * mesh.data_parallel * mesh.tensor_parallel
-            return max(total, all_s / self._cores) if is_shared else total
-        if played < count:
-            schedule = build_schedule(schedule.name, ranks, played, schedule.virtual_stages, schedule.warmup)
-        if is_shared:
-            copies = mesh.data_parallel * mesh.tensor_parallel
-            makespan_s = shared_makespan_s(schedule, stages, link, self._cores, copies, actions_s)
-            return makespan_s + (count - played) * max(busiest, sum(work) * copies / self._cores)
-        return simulate(schedule, stages, link, actions_s).makespan_s + (count - played) * busiest
+            return sum(cost.total_s for cost in stages)
+        work = self._work(schedule, stages)
+        played = _played(schedule)
+        if plays and played is not None:
+            return simulate(played, stages, link, self.action_s).makespan_s + max(work) * (
+                count - played.num_microbatches
+            )
+        rest = sum(work) - max(work)
+        if schedule.name in ("zb_h1", "interleaved_zb", "zbv"):
+            rest -= 2 * sum(cost.weight_gradient_s for cost in stages) * (ranks - 1) / ranks
+        return count * max(work) + max(0.0, rest) / schedule.virtual_stages + 2 * (ranks - 1) * link.latency_s
+
+    def _shared_s(
+        self, mesh: Mesh, schedule: Schedule, stages: list[Cost], link: Link, plays: bool, alone_s: float
+    ) -> float:
+        """Return the same on cores that are fewer than the ranks."""
+        copies = mesh.data_parallel * mesh.tensor_parallel
+        count = schedule.num_microbatches
+        each_s = sum(self._work(schedule, stages)) * copies / self._cores  # of a microbatch, all cores busy
+        played = _played(schedule)
+        if schedule.num_ranks == 1 or not plays or played is None:
+            return max(alone_s, count * each_s)
+        makespan_s = shared_makespan_s(played, stages, link, self._cores, copies, self.action_s)
+        return max(alone_s, makespan_s + (count - played.num_microbatches) * each_s)
+
+    def _work(self, schedule: Schedule, stages: list[Cost]) -> list[float]:
+        """Return the seconds in which each rank works on a microbatch."""
+        actions_s = self.action_s * len(schedule.rows[0]) / schedule.num_microbatches if schedule.num_ranks > 1 else 0.0
+        ranks = range(schedule.num_ranks)
+        return [actions_s + sum(cost.total_s for cost in _of_rank(schedule, stages, rank)) for rank in ranks]
 
     @property
     def _cores(self) -> float:
@@ -386,9 +400,7 @@ class LayoutSearch:
             return 0.0
         stride = mesh.pipeline_parallel * mesh.tensor_parallel
         buckets = ceil(held.trained_bytes / BUCKET_BYTES)
-        each_s = collective_s(
-            "all_reduce", held.trained_bytes / buckets, stride, mesh.data_parallel, self.cluster
-        )
+        each_s = collective_s("all_reduce", held.trained_bytes / buckets, stride, mesh.data_parallel, self.cluster)
         # In a pipeline a stage sends when its last backward is over; on shared cores messages take time of others.
         hidden = 0.0 if mesh.pipeline_parallel > 1 or self.cluster.cores is not None else backward_s
         return max(each_s, buckets * each_s - hidden * (buckets - 1) / buckets)
@@ -447,6 +459,16 @@ class LayoutSearch:
             yield f"ranks wait for {layout.step.pipeline / layout.step.total:.0%} of the step: {more}, or fewer stages"
         if layout.memory.total > 0.9 * cluster.memory_bytes and not layout.refusal:
             yield "less than a tenth of the memory is left: allocators lose some to fragments"
+
+
+def _played(schedule: Schedule) -> Schedule | None:
+    """Return the schedule with few enough microbatches to be played; None if it has too many actions all the same."""
+    count = min(schedule.num_microbatches, ROUNDS * schedule.num_ranks)
+    if count * len(schedule.rows[0]) // schedule.num_microbatches * schedule.num_ranks > MOST_ACTIONS:
+        return None
+    if count == schedule.num_microbatches:
+        return schedule
+    return build_schedule(schedule.name, schedule.num_ranks, count, schedule.virtual_stages, schedule.warmup)
 
 
 def _first_line(error: ValueError) -> str:

@@ -96,7 +96,6 @@ class PartCosts:
         first, *layers, last = (_added(one, other) for one, other in pairs)
         return Costs(tuple(layers), first, last)
 
-
     def scaled(self, factor: float) -> PartCosts:
         """Return the costs of a microbatch `factor` times as large."""
         both = (self.compute, self.messages)

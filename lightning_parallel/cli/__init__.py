@@ -1,4 +1,4 @@
-"""The command line `lightning-parallel`: `report`, `timeline`, `simulate`, `checkpoint`.
+"""The command line `lightning-parallel`: `plan`, `report`, `timeline`, `simulate`, `checkpoint`.
 
 Drawing a schedule needs neither torch nor Lightning: commands that read a profiled run import them for themselves. (So
 does `lightning_parallel/__init__.py`, eagerly: importing the package registers the names of strategies.)
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="lightning-parallel", description="Tools around lightning_parallel.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    _plan_options(commands.add_parser("plan", help="find out on how many devices a model fits, and its best layout"))
     _report_options(commands.add_parser("report", help="make the page of a profiled run again, or compare two runs"))
     summary = "draw the pipeline of a profiled run: as planned, and as it happened"
     _timeline_options(commands.add_parser("timeline", help=summary))
@@ -51,6 +52,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # With the status that argparse gives to mistakes which it finds by itself.
         print(f"lightning-parallel {options.command}: {error}", file=sys.stderr)
         return 2
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Predict memory and step time of every layout of a model on a cluster, which need not be here; print the best"
+        " three with YAML to paste. Nothing is trained."
+    )
+    parser.epilog = (
+        "example: lightning-parallel plan --script main.py --config my.yaml --devices 16 --per-node 8 --device H100"
+        " --link 400Gbit/s --node-link 450GB/s --output plan.html"
+    )
+    model = parser.add_argument_group("the model")
+    model.add_argument(
+        "--script", metavar="MAIN.py", help="a script that calls `Trainer.fit`, with LightningCLI or not"
+    )
+    model.add_argument(
+        "--config", metavar="YAML", nargs="+", default=[], help="configuration of a LightningCLI project"
+    )
+    model.add_argument("--script-args", nargs=argparse.REMAINDER, default=[], help="further words for the script, last")
+    model.add_argument("--model", metavar="PACKAGE.MODULE:CLASS", help="a LightningModule by itself")
+    model.add_argument("--model-args", metavar="JSON", default="{}", help="arguments of its constructor")
+    model.add_argument("--batch", metavar="NAME=8x2048:int64", nargs="+", help="tensors of a replica's batch")
+    model.add_argument(
+        "--global-batch", type=int, help="samples of an optimizer step (default: each replica's loader's)"
+    )
+    model.add_argument("--precision", help="as the Trainer names it (default: the project's, or 32-true)")
+    model.add_argument("--sequence-parallel", action="store_true", help="see TensorParallelStrategy")
+    model.add_argument("--layers", default="auto", help="dotted name of the repeated layers (default: found)")
+    cluster = parser.add_argument_group("the devices")
+    cluster.add_argument("--devices", type=int, help="all of them (default: the project's)")
+    cluster.add_argument("--per-node", type=int, help="on each node (default: all on one)")
+    cluster.add_argument(
+        "--device", help="such as H100 or A100-80GB; `cpu`: cores of this machine (default: what is here)"
+    )
+    cluster.add_argument("--memory", metavar="80GiB", help="that a rank may hold (default: the device's)")
+    cluster.add_argument("--node-link", metavar="450GB/s", help="between devices of a node, in one direction")
+    cluster.add_argument("--link", metavar="400Gbit/s", help="between nodes, for each device, in one direction")
+    cluster.add_argument("--latency", type=float, help="microseconds of a message between nodes")
+    cluster.add_argument("--cores", type=int, help="of a node, which its ranks share, with `--device cpu`")
+    parser.add_argument("--rows", type=int, default=20, help="of the table (default: %(default)s)")
+    parser.add_argument("--output", type=Path, action="append", default=[], help="file to write: .html, .svg or .json")
+    parser.add_argument("--width", type=_columns, help="columns to print (default: the terminal's)")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from lightning_parallel.cli.plan_command import run_plan
+
+    run_plan(options)
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,147 @@
+"""`lightning-parallel plan`: which layout a model fits on, how fast each is, and YAML for the best."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from lightning_parallel.cli.projects import (
+    Project,
+    captured_config,
+    captured_script,
+    parsed_batch,
+    project_of_class,
+)
+from lightning_parallel.pipeline.simulate import Link
+from lightning_parallel.planner.hardware import (
+    Cluster,
+    Device,
+    device_named,
+    measured_cpu,
+    parse_bandwidth,
+    parse_bytes,
+)
+from lightning_parallel.planner.local_link import measured_link
+from lightning_parallel.planner.plan_picture import draw_plan, plan_page
+from lightning_parallel.planner.plan_report import plan_text
+from lightning_parallel.planner.planning import Plan, plan
+from lightning_parallel.planner.rehearsal import PRECISIONS
+
+__all__ = ["run_plan"]
+
+_PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+def run_plan(options: argparse.Namespace) -> None:
+    """Plan, print, and write what the options ask for."""
+    project = _project(options)
+    cluster = _cluster(options, project.trainer)
+    batch = parsed_batch(options.batch) if options.batch else project.batch
+    if batch is None:
+        raise ValueError("expected a batch: --batch input_ids=8x2048:int64, or a project with a data loader")
+    precision = str(options.precision or project.trainer.get("precision") or "32-true")
+    precision = _PRECISIONS.get(precision, precision)
+    if precision not in PRECISIONS:
+        raise ValueError(f"expected --precision to be one of {', '.join(PRECISIONS)}, got `{precision}`")
+    before = torch.get_num_threads()
+    torch.set_num_threads(cluster.threads)
+    try:
+        found = plan(
+            project.module,
+            batch,
+            cluster,
+            precision=precision,  # type: ignore[arg-type]
+            global_batch=options.global_batch,
+            sequence_parallel=options.sequence_parallel,
+            layers=options.layers,
+        )
+    finally:
+        torch.set_num_threads(before)
+    _show(found, options)
+
+
+def _project(options: argparse.Namespace) -> Project:
+    if options.model is not None:
+        return project_of_class(options.model, options.model_args)
+    if options.script is not None:
+        words = [word for path in options.config for word in ("--config", path)]
+        return captured_script(options.script, [*(["fit", *words] if words else []), *options.script_args])
+    if options.config:
+        return captured_config(options.config)
+    raise ValueError(
+        "expected a model: --script main.py [--config my.yaml], --config my.yaml, or --model package:Class"
+    )
+
+
+def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
+    nodes = int(given.get("num_nodes") or 1)
+    asked = given.get("devices")
+    per_node = options.per_node or (asked if isinstance(asked, int) and asked > 0 else None)
+    devices = options.devices or (per_node * nodes if per_node else None)
+    if devices is None:
+        raise ValueError("expected --devices, the number of all devices")
+    per_node = min(per_node or devices, devices)
+    device = _device(options.device, given)
+    memory = parse_bytes(options.memory) if options.memory else 0.0
+    if device is not None:
+        cluster = Cluster(device, devices, per_node, memory_bytes=memory)
+        return _with_links(cluster, options)
+    cores = options.cores or len(os.sched_getaffinity(0))
+    threads = max(1, cores // per_node)
+    cluster = Cluster(measured_cpu(threads), devices, per_node, memory_bytes=memory, cores=cores, threads=threads)
+    if devices > 1 and not options.node_link:
+        cluster = replace(cluster, node_link=measured_link())
+    return _with_links(cluster, options)
+
+
+def _device(name: str | None, given: Mapping[str, Any]) -> Device | None:
+    """Return a device of the table; None for the cores of this machine."""
+    if name is None and torch.cuda.is_available() and given.get("accelerator") != "cpu":
+        name = next((part for part in ("H200", "H100", "L40S", "L4", "A10G", "V100", "T4") if part in _gpu()), None)
+        if name is None:
+            raise ValueError(f"`{_gpu()}` is not in the table of devices: name one by --device")
+    return None if name is None or name.lower() == "cpu" else device_named(name)
+
+
+def _gpu() -> str:
+    return torch.cuda.get_device_name()
+
+
+def _with_links(cluster: Cluster, options: argparse.Namespace) -> Cluster:
+    node_link, link = cluster.node_link, cluster.link
+    if options.node_link:
+        node_link = Link(node_link.latency_s, parse_bandwidth(options.node_link))
+    if options.link:
+        link = Link(link.latency_s, parse_bandwidth(options.link))
+    if options.latency is not None:
+        link = Link(options.latency * 1e-6, link.bytes_per_s)
+    return replace(cluster, node_link=node_link, link=link)
+
+
+def _show(found: Plan, options: argparse.Namespace) -> None:
+    console = Console(width=options.width, highlight=False)
+    console.print(plan_text(found, options.rows))
+    for path in options.output:
+        path.write_text(_written(found, path, options.rows), encoding="utf-8")
+        console.print(f"wrote {path}")
+
+
+def _written(found: Plan, path: Path, rows: int) -> str:
+    if path.suffix == ".svg":
+        return draw_plan(found)
+    if path.suffix == ".json":
+        return json.dumps(found.to_dict(), indent=1)
+    if path.suffix == ".html":
+        console = Console(width=140, file=io.StringIO(), record=True)
+        console.print(plan_text(found, rows))
+        return plan_page(found, console.export_text())
+    raise ValueError(f"expected a file name ending in .svg, .html or .json, got `{path.name}`")

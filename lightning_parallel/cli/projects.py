@@ -1,0 +1,265 @@
+"""A user's project as the planner needs it: her module, a batch, and what her Trainer was given; nothing is trained.
+
+    captured_script("main.py", ["fit", "--config", "base.yaml"])     # any script that calls `Trainer.fit`
+    captured_config(["base.yaml"])                                   # class_path entries for model and data
+
+The script runs up to `Trainer.fit`. Its Trainer is built for one processor, whatever devices it asks for: they need not
+be here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel.compat import patched
+
+__all__ = ["Project", "captured_config", "captured_script", "parsed_batch", "project_of_class"]
+
+
+@dataclass(frozen=True)
+class Project:
+    """A user's project.
+
+    Attributes:
+        module: Her model.
+        batch: The first of her loader; None where none was given.
+        trainer: What her Trainer was given: `devices`, `num_nodes`, `accelerator`, `precision`, ...
+        accumulated: Batches in an optimizer step.
+    """
+
+    module: nn.Module
+    batch: Any = None
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    accumulated: int = 1
+
+
+class _Captured(BaseException):
+    """Ends a script at `Trainer.fit`; no `except Exception` of the user's may stop it."""
+
+    def __init__(self, trainer: Any, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.trainer = trainer
+        self.arguments = arguments
+
+
+# What a Trainer is built with here, so that it needs none of the devices that the script asks for.
+_HERE = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "logger": False,
+    "enable_checkpointing": False,
+    "callbacks": None,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "plugins": None,
+    "profiler": None,
+    "precision": None,
+    "sync_batchnorm": False,
+    "fast_dev_run": False,
+    "barebones": False,
+}
+
+
+def captured_script(path: str, arguments: Sequence[str]) -> Project:
+    """Run a script up to `Trainer.fit`.
+
+    Args:
+        path: The script.
+        arguments: Its own.
+
+    Raises:
+        ValueError: If it ends without a call of `Trainer.fit`.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"expected a Python script, found no file `{path}`")
+
+    def run() -> None:
+        with patched(sys, "argv", [path, *arguments]), patched(sys, "path", [str(Path(path).parent), *sys.path]):
+            runpy.run_path(path, run_name="__main__")
+
+    return _captured(run, f"`{path}`")
+
+
+def captured_config(paths: Sequence[str]) -> Project:
+    """Build the model and the data that LightningCLI's YAML files name by `class_path`.
+
+    Raises:
+        ValueError: If they do not name them.
+    """
+    arguments = [word for path in paths for word in ("--config", path)]
+
+    def run() -> None:
+        with patched(sys, "path", ["", *sys.path]):
+            LightningCLI(
+                LightningModule,
+                LightningDataModule,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                save_config_callback=None,
+                args=["fit", *arguments],
+            )
+
+    return _captured(
+        run, f"{', '.join(paths)} (name your script by --script if its YAML has no `class_path` of the model)"
+    )
+
+
+def _captured(run: Any, what: str) -> Project:
+    given: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for kind in _trainer_classes():
+            stack.enter_context(_stopped_at_fit(kind, given))
+        try:
+            run()
+        except _Captured as captured:
+            return _project(captured, given)
+        except SystemExit as error:  # argparse's, for a mistake in the arguments; it has printed what is wrong
+            raise ValueError(f"{what} ended with exit status {error.code} before `Trainer.fit`") from error
+    raise ValueError(f"{what} ended without a call of `Trainer.fit`")
+
+
+def _trainer_classes() -> Iterator[type]:
+    yield Trainer
+    other = sys.modules.get("pytorch_lightning") or (
+        importlib.import_module("pytorch_lightning") if importlib.util.find_spec("pytorch_lightning") else None
+    )
+    if other is not None:
+        yield other.Trainer
+
+
+@contextmanager
+def _stopped_at_fit(kind: type, given: dict[str, Any]) -> Iterator[None]:
+    build: Any = kind.__init__  # type: ignore[misc]
+
+    # The signature stays: LightningCLI reads the Trainer's arguments from it.
+    @functools.wraps(build)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = [name for name in inspect.signature(build).parameters if name != "self"]
+        given.update(zip(names, args), **kwargs)
+        build(self, **{**dict(zip(names, args)), **kwargs, **_HERE})
+
+    def fit(
+        self: Any,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        *_: Any,
+        **__: Any,
+    ) -> NoReturn:
+        raise _Captured(self, {"model": model, "loaders": train_dataloaders, "datamodule": datamodule})
+
+    with patched(kind, "__init__", init), patched(kind, "fit", fit):
+        yield
+
+
+def _project(captured: _Captured, given: Mapping[str, Any]) -> Project:
+    trainer, module = captured.trainer, captured.arguments["model"]
+    data, loaders = captured.arguments["datamodule"], captured.arguments["loaders"]
+    if hasattr(loaders, "train_dataloader"):
+        data, loaders = loaders, None
+    module.trainer = trainer
+    source = data if data is not None else module
+    if loaders is None:
+        if data is not None:
+            data.trainer = trainer
+        source.prepare_data()
+        source.setup("fit")
+    if data is not None or loaders is not None:
+        module.setup("fit")
+    with torch.device("meta") if _is_configured_late(module) else nullcontext():
+        module.configure_model()
+    loaders = source.train_dataloader() if loaders is None else loaders
+    accumulated = given.get("accumulate_grad_batches") or 1
+    return Project(module, _first_batch(loaders), dict(given), accumulated)
+
+
+def _is_configured_late(module: Any) -> bool:
+    own = type(module).configure_model
+    return not any(
+        base.configure_model is own for base in type(module).__mro__ if base.__module__.startswith(_LIGHTNING)
+    )
+
+
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
+
+
+def _first_batch(loaders: Any) -> Any:
+    if not isinstance(loaders, DataLoader) and isinstance(loaders, (list, tuple, dict)):
+        return next(iter(CombinedLoader(loaders, "max_size_cycle")))[0]
+    return next(iter(loaders))
+
+
+# ------------------------------------------------------------------------------------------------ a class by its path
+
+
+def project_of_class(path: str, arguments: str = "{}") -> Project:
+    """Build a module by its class, without data where that is possible.
+
+    Args:
+        path: `package.module:Class`.
+        arguments: JSON with the arguments of its constructor.
+
+    Raises:
+        ValueError: If there is no such class, or it cannot be built so.
+    """
+    name, _, attribute = path.partition(":")
+    with patched(sys, "path", ["", *sys.path]):
+        try:
+            kind = getattr(importlib.import_module(name), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"expected a class as `package.module:Class`, got `{path}`: {error}") from error
+    try:
+        given = json.loads(arguments)
+    except ValueError as error:
+        raise ValueError(f"expected the arguments of `{path}` as JSON, got `{arguments}`: {error}") from error
+    try:
+        try:
+            with torch.device("meta"):
+                module = kind(**given)
+        except (NotImplementedError, RuntimeError):  # it reads values of its parameters
+            module = kind(**given)
+    except Exception as error:  # the user's code
+        raise ValueError(f"`{path}` cannot be built with {given}: {type(error).__name__}: {error}") from error
+    if isinstance(module, LightningModule):
+        with torch.device("meta"):
+            module.configure_model()
+    return Project(module, getattr(module, "example_input_array", None))
+
+
+def parsed_batch(texts: Sequence[str]) -> Any:
+    """Make a batch of zeros from descriptions of its tensors: `8x2048:int64`, or `input_ids=8x2048:int64 ...`.
+
+    Raises:
+        ValueError: If one of them is none.
+    """
+    named = {}
+    for text in texts:
+        name, _, described = text.rpartition("=")
+        shape, _, kind = described.partition(":")
+        dtype = getattr(torch, kind or "float32", None)
+        if not isinstance(dtype, torch.dtype) or not all(part.isdigit() for part in shape.split("x")):
+            raise ValueError(f"expected a tensor such as 8x2048:int64 or input_ids=8x2048:int64, got `{text}`")
+        named[name] = torch.zeros([int(part) for part in shape.split("x")], dtype=dtype)
+    if "" in named:
+        return named[""] if len(named) == 1 else tuple(named.values())
+    return named

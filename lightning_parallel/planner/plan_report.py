@@ -1,0 +1,144 @@
+"""A plan as text: a table of the layouts, the best three with reasons, and YAML to paste into a Lightning project."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lightning_parallel.planner.layouts import Layout
+from lightning_parallel.planner.planning import Plan
+from lightning_parallel.tracing.spans import bytes_text, count_text, seconds_text
+
+__all__ = ["layout_yaml", "plan_text", "strategy_arguments"]
+
+_MEANINGS = {
+    "compute": "computation",
+    "tensor": "messages of the tensor axis",
+    "pipeline": "waiting in the pipeline",
+    "cores": "waiting for cores that other ranks use",
+    "reduction": "the mean of gradients over replicas",
+    "optimizer": "the update of parameters",
+    "overhead": "the Trainer",
+}
+
+
+def plan_text(plan: Plan, rows: int = 20) -> RenderableType:
+    """Return tables and text for a terminal."""
+    parts: list[RenderableType] = [_alone(plan), _table(plan, rows)]
+    parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
+    if not plan.best:
+        parts.append(
+            Text("No layout can be run: more devices, smaller batches, or smaller precision.", style="bold red")
+        )
+    for place, layout in enumerate(plan.best, 1):
+        parts += [Text(f"\n{place}. {layout.name}", style="bold green"), Text(reason(plan, layout))]
+        parts += [Text(f"   warning: {warning}", style="yellow") for warning in layout.warnings]
+        parts.append(Text(layout_yaml(plan, layout), style="cyan"))
+    return Group(*parts)
+
+
+def _alone(plan: Plan) -> Text:
+    layout, limit = plan.alone, plan.cluster.memory_bytes
+    if not layout.memory.total:
+        return Text(f"{plan.model} cannot be run on one device: {layout.refusal}")
+    kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in layout.memory.by_kind().items() if size)
+    fits = "fits" if layout.memory.total <= limit else "does not fit"
+    return Text(
+        f"{plan.model} {fits} one {plan.cluster.device.name}: {bytes_text(layout.memory.total)} of"
+        f" {bytes_text(limit)} with {plan.precision} ({kinds})"
+    )
+
+
+def _table(plan: Plan, rows: int) -> Table:
+    cluster = plan.cluster
+    source = "its parts measured here" if plan.measured else "by the roofline model"
+    table = Table(
+        title=f"{plan.model} on {cluster.num_devices} x {cluster.device.name}, {source}",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for header in ("data", "pipeline", "tensor", "schedule", "memory", "step", "bubble", "messages", "samples/s", ""):
+        table.add_column(header, justify="left" if header in ("schedule", "") else "right", overflow="fold")
+    for layout in plan.layouts[:rows]:
+        table.add_row(*_row(plan, layout), style="green" if layout in plan.best else "dim" if layout.refusal else None)
+    if len(plan.layouts) > rows:
+        table.caption = f"and {len(plan.layouts) - rows} more (`--rows`)"
+    return table
+
+
+def _row(plan: Plan, layout: Layout) -> Iterator[str]:
+    yield from map(str, layout.mesh.shape)
+    if layout.refusal:
+        yield from ("", bytes_text(layout.memory.total) if layout.memory.total else "", "", "", "", "", layout.refusal)
+        return
+    step = layout.step
+    chunks = f" V={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+    yield f"{layout.schedule}{chunks} m={layout.microbatches}" if layout.mesh.pipeline_parallel > 1 else ""
+    yield bytes_text(layout.memory.total)
+    yield seconds_text(step.total)
+    yield f"{step.pipeline / step.total:.0%}"
+    yield f"{(step.tensor + step.reduction) / step.total:.0%}"
+    yield count_text(layout.samples_per_s)
+    yield "; ".join(layout.warnings)
+
+
+def reason(plan: Plan, layout: Layout) -> str:
+    """Say in a sentence or two what a layout reaches, and what most of its step and memory are."""
+    kinds = sorted(layout.step.by_kind().items(), key=lambda item: -item[1])
+    shares = [f"{_MEANINGS[kind]} {seconds / layout.step.total:.0%}" for kind, seconds in kinds[:3] if seconds]
+    memory = sorted(layout.memory.by_kind().items(), key=lambda item: -item[1])
+    place = plan.best.index(layout) if layout in plan.best else 0
+    against = ""
+    if place:
+        less = 1 - layout.samples_per_s / plan.best[0].samples_per_s
+        against = f", {less:.0%} fewer than the first"
+    elif len(plan.best) > 1:
+        more = layout.samples_per_s / plan.best[1].samples_per_s - 1
+        against = f", {more:.0%} more than the next"
+    return (
+        f"   {count_text(layout.samples_per_s)} samples/s{against}; a step of {seconds_text(layout.step.total)}:"
+        f" {', '.join(shares)}.\n   {bytes_text(layout.memory.total)} of {bytes_text(plan.cluster.memory_bytes)} on the"
+        f" fullest rank, most of it {memory[0][0]} ({bytes_text(memory[0][1])})."
+    )
+
+
+def strategy_arguments(layout: Layout) -> dict[str, Any]:
+    """Return the arguments of `HybridParallelStrategy` with which a Trainer runs a layout."""
+    data, pipeline, tensor = layout.mesh.shape
+    arguments: dict[str, Any] = {
+        "data_parallel_size": data,
+        "pipeline_parallel_size": pipeline,
+        "tensor_parallel_size": tensor,
+    }
+    if pipeline > 1:
+        arguments |= {"schedule": layout.schedule, "num_microbatches": layout.microbatches}
+        if layout.virtual_stages > 1:
+            arguments["virtual_stages"] = layout.virtual_stages
+        arguments["balance"] = list(layout.layers_per_stage)
+    return arguments
+
+
+def layout_yaml(plan: Plan, layout: Layout) -> str:
+    """Return the part of a LightningCLI project's configuration that runs a layout."""
+    cluster = plan.cluster
+    lines = [
+        "trainer:",
+        f"  accelerator: {'cpu' if cluster.device.name == 'CPU' else 'gpu'}",
+        f"  devices: {cluster.ranks_per_node}",
+        f"  num_nodes: {cluster.num_nodes}",
+        f"  precision: {plan.precision}",
+    ]
+    if layout.accumulated > 1:
+        lines.append(f"  accumulate_grad_batches: {layout.accumulated}")
+    if layout.mesh.world_size == 1:
+        return "\n".join([*lines, "  strategy: auto"])
+    lines += ["  strategy:", "    class_path: lightning_parallel.HybridParallelStrategy", "    init_args:"]
+    lines += [f"      {name}: {value}" for name, value in strategy_arguments(layout).items()]
+    per_replica = layout.samples // (layout.mesh.data_parallel * layout.accumulated)
+    return "\n".join([*lines, f"# each of the {layout.mesh.data_parallel} replicas gets batches of {per_replica}"])
