@@ -87,7 +87,7 @@ def measure(
     failure = ""
     for runs_all in (False, True):
         clock = _CostMeter(module, stack, *ends, device, runs_all)
-        clock.now, clock.repeats = now or clock.now, repeats
+        clock.clock, clock.repeats = now, repeats
         try:
             layers = clock.measure(step, microbatch)
             break
@@ -304,6 +304,7 @@ class _CostMeter(TruncatedModel):
         self.epilogues: list[Cost] = []
         self.begun_s = 0.0
         self.repeats = _REPEATS
+        self.clock: Callable[[], float] | None = None
         # Sizes of what autograd saves, and parameters on the device, by the addresses of their storages.
         self.saved: dict[int, int] = {}
         self.loaded_parameters: dict[int, weakref.ref[Tensor]] = {}
@@ -431,7 +432,9 @@ class _CostMeter(TruncatedModel):
         return self.now() - begun_s, result
 
     def now(self) -> float:
-        """Return the seconds of a clock, when the device is idle."""
+        """Return the seconds of the clock: by default that of the host, when the device is idle."""
+        if self.clock is not None:
+            return self.clock()
         # Kernels are only launched when a call returns.
         if self.device.type != "cpu":
             torch.accelerator.synchronize()

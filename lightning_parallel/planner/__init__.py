@@ -1,0 +1,8 @@
+"""Planning before training: what a model needs on a cluster that need not be here, and its best layouts."""
+
+from lightning_parallel.planner.hardware import Cluster, Device, device_named
+from lightning_parallel.planner.layouts import Layout, StepTime
+from lightning_parallel.planner.planning import Plan, plan
+from lightning_parallel.planner.rank_memory import RankMemory
+
+__all__ = ["Cluster", "Device", "Layout", "Plan", "RankMemory", "StepTime", "device_named", "plan"]

@@ -150,7 +150,7 @@ class Cluster:
             raise ValueError(f"expected at least one device, got {self.num_devices} with {self.per_node} per node")
         if self.num_devices > self.per_node and self.num_devices % self.per_node:
             raise ValueError(
-                f"expected nodes with as many devices each, got {self.num_devices} devices with {self.per_node} per node"
+                f"expected nodes with as many devices each, got {self.num_devices} with {self.per_node} per node"
             )
         if not self.memory_bytes:
             shared = min(self.per_node, self.num_devices) if self.cores is not None else 1

@@ -93,6 +93,7 @@ class Layout:
         memory: Of the rank that holds most.
         memories: Of each rank of the pipeline.
         step: Seconds of an optimizer step.
+        processor_s: Seconds in which ranks compute and communicate in it, all ranks together.
         refusal: Why it cannot be run; empty if it can.
         warnings: What the rules of the field say against it.
     """
@@ -107,6 +108,7 @@ class Layout:
     memory: RankMemory = field(default_factory=RankMemory)
     memories: tuple[RankMemory, ...] = ()
     step: StepTime = field(default_factory=StepTime)
+    processor_s: float = 0.0
     refusal: str = ""
     warnings: tuple[str, ...] = ()
 
@@ -318,6 +320,7 @@ class LayoutSearch:
             max(memories, key=lambda memory: memory.total),
             memories,
             step,
+            self._processor_s(mesh, accumulated * schedule.num_microbatches * sum(work), held),
         )
         return replace(found, refusal=self._over(found), warnings=tuple(self._warnings(found)))
 
@@ -378,6 +381,12 @@ class LayoutSearch:
             return max(alone_s, count * each_s)
         makespan_s = shared_makespan_s(played, stages, link, self._cores, copies, self.action_s)
         return max(alone_s, makespan_s + (count - played.num_microbatches) * each_s)
+
+    def _processor_s(self, mesh: Mesh, work_s: float, held: list[Held]) -> float:
+        """Return the seconds of all ranks together, given those of one rank of each stage."""
+        copies = mesh.data_parallel * mesh.tensor_parallel
+        ends_s = sum(self._reduction_s(mesh, one, 0.0) + self._update_s(one) + self.step_s for one in held)
+        return copies * (work_s + ends_s)
 
     def _work(self, schedule: Schedule, stages: list[Cost]) -> list[float]:
         """Return the seconds in which each rank works on a microbatch."""

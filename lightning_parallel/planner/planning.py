@@ -152,7 +152,7 @@ def _search(search: LayoutSearch, cluster: Cluster) -> tuple[Layout, ...]:
 
 
 def meshes(cluster: Cluster) -> Iterator[Mesh]:
-    """Yield the meshes of a cluster; those whose tensor axis is longer than two nodes are left out, see `LayoutSearch`."""
+    """Yield the meshes of a cluster, but those whose tensor axis is longer than two nodes."""
     ranks = cluster.num_devices
     for tensor in _divisors(ranks):
         if tensor <= 2 * cluster.ranks_per_node:

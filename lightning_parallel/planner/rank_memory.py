@@ -1,8 +1,8 @@
 """What a rank holds, by kind: parameters, gradients, the optimizer's state, activations, and what communication needs.
 
 Adam in single precision holds 16 bytes for each trained parameter: 4 for itself, 4 for its gradient, 8 for two moments.
-Mixed precision holds the same, and casts of it among the activations; true half precision holds half. A frozen parameter
-has neither gradient nor state.
+Mixed precision holds the same, and casts of it among the activations; true half precision holds half. A frozen
+parameter has neither gradient nor state.
 """
 
 from __future__ import annotations
