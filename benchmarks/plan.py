@@ -37,9 +37,9 @@ from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.planner.hardware import Cluster, measured_cpu
 from lightning_parallel.planner.layouts import Layout
-from lightning_parallel.planner.local_link import measured_link
+from lightning_parallel.planner.links import measured_link
 from lightning_parallel.planner.plan_report import strategy_arguments
-from lightning_parallel.planner.planning import plan
+from lightning_parallel.planner.plans import plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt"))
 

@@ -33,6 +33,7 @@ from lightning_parallel.compression import (
 )
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import (
+    AutoParallelStrategy,
     CompressedDDPStrategy,
     CompressedDeepSpeedStrategy,
     CompressedFSDPStrategy,
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Auto",
+    "AutoParallelStrategy",
     "AutoResume",
     "HookState",
     "MeasuringCallback",

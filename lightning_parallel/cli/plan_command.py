@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,15 +24,17 @@ from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.planner.hardware import (
     Cluster,
     Device,
+    available_cores,
+    device_here,
     device_named,
     measured_cpu,
     parse_bandwidth,
     parse_bytes,
 )
-from lightning_parallel.planner.local_link import measured_link
+from lightning_parallel.planner.links import measured_link
 from lightning_parallel.planner.plan_picture import draw_plan, plan_page
 from lightning_parallel.planner.plan_report import plan_text
-from lightning_parallel.planner.planning import Plan, plan
+from lightning_parallel.planner.plans import LayoutPlan, plan
 from lightning_parallel.planner.rehearsal import PRECISIONS
 
 __all__ = ["run_plan"]
@@ -42,7 +43,7 @@ _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 
 
 def run_plan(options: argparse.Namespace) -> None:
-    """Plan, print, and write what the options ask for."""
+    """LayoutPlan, print, and write what the options ask for."""
     project = _project(options)
     cluster = _cluster(options, project.trainer)
     batch = parsed_batch(options.batch) if options.batch else project.batch
@@ -95,7 +96,7 @@ def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
     if device is not None:
         cluster = Cluster(device, devices, per_node, memory_bytes=memory)
         return _with_links(cluster, options)
-    cores = options.cores or len(os.sched_getaffinity(0))
+    cores = options.cores or available_cores()
     threads = max(1, cores // per_node)
     cluster = Cluster(measured_cpu(threads), devices, per_node, memory_bytes=memory, cores=cores, threads=threads)
     if devices > 1 and not options.node_link:
@@ -106,14 +107,8 @@ def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
 def _device(name: str | None, given: Mapping[str, Any]) -> Device | None:
     """Return a device of the table; None for the cores of this machine."""
     if name is None and torch.cuda.is_available() and given.get("accelerator") != "cpu":
-        name = next((part for part in ("H200", "H100", "L40S", "L4", "A10G", "V100", "T4") if part in _gpu()), None)
-        if name is None:
-            raise ValueError(f"`{_gpu()}` is not in the table of devices: name one by --device")
+        return device_here(torch.device("cuda", torch.cuda.current_device()))
     return None if name is None or name.lower() == "cpu" else device_named(name)
-
-
-def _gpu() -> str:
-    return torch.cuda.get_device_name()
 
 
 def _with_links(cluster: Cluster, options: argparse.Namespace) -> Cluster:
@@ -127,7 +122,7 @@ def _with_links(cluster: Cluster, options: argparse.Namespace) -> Cluster:
     return replace(cluster, node_link=node_link, link=link)
 
 
-def _show(found: Plan, options: argparse.Namespace) -> None:
+def _show(found: LayoutPlan, options: argparse.Namespace) -> None:
     console = Console(width=options.width, highlight=False)
     console.print(plan_text(found, options.rows))
     for path in options.output:
@@ -135,7 +130,7 @@ def _show(found: Plan, options: argparse.Namespace) -> None:
         console.print(f"wrote {path}")
 
 
-def _written(found: Plan, path: Path, rows: int) -> str:
+def _written(found: LayoutPlan, path: Path, rows: int) -> str:
     if path.suffix == ".svg":
         return draw_plan(found)
     if path.suffix == ".json":

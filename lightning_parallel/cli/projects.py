@@ -194,10 +194,8 @@ def _project(captured: _Captured, given: Mapping[str, Any]) -> Project:
 
 
 def _is_configured_late(module: Any) -> bool:
-    own = type(module).configure_model
-    return not any(
-        base.configure_model is own for base in type(module).__mro__ if base.__module__.startswith(_LIGHTNING)
-    )
+    owner = next(base for base in type(module).__mro__ if "configure_model" in vars(base))
+    return not owner.__module__.startswith(_LIGHTNING)
 
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")

@@ -1,4 +1,4 @@
-"""Measure what each layer costs on one microbatch, or count it in parameters; measure the links between ranks.
+"""Measure what each layer costs on one microbatch, or count it in parameters.
 
 No rank needs the whole model for it: the step runs with one layer of each kind, whose output also stands for that of
 the others, and every part is on the device only while it is in use.
@@ -19,19 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_parallel import comm
-from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import buffers_of, has_data, parameters_of, pytree, storage_address
 from lightning_parallel.pipeline.interception import Call, has_listeners, parameter_lists, replaced
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.random_streams import seeded
-from lightning_parallel.pipeline.simulate import Cost, Link
+from lightning_parallel.pipeline.simulate import Cost
 from lightning_parallel.pipeline.stage import InterceptedModel
 from lightning_parallel.pipeline.stubs import autocast_dtype, copy_args
 from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring, split_linears
 
-__all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure", "measure_link"]
+__all__ = ["STATE_COPIES", "TruncatedModel", "count_parameters", "measure"]
 
 T = TypeVar("T")
 Step = Callable[[Any], Any]
@@ -456,53 +454,6 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def _held_bytes(parameters: Any) -> int:
     return sum(parameter.nbytes * (STATE_COPIES if parameter.requires_grad else 1) for parameter in parameters)
-
-
-# ------------------------------------------------------------------------------------------------------------- links
-
-_PROBE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 24}  # they take longer than the latency varies
-_LINK_REPEATS = 5
-# Of no other message: stages use 1 and 2, tied parameters 1000 and more.
-_TAG = 900
-
-
-def measure_link(group: Group, device: torch.device, sync_group: Group | None = None) -> Link:
-    """Time messages there and back between neighbours, every second pair at a time; the slowest pair counts.
-
-    Args:
-        group: The pipeline group; all its ranks call this.
-        device: Where messages are.
-        sync_group: The ranks that are to find the same, the world in a mesh of several axes; by default `group`.
-    """
-    probe_bytes = _PROBE_BYTES.get(device.type, 1 << 24)
-    short_s = long_s = 0.0
-    for first in (0, 1):
-        # Every second pair at a time: a rank in two pairs at once would measure its own waiting.
-        leads = (group.rank - first) % 2 == 0
-        peer = group.rank + 1 if leads else group.rank - 1
-        if 0 <= peer < group.size:
-            short_s = max(short_s, _one_way_s(group, peer, leads, 1, device))
-            long_s = max(long_s, _one_way_s(group, peer, leads, probe_bytes, device))
-    found = comm.all_gather_object((short_s, long_s), sync_group or group)
-    latency_s = max(short for short, _ in found)
-    transfer_s = max(long for _, long in found) - latency_s
-    # On a fast link the difference of the two is lost in noise, and may be negative.
-    return Link(latency_s, probe_bytes / transfer_s if transfer_s > 0 else float("inf"))
-
-
-def _one_way_s(group: Group, peer: int, leads: bool, num_bytes: int, device: torch.device) -> float:
-    """Return half the least of a few round trips, in seconds."""
-    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    taken = []
-    # There and back, so that one clock is read: those of two hosts cannot be compared.
-    for _ in range(_LINK_REPEATS):
-        begun_s = time.perf_counter()
-        for sends in (leads, not leads):
-            (comm.isend if sends else comm.irecv)(message, group, peer, _TAG).wait()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        taken.append((time.perf_counter() - begun_s) / 2)
-    return min(taken)
 
 
 @contextmanager

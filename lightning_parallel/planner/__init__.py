@@ -2,7 +2,7 @@
 
 from lightning_parallel.planner.hardware import Cluster, Device, device_named
 from lightning_parallel.planner.layouts import Layout, StepTime
-from lightning_parallel.planner.planning import Plan, plan
+from lightning_parallel.planner.plans import LayoutPlan, plan
 from lightning_parallel.planner.rank_memory import RankMemory
 
-__all__ = ["Cluster", "Device", "Layout", "Plan", "RankMemory", "StepTime", "device_named", "plan"]
+__all__ = ["Cluster", "Device", "Layout", "LayoutPlan", "RankMemory", "StepTime", "device_named", "plan"]

@@ -9,13 +9,23 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from lightning_parallel.pipeline.simulate import Link
 
-__all__ = ["DEVICES", "Cluster", "Device", "device_named", "measured_cpu", "parse_bandwidth", "parse_bytes"]
+__all__ = [
+    "DEVICES",
+    "Cluster",
+    "Device",
+    "available_cores",
+    "device_here",
+    "device_named",
+    "measured_cpu",
+    "parse_bandwidth",
+    "parse_bytes",
+]
 
 _GIB = 2**30
 
@@ -89,6 +99,29 @@ def device_named(name: str) -> Device:
         if known.lower() == wanted:
             return device
     raise ValueError(f"expected one of {', '.join(DEVICES)}, or `cpu` for this machine's cores, got `{name}`")
+
+
+def device_here(device: torch.device) -> Device | None:
+    """Return the device of the table that a GPU of this process is, with the memory that it has; None for the CPU.
+
+    Raises:
+        ValueError: If the table does not have it.
+    """
+    if device.type == "cpu":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    words = re.sub(r"[\s_]", "-", properties.name).lower()
+    fitting = [known for known in DEVICES if re.search(rf"\b{known.partition('-')[0].lower()}\b", words)]
+    if words.startswith("nvidia-geforce-rtx"):
+        fitting = [known for known in DEVICES if known.lower() in words]
+    if not fitting:
+        raise ValueError(f"`{properties.name}` is not in the table of devices: {', '.join(DEVICES)}")
+    return replace(DEVICES[fitting[0]], memory_bytes=properties.total_memory)
+
+
+def available_cores() -> int:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measured_cpu(threads: int = 1, seconds: float = 0.1) -> Device:

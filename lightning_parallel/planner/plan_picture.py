@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from lightning_parallel.pipeline.plot import INK, MUTED, svg_rect, svg_text
 from lightning_parallel.planner.layouts import Layout
-from lightning_parallel.planner.planning import Plan
+from lightning_parallel.planner.plans import LayoutPlan
 from lightning_parallel.tracing.spans import bytes_text, count_text, seconds_text
 
 __all__ = ["draw_plan", "plan_page"]
@@ -43,7 +43,7 @@ _NAMES = {
 }
 
 
-def draw_plan(plan: Plan, most: int = 12) -> str:
+def draw_plan(plan: LayoutPlan, most: int = 12) -> str:
     """Return an SVG of the best layouts, and of those that lack memory, at most so many."""
     shown = [layout for layout in plan.layouts if layout.memory.total][:most]
     height = 150 + _ROW * len(shown) + 40
@@ -89,7 +89,7 @@ def draw_plan(plan: Plan, most: int = 12) -> str:
     return tostring(svg, encoding="unicode") + "\n"
 
 
-def plan_page(plan: Plan, text: str) -> str:
+def plan_page(plan: LayoutPlan, text: str) -> str:
     """Return a self-contained HTML page: the drawing, and the plan as text."""
     return (
         f'<!doctype html><meta charset="utf-8"><title>{html.escape(plan.model)}: plan</title>'

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_parallel.planner.layouts import Layout
-from lightning_parallel.planner.planning import Plan
+from lightning_parallel.planner.plans import LayoutPlan
 from lightning_parallel.tracing.spans import bytes_text, count_text, seconds_text
 
 __all__ = ["layout_yaml", "plan_text", "strategy_arguments"]
@@ -27,22 +27,23 @@ _MEANINGS = {
 }
 
 
-def plan_text(plan: Plan, rows: int = 20) -> RenderableType:
-    """Return tables and text for a terminal."""
+def plan_text(plan: LayoutPlan, rows: int = 20, with_yaml: bool = True) -> RenderableType:
+    """Return tables and text for a terminal; of the best layouts with YAML, or of the best one without."""
     parts: list[RenderableType] = [_alone(plan), _table(plan, rows)]
     parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
     if not plan.best:
         parts.append(
             Text("No layout can be run: more devices, smaller batches, or smaller precision.", style="bold red")
         )
-    for place, layout in enumerate(plan.best, 1):
+    for place, layout in enumerate(plan.best if with_yaml else plan.best[:1], 1):
         parts += [Text(f"\n{place}. {layout.name}", style="bold green"), Text(reason(plan, layout))]
         parts += [Text(f"   warning: {warning}", style="yellow") for warning in layout.warnings]
-        parts.append(Text(layout_yaml(plan, layout), style="cyan"))
+        if with_yaml:
+            parts.append(Text(layout_yaml(plan, layout), style="cyan"))
     return Group(*parts)
 
 
-def _alone(plan: Plan) -> Text:
+def _alone(plan: LayoutPlan) -> Text:
     layout, limit = plan.alone, plan.cluster.memory_bytes
     if not layout.memory.total:
         return Text(f"{plan.model} cannot be run on one device: {layout.refusal}")
@@ -54,7 +55,7 @@ def _alone(plan: Plan) -> Text:
     )
 
 
-def _table(plan: Plan, rows: int) -> Table:
+def _table(plan: LayoutPlan, rows: int) -> Table:
     cluster = plan.cluster
     source = "its parts measured here" if plan.measured else "by the roofline model"
     table = Table(
@@ -72,7 +73,7 @@ def _table(plan: Plan, rows: int) -> Table:
     return table
 
 
-def _row(plan: Plan, layout: Layout) -> Iterator[str]:
+def _row(plan: LayoutPlan, layout: Layout) -> Iterator[str]:
     yield from map(str, layout.mesh.shape)
     if layout.refusal:
         yield from ("", bytes_text(layout.memory.total) if layout.memory.total else "", "", "", "", "", layout.refusal)
@@ -88,7 +89,7 @@ def _row(plan: Plan, layout: Layout) -> Iterator[str]:
     yield "; ".join(layout.warnings)
 
 
-def reason(plan: Plan, layout: Layout) -> str:
+def reason(plan: LayoutPlan, layout: Layout) -> str:
     """Say in a sentence or two what a layout reaches, and what most of its step and memory are."""
     kinds = sorted(layout.step.by_kind().items(), key=lambda item: -item[1])
     shares = [f"{_MEANINGS[kind]} {seconds / layout.step.total:.0%}" for kind, seconds in kinds[:3] if seconds]
@@ -124,7 +125,7 @@ def strategy_arguments(layout: Layout) -> dict[str, Any]:
     return arguments
 
 
-def layout_yaml(plan: Plan, layout: Layout) -> str:
+def layout_yaml(plan: LayoutPlan, layout: Layout) -> str:
     """Return the part of a LightningCLI project's configuration that runs a layout."""
     cluster = plan.cluster
     lines = [

@@ -6,7 +6,7 @@ use in its bubble others do, so a step takes at least all ranks' work over the c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule, dependencies, producer
@@ -37,27 +37,12 @@ def shared_makespan_s(
     left: dict[int, float] = {}  # of the action that a rank is in
     now = 0.0
 
-    def ready_at(rank: int) -> float:
-        """Return when the next action of a rank can begin; infinity where what it needs is not made yet."""
-        action = schedule.rows[rank][places[rank]]
-        needs = dependencies(action, schedule.num_stages)
-        found = 0.0
-        for need in needs:
-            made = done.get(producer(need))
-            if made is None:
-                return inf
-            is_remote = schedule.stage_ranks[need.stage] != rank
-            sender = min(need.stage, action.stage)
-            delay_s = link.latency_s + costs[sender].boundary_bytes / link.bytes_per_s if is_remote else 0.0
-            found = max(found, made + delay_s)
-        return found
-
     while True:
         waiting = inf
         for rank, row in enumerate(schedule.rows):
             if rank in left or places[rank] == len(row):
                 continue
-            at = ready_at(rank)
+            at = _ready_at(schedule, costs, link, row[places[rank]], done)
             if at <= now + _EPSILON_S:
                 action = row[places[rank]]
                 left[rank] = seconds[action.stage][action.kind]
@@ -79,3 +64,19 @@ def shared_makespan_s(
                     done[producer(action)] = now
                 places[rank] += 1
                 del left[rank]
+
+
+def _ready_at(
+    schedule: Schedule, costs: Sequence[Cost], link: Link, action: Action, done: Mapping[Action, float]
+) -> float:
+    """Return when all that an action needs is there; infinity where some of it is not made yet."""
+    found = 0.0
+    for need in dependencies(action, schedule.num_stages):
+        made = done.get(producer(need))
+        if made is None:
+            return inf
+        is_remote = schedule.stage_ranks[need.stage] != schedule.stage_ranks[action.stage]
+        # The boundary after stage s carries activations of s and gradients of s + 1.
+        boundary_bytes = costs[min(need.stage, action.stage)].boundary_bytes
+        found = max(found, made + (link.latency_s + boundary_bytes / link.bytes_per_s if is_remote else 0.0))
+    return found

@@ -291,6 +291,19 @@ class MeshProcesses(SavesFiles):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         announce_rank(self.global_rank)
 
+    def meet(self) -> None:
+        """Connect the processes before the mesh is known; `choose_mesh` tells it then."""
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        connect(self.cluster_environment, self.root_device, self._process_group_backend, self._timeout)
+
+    def choose_mesh(self, sizes: Mapping[Axis, Size]) -> None:
+        """Set the sizes of the axes, on all ranks alike, before there are groups of the mesh."""
+        self._sizes = dict(sizes)
+        self._mesh = None
+
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None

@@ -31,12 +31,12 @@ from lightning_parallel.compat.torch import BatchNormalization, buffers_of
 from lightning_parallel.mesh import PIPELINE
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.measure import measure_link
 from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, split_batch, split_by
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
 from lightning_parallel.pipeline.search import Balance, Workload, choose_schedule
+from lightning_parallel.planner.links import measure_link
 from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.checkpoint_files import replace_file
 from lightning_parallel.strategies.checks import check_pipeline_arguments, check_plan_argument

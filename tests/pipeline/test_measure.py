@@ -9,9 +9,10 @@ from lightning_parallel import comm
 from lightning_parallel.pipeline import weight_gradients
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.layer_stack import find_layer_stack
-from lightning_parallel.pipeline.measure import count_parameters, measure, measure_link
+from lightning_parallel.pipeline.measure import count_parameters, measure
 from lightning_parallel.pipeline.module_use import trace_use
 from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.planner.links import measure_link
 from tests.harness import distributed
 from tests.pipeline.models import Sleep, built
 from tests.timing import compares_durations, durations

@@ -1,6 +1,6 @@
 """From a model, a batch and a cluster to layouts, best first.
 
-    plan(module, batch, Cluster(device_named("H100"), 16, 8)) -> Plan
+    plan(module, batch, Cluster(device_named("H100"), 16, 8)) -> LayoutPlan
     plan.best[0].mesh, plan.yaml(plan.best[0])
 
 Nothing is communicated, and the model may be on the meta device. Layouts are compared by samples per second: each
@@ -28,7 +28,7 @@ from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.planner.rehearsal import PrecisionName, Rehearsal, without_data
 from lightning_parallel.tensor.plan import UserPlan
 
-__all__ = ["Plan", "optimizers_of", "plan"]
+__all__ = ["LayoutPlan", "optimizers_of", "plan"]
 
 MOST_SIMULATED = 8
 """Layouts whose schedules are simulated, the best by the closed form."""
@@ -38,7 +38,7 @@ MEASURABLE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """Layouts of a model on a cluster.
 
     Attributes:
@@ -102,7 +102,7 @@ def plan(
     layers: str = "auto",
     measured: bool | None = None,
     **search: Any,
-) -> Plan:
+) -> LayoutPlan:
     """Predict every layout of `cluster`, and sort them.
 
     Args:
@@ -137,7 +137,7 @@ def plan(
     layouts = LayoutSearch(rehearsal, copies, global_batch=global_batch, **search)
     alone = LayoutSearch(rehearsal, copies, **search).candidates(Mesh())[0]
     found = _search(layouts, cluster)
-    return Plan(_name(module), cluster, precision, found, alone, rehearsal.measured, tuple(notes))
+    return LayoutPlan(_name(module), cluster, precision, found, alone, rehearsal.measured, tuple(notes))
 
 
 def _search(search: LayoutSearch, cluster: Cluster) -> tuple[Layout, ...]:

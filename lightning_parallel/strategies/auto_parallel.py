@@ -1,0 +1,174 @@
+"""`AutoParallelStrategy`: the planner chooses the mesh and the schedule when a run begins.
+
+The first rank plans, before the groups of the mesh are made, and all take what it found: samplers, `device_mesh` and
+hooks see the chosen mesh from the start.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, Optional, Union
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat.default_group import all_processes_as_default
+from lightning_parallel.compat.lightning import train_dataloader_of
+from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
+from lightning_parallel.pipeline.simulate import Link
+from lightning_parallel.planner.hardware import Cluster, available_cores, device_here, measured_cpu
+from lightning_parallel.planner.layouts import Layout
+from lightning_parallel.planner.links import fitted_link
+from lightning_parallel.planner.plan_report import plan_text
+from lightning_parallel.planner.plans import LayoutPlan, plan
+from lightning_parallel.planner.rehearsal import without_data
+from lightning_parallel.strategies.parallel import HybridParallelStrategy
+from lightning_parallel.strategies.stage_table import print_table
+
+__all__ = ["AutoParallelStrategy"]
+
+
+class AutoParallelStrategy(HybridParallelStrategy):
+    """Plans when `fit` begins: predicts every layout of the processes, takes the best, and says which.
+
+    The layout with most samples per second among those that fit is taken, at the batch size of the training loader,
+    which is that of each replica. To look at the plan without a run, or for devices that are not here, use
+    `lightning-parallel plan`. To keep a layout, use `HybridParallelStrategy` with the arguments that are printed.
+
+    The first rank reads a batch early, and so calls `prepare_data` and `setup` of the data once more before all ranks
+    do. Validation, test and prediction without a `fit` before them run with replicas only. A run that resumes may take
+    another layout than the one before: checkpoints fit all of them.
+
+    Args:
+        memory_limit_bytes: Most bytes that a rank may hold; by default the memory of its device, or its share of the
+            machine's.
+        plan, sequence_parallel: See `TensorParallelStrategy`.
+        layers, split_batch, microbatch_weight: See `PipelineParallelStrategy`.
+        kwargs: See `MeshStrategy`.
+
+    Raises:
+        ValueError: When the Trainer starts, on every rank, if no layout fits, with what each lacks.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory_limit_bytes: Optional[float] = None,
+        plan: Union[Literal["auto"], dict[str, str]] = "auto",
+        sequence_parallel: bool = False,
+        layers: str = "auto",
+        split_batch: Optional[Union[Callable[[Any, int], list[Any]], str]] = None,
+        microbatch_weight: Optional[Union[Callable[[Any], float], str]] = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            plan=plan,
+            sequence_parallel=sequence_parallel,
+            layers=layers,
+            split_batch=split_batch,
+            microbatch_weight=microbatch_weight,
+            **kwargs,
+        )
+        self.memory_limit_bytes = memory_limit_bytes
+        self.layout: Layout | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        trainer = self.module.trainer
+        state = ParallelState.of(self.module)
+        is_divided = state.sharding is not None or state.engine is not None
+        if trainer.state.fn == TrainerFn.FITTING and self.layout is None and not is_divided:
+            self.meet()
+            with all_processes_as_default():
+                world = Group.of()
+                link = fitted_link(world, self.root_device) if world.size > 1 else Link()
+                self._take(comm.broadcast_from(lambda: self._planned(trainer, link), world))
+        super().setup_environment()
+
+    def _planned(self, trainer: Trainer, link: Link) -> LayoutPlan:
+        """LayoutPlan on the first rank.
+
+        Raises:
+            ValueError: If no layout fits.
+        """
+        with torch.random.fork_rng():
+            batch = _early_batch(trainer)
+            module = _whole_copy(self.module)
+            cluster = self._cluster(link)
+            before = torch.get_num_threads()
+            torch.set_num_threads(cluster.threads)
+            try:
+                found = plan(
+                    module,
+                    batch,
+                    cluster,
+                    precision=trainer.precision,  # type: ignore[arg-type]
+                    tensor_plan=self.tensor_options.plan,
+                    sequence_parallel=self.tensor_options.sequence_parallel,
+                    layers=self.pipeline_options.layers if self.pipeline_options is not None else "auto",
+                )
+            finally:
+                torch.set_num_threads(before)
+        if not found.possible:
+            listed = "\n".join(f"  {layout.name}: {layout.refusal}" for layout in found.layouts)
+            raise ValueError(f"no layout of {cluster.num_devices} devices can run `{found.model}`:\n{listed}")
+        return found
+
+    def _cluster(self, link: Link) -> Cluster:
+        ranks, per_node = self.world_size, self.num_processes
+        limit = self.memory_limit_bytes or 0.0
+        device = device_here(self.root_device)
+        if device is not None:
+            return Cluster(device, ranks, per_node, link, link, limit)
+        cores = available_cores()
+        threads = max(1, cores // per_node)
+        return Cluster(measured_cpu(threads), ranks, per_node, link, link, limit, cores, threads)
+
+    def _take(self, found: LayoutPlan) -> None:
+        """Run the best layout of a plan from now on."""
+        layout = self.layout = found.best[0]
+        data, pipeline, tensor = layout.mesh.shape
+        self.choose_mesh({DATA: data, PIPELINE: pipeline, TENSOR: tensor})
+        assert self.pipeline_options is not None
+        self.pipeline_options = replace(
+            self.pipeline_options,
+            schedule=layout.schedule,
+            num_microbatches=layout.microbatches,
+            virtual_stages=layout.virtual_stages,
+            balance=layout.layers_per_stage or "auto",
+            memory_limit_bytes=None,
+        )
+        print_table(plan_text(found, with_yaml=False))
+        rank_zero_info(f"AutoParallelStrategy runs {layout.name}: {layout.samples_per_s:.3g} samples/s are predicted")
+
+
+def _early_batch(trainer: Trainer) -> Any:
+    """Return the first batch of the training loader, before the Trainer has set it up.
+
+    Raises:
+        ValueError: If there is no training loader.
+    """
+    data = trainer.datamodule if trainer.datamodule is not None else trainer.lightning_module  # type: ignore[attr-defined]
+    data.prepare_data()
+    data.setup("fit")
+    loader = train_dataloader_of(trainer)
+    if loader is None:
+        raise ValueError("AutoParallelStrategy plans by a batch, but the run has no training loader")
+    return next(iter(loader))
+
+
+def _whole_copy(module: LightningModule) -> LightningModule:
+    """Return a copy without data of a module as it will be after its own hooks."""
+    copied = without_data(module)
+    assert isinstance(copied, LightningModule)
+    with torch.device("meta"):
+        copied.configure_model()
+    return copied if any(True for _ in copied.parameters()) else copy.copy(module)

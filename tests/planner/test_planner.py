@@ -1,0 +1,302 @@
+"""The planner: units and closed forms, what a rehearsal counts against a real division, layouts and why not."""
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import AutoParallelStrategy, HybridParallelStrategy
+from lightning_parallel.cli import main
+from lightning_parallel.comm import Group, all_gather, all_gather_object, all_reduce
+from lightning_parallel.mesh import TENSOR, Mesh
+from lightning_parallel.pipeline.analysis import analyze
+from lightning_parallel.pipeline.schedule import build_schedule
+from lightning_parallel.pipeline.simulate import Cost, Link, simulate
+from lightning_parallel.planner import Cluster, RankMemory, device_named, plan
+from lightning_parallel.planner.collective_costs import collective_s, flat_collective_s
+from lightning_parallel.planner.hardware import Device, parse_bandwidth, parse_bytes
+from lightning_parallel.planner.layouts import LayoutSearch
+from lightning_parallel.planner.plan_picture import draw_plan
+from lightning_parallel.planner.plan_report import layout_yaml, strategy_arguments
+from lightning_parallel.planner.rank_memory import Held
+from lightning_parallel.planner.rehearsal import Rehearsal, training_step
+from lightning_parallel.planner.shared_cores import shared_makespan_s
+from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.plan import apply_plan
+from tests.harness import distributed, recorded_communication
+from tests.strategies.models import trainer_for
+
+WIDTH, HEADS, TOKENS, SAMPLES, CLASSES = 32, 4, 6, 8, 16
+SMALL = Device("small", {"float32": 1e9}, 1e6, 1e9, launch_s=1e-6, efficiency=1.0)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(LightningModule):
+    def __init__(self, layers=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(CLASSES, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def training_step(self, batch, index):
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def tokens():
+    return torch.zeros(SAMPLES, TOKENS, dtype=torch.long)
+
+
+def cluster(ranks=4, per_node=4, **options):
+    return Cluster(SMALL, ranks, per_node, Link(1e-5, 1e9), Link(1e-4, 1e8), **options)
+
+
+# -- units, links, closed forms ----------------------------------------------------------------------------------------
+
+
+def test_units_tell_bits_from_bytes_and_powers_of_two_from_those_of_ten():
+    assert parse_bytes("80GiB") == 80 * 2**30
+    assert parse_bytes("1.5 GB") == 1.5e9
+    assert parse_bandwidth("400Gbit/s") == 50e9
+    assert parse_bandwidth("400Gbps") == 50e9
+    assert parse_bandwidth("900GB/s") == 900e9
+    for wrong in ("80", "80Gb", "-1GiB", "80 Gbit"):
+        with pytest.raises(ValueError, match="in bytes, such as 80GiB"):
+            parse_bytes(wrong)
+    for wrong in ("400", "400Gb/s", "50GB", "50GB/min"):
+        with pytest.raises(ValueError, match="in bits or bytes per second"):
+            parse_bandwidth(wrong)
+    with pytest.raises(ValueError, match="expected one of H200, .*got `H1000`"):
+        device_named("H1000")
+    with pytest.raises(ValueError, match="nodes with as many devices"):
+        cluster(12, 8)
+
+
+def test_collectives_take_what_the_model_says_on_the_link_that_they_cross():
+    link = Link(1e-3, 1e6)
+    assert flat_collective_s("all_gather", 1e6, 4, link) == pytest.approx(3e-3 + 0.75)
+    assert flat_collective_s("all_reduce", 1e6, 4, link) == pytest.approx(2 * (3e-3 + 0.75))
+    # A short message takes the fewer steps of a tree.
+    assert flat_collective_s("all_reduce", 1, 64, link) == pytest.approx(2 * (6e-3 + 1e-6))
+    assert flat_collective_s("send", 1e6, 2, link) == pytest.approx(1.001)
+    two = Cluster(SMALL, 16, 8, Link(0.0, 1e9), Link(0.0, 1e8))
+    inside, across = collective_s("all_reduce", 1e6, 1, 8, two), collective_s("all_reduce", 1e6, 8, 2, two)
+    assert inside == pytest.approx(2 * 7 / 8 * 1e-3)
+    assert across == pytest.approx(1e-2)
+    # All ranks of both nodes: inside of each first, then an eighth of it between nodes.
+    assert collective_s("all_reduce", 1e6, 1, 16, two) == pytest.approx(2 * 7 / 8 * 1e-3 + 1e-2 / 8)
+
+
+def test_ranks_that_share_cores_take_all_their_work_over_the_cores():
+    cost = Cost(forward_s=1.0, input_gradient_s=1.0, weight_gradient_s=1.0, boundary_bytes=1)
+    schedule, link = build_schedule("1f1b", 4, 8), Link(0.1, 10)
+    alone = simulate(schedule, [cost] * 4, link).makespan_s
+    assert shared_makespan_s(schedule, [cost] * 4, link, cores=4) == pytest.approx(alone)
+    assert shared_makespan_s(schedule, [cost] * 4, link, cores=1) == pytest.approx(4 * 8 * 3.0, rel=0.01)
+    on_two = shared_makespan_s(schedule, [cost] * 4, link, cores=2)
+    assert 4 * 8 * 3.0 / 2 <= on_two < 4 * 8 * 3.0 / 2 * 1.1
+
+
+def test_a_pretended_group_answers_at_once_in_the_right_shapes_and_notes_what_it_was_asked():
+    notes = []
+    group = Group.pretended(TENSOR, 4, lambda op, num_bytes: notes.append((op, num_bytes)))
+    assert all_reduce(torch.ones(3), group).shape == (3,)
+    assert all_gather(torch.ones(2, 3), group, 1).shape == (2, 12)
+    assert all_gather_object("same", group) == ["same"] * 4
+    assert notes == [("all_reduce", 12), ("all_gather", 96)]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_adam_holds_sixteen_bytes_for_each_parameter_and_none_of_them_for_frozen_ones():
+    model = Model()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert RankMemory.of(Held.of(model.parameters())).total == 16 * count
+    assert RankMemory.of(Held.of(model.bfloat16().parameters())).total == 8 * count
+    model.float().requires_grad_(False)
+    model.head.requires_grad_(True)
+    trained = sum(parameter.numel() for parameter in model.head.parameters())
+    assert RankMemory.of(Held.of(model.parameters())).total == 4 * count + 12 * trained
+
+
+def test_memory_is_what_the_table_of_stages_says():
+    model = Model()
+    rehearsal = Rehearsal(model, tokens(), cluster())
+    search = LayoutSearch(rehearsal, copies=4.0, schedules=["1f1b"], microbatches=[4])
+    (layout,) = search.candidates(Mesh(1, 2, 1))
+    model.log = lambda *_, **__: None
+    example = (partial(training_step, model), rehearsal.microbatch(4))
+    run = analyze(model, 2, "1f1b", num_microbatches=4, example=example)
+    run = replace(run, layers_per_stage=layout.layers_per_stage)
+    # What the strategy measures on real data is what is counted without.
+    for stage, memory in enumerate(layout.memories):
+        held, activations = run.stage_bytes(stage, 4.0)
+        assert held == memory.parameters + memory.gradients + memory.optimizer
+        assert activations == pytest.approx(memory.activations + memory.logits, rel=1e-3)
+
+
+# -- rehearsal ---------------------------------------------------------------------------------------------------------
+
+
+def test_flops_and_messages_of_a_block_are_those_of_its_shards():
+    rehearsal = Rehearsal(Model(), tokens(), cluster())
+    whole = 2 * SAMPLES * TOKENS * 12 * WIDTH**2 + 4 * SAMPLES * TOKENS**2 * WIDTH
+    for ranks in (1, 2, 4):
+        flops, messages = (rehearsal.count(quantity, ranks).layers[0] for quantity in ("flops", "messages"))
+        assert flops.forward_s == whole / ranks
+        # Two products for each of forward's; fused attention takes the scores a second time.
+        assert 2 * whole / ranks <= flops.input_gradient_s + flops.weight_gradient_s <= 2.3 * whole / ranks
+        backward = messages.input_gradient_s + messages.weight_gradient_s
+        assert (messages.forward_s, backward) == ((2, 2) if ranks > 1 else (0, 0))
+        num_bytes = rehearsal.count("message_bytes", ranks).layers[0].forward_s
+        assert num_bytes == (2 * 4 * SAMPLES * TOKENS * WIDTH if ranks > 1 else 0)
+
+
+@distributed(world_size=2)
+def test_a_rehearsal_counts_the_messages_of_a_real_division(group):
+    rehearsal = Rehearsal(Model(), tokens(), cluster())
+    costs = rehearsal.count("messages", 2)
+    counted = sum(part.total_s for part in (costs.prologue, *costs.layers, costs.epilogue))
+    model = Model()
+    model.log = lambda *_, **__: None
+    apply_plan(model, make_plan(model, "auto", group), group)
+    with recorded_communication() as calls:
+        model.training_step(tokens(), 0).backward()
+    assert counted == len(list(calls))
+
+
+def test_layers_of_a_large_model_cost_no_memory_to_plan():
+    transformers = pytest.importorskip("transformers")
+
+    class Llama(LightningModule):
+        def __init__(self):
+            super().__init__()
+            config = transformers.LlamaConfig(
+                hidden_size=8192,
+                intermediate_size=28672,
+                num_hidden_layers=4,
+                num_attention_heads=64,
+                num_key_value_heads=8,
+                vocab_size=128256,
+            )
+            self.model = transformers.LlamaForCausalLM(config)
+
+        def training_step(self, batch, index):
+            return self.model(input_ids=batch, labels=batch).loss
+
+    with torch.device("meta"):
+        model = Llama()
+    batch = torch.zeros(1, 128, dtype=torch.long)
+    rehearsal = Rehearsal(model, batch, Cluster(device_named("h100"), 16, 8), precision="bf16-mixed")
+    whole, divided = (rehearsal.count("flops", ranks).layers[0].forward_s for ranks in (1, 8))
+    assert whole == 8 * divided
+    search = LayoutSearch(rehearsal, copies=4.0)
+    (layout,) = search.candidates(Mesh(16, 1, 1))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert layout.memory.parameters + layout.memory.gradients + layout.memory.optimizer == 16 * count
+    assert re.search(r"GiB on a rank, .* too much; most of it optimizer", layout.refusal)
+
+
+@distributed(world_size=2)
+def test_auto_parallel_takes_the_layout_that_fits_and_trains_as_one_process(group):
+    one = Model()
+    trainer_for("auto", 1, max_epochs=1).fit(one, loader())
+    # Room for half of the model, not for a replica each.
+    whole = 4 * sum(4 * parameter.numel() for parameter in one.parameters())
+    strategy = AutoParallelStrategy(memory_limit_bytes=0.9 * whole)
+    model = Model()
+    trainer_for(strategy, 2, max_epochs=1).fit(model, loader())
+    assert strategy.layout is not None
+    assert strategy.mesh == strategy.layout.mesh
+    assert strategy.mesh.data_parallel == 1
+    assert all_gather_object(strategy.layout.name, group) == [strategy.layout.name] * 2
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    with pytest.raises((ValueError, RuntimeError), match="no layout of 2 devices can run `Model`"):
+        trainer_for(AutoParallelStrategy(memory_limit_bytes=1e3), 2).fit(Model(), loader())
+
+
+def loader():
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(torch.randint(CLASSES, (2 * SAMPLES, TOKENS), generator=generator), SAMPLES)
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_layout_is_predicted_or_says_why_not():
+    found = plan(Model(layers=3), tokens(), cluster(8, 4, memory_bytes=2e6), measured=False)
+    by_mesh = {layout.mesh.shape: layout for layout in found.layouts}
+    assert by_mesh.keys() == {(8 // t // p, p, t) for t in (1, 2, 4, 8) for p in (1, 2, 4, 8) if t * p <= 8}
+    assert by_mesh[1, 8, 1].refusal == "3 layers for 8 stages"
+    assert "heads" in by_mesh[1, 1, 8].refusal or "tensor axis crosses" in by_mesh[1, 1, 8].warnings[0]
+    assert by_mesh[8, 1, 1].step.reduction > 0
+    assert by_mesh[4, 2, 1].step.pipeline > 0
+    assert by_mesh[4, 1, 2].step.tensor > 0
+    rates = [layout.samples_per_s for layout in found.possible]
+    assert rates == sorted(rates, reverse=True)
+    shares = plan(Model(), tokens(), cluster(8, 8), measured=False, global_batch=12)
+    refused = {
+        layout.mesh.data_parallel for layout in shares.layouts if "12 samples cannot be shared" in layout.refusal
+    }
+    assert refused == {8}
+    assert {layout.samples for layout in shares.possible} == {12}
+    assert "<svg" in draw_plan(found)
+    assert json.loads(json.dumps(found.to_dict()))["devices"] == 8
+
+
+def test_what_is_pasted_is_what_was_planned():
+    found = plan(Model(), tokens(), cluster(), measured=False)
+    layout = next(layout for layout in found.possible if layout.mesh.pipeline_parallel > 1)
+    trainer = yaml.safe_load(layout_yaml(found, layout))["trainer"]
+    assert (trainer["devices"], trainer["num_nodes"], trainer["precision"]) == (4, 1, "32-true")
+    assert trainer["strategy"]["class_path"] == "lightning_parallel.HybridParallelStrategy"
+    assert trainer["strategy"]["init_args"] == strategy_arguments(layout)
+    strategy = HybridParallelStrategy(**trainer["strategy"]["init_args"])
+    assert strategy.pipeline_options.balance == layout.layers_per_stage
+    assert strategy.pipeline_options.num_microbatches == layout.microbatches
+
+
+def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
+    words = ["plan", "--script", "examples/gpt/main.py", "--config", "examples/gpt/base.yaml", "--device", "H100"]
+    outputs = [f"--output={tmp_path / name}" for name in ("plan.html", "plan.json")]
+    status = main([*words, "--devices", "4", "--link", "400Gbit/s", "--width", "140", *outputs])
+    shown = capsys.readouterr()
+    assert status == 0, shown.err
+    assert "ByteGPT fits one H100" in shown.out
+    assert "class_path: lightning_parallel.HybridParallelStrategy" in shown.out
+    assert len(json.loads((tmp_path / "plan.json").read_text())["layouts"]) == 6
+    assert "<svg" in (tmp_path / "plan.html").read_text()
+    for wrong, message in ((["--link", "400"], "in bits or bytes per second"), (["--device", "X"], "expected one of")):
+        assert main([*words, "--devices", "4", *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["plan", "--model", "tests.planner.test_planner:Model", "--devices", "2", "--device", "T4"]) == 2
+    assert "expected a batch" in capsys.readouterr().err
