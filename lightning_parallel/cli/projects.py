@@ -157,16 +157,11 @@ def _stopped_at_fit(kind: type, given: dict[str, Any]) -> Iterator[None]:
         given.update(zip(names, args), **kwargs)
         build(self, **{**dict(zip(names, args)), **kwargs, **_HERE})
 
-    def fit(
-        self: Any,
-        model: Any,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        datamodule: Any = None,
-        *_: Any,
-        **__: Any,
-    ) -> NoReturn:
-        raise _Captured(self, {"model": model, "loaders": train_dataloaders, "datamodule": datamodule})
+    whole: Any = kind.fit  # type: ignore[attr-defined]
+
+    @functools.wraps(whole)
+    def fit(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _Captured(self, inspect.signature(whole).bind(self, *args, **kwargs).arguments)
 
     with patched(kind, "__init__", init), patched(kind, "fit", fit):
         yield
@@ -174,7 +169,7 @@ def _stopped_at_fit(kind: type, given: dict[str, Any]) -> Iterator[None]:
 
 def _project(captured: _Captured, given: Mapping[str, Any]) -> Project:
     trainer, module = captured.trainer, captured.arguments["model"]
-    data, loaders = captured.arguments["datamodule"], captured.arguments["loaders"]
+    data, loaders = captured.arguments.get("datamodule"), captured.arguments.get("train_dataloaders")
     if hasattr(loaders, "train_dataloader"):
         data, loaders = loaders, None
     module.trainer = trainer

@@ -41,6 +41,11 @@ SCHEDULE_CHOICES: dict[str, tuple[int, ...]] = {
 }
 """Schedules to try, with their stages per rank; of equally fast ones the first is taken."""
 
+STEP_OPERATIONS, ACTION_OPERATIONS = 3000, 700
+"""What the Trainer and a strategy do on the host in each step, and the pipeline's runtime for each action, in small
+operations of torch: they grow and shrink with the speed of the interpreter. Counted with `benchmarks/plan.py`; on GPUs
+the device computes meanwhile."""
+
 MOST_RANKS_TRIED = 64
 """Ranks up to which layouts are predicted that the rules of the field exclude."""
 
@@ -175,8 +180,8 @@ class LayoutSearch:
         global_batch: Samples of an optimizer step of all replicas; None: as many as the replicas' loaders give.
         schedules: Names to try.
         microbatches: Values to try; None: by the size of the pipeline and the batch.
-        action_s: What the pipeline's runtime takes for each action.
-        step_s: What the Trainer takes for each step.
+        action_s: What the pipeline's runtime takes for each action; by default `ACTION_OPERATIONS` on processors.
+        step_s: What the Trainer takes for each step; by default `STEP_OPERATIONS` on processors.
     """
 
     def __init__(
@@ -188,8 +193,8 @@ class LayoutSearch:
         global_batch: int | None = None,
         schedules: Sequence[str] = tuple(SCHEDULE_CHOICES),
         microbatches: Sequence[int] | None = None,
-        action_s: float = 0.0,
-        step_s: float = 0.0,
+        action_s: float | None = None,
+        step_s: float | None = None,
     ) -> None:
         self.rehearsal = rehearsal
         self.cluster: Cluster = rehearsal.cluster
@@ -197,8 +202,9 @@ class LayoutSearch:
         self.global_batch = global_batch
         self.schedules = schedules
         self.microbatches = microbatches
-        self.action_s = action_s
-        self.step_s = step_s
+        small_s = 0.0 if self.cluster.cores is None else self.cluster.device.launch_s
+        self.action_s = ACTION_OPERATIONS * small_s if action_s is None else action_s
+        self.step_s = STEP_OPERATIONS * small_s if step_s is None else step_s
         # Adam reads a parameter, its gradient and two moments, and writes all but the gradient.
         per_byte_s = (2 * copies - 1) / self.cluster.device.bytes_per_s
         self.optimizer_s = optimizer_s or (per_byte_s, 0.0)

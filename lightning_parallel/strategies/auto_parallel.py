@@ -6,7 +6,6 @@ hooks see the chosen mesh from the start.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, Optional, Union
@@ -171,4 +170,6 @@ def _whole_copy(module: LightningModule) -> LightningModule:
     assert isinstance(copied, LightningModule)
     with torch.device("meta"):
         copied.configure_model()
-    return copied if any(True for _ in copied.parameters()) else copy.copy(module)
+        if next(copied.parameters(), None) is None:
+            copied.setup("fit")
+    return copied
