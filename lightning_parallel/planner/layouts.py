@@ -12,10 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 from math import ceil
-
-from torch import nn
 
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.pipeline_plan import Costs
@@ -24,8 +21,8 @@ from lightning_parallel.pipeline.search import cut_layers, stage_costs
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
 from lightning_parallel.planner.collective_costs import collective_s
 from lightning_parallel.planner.hardware import Cluster
-from lightning_parallel.planner.rank_memory import Held, RankMemory
-from lightning_parallel.planner.rehearsal import Divided, PartCosts, Rehearsal
+from lightning_parallel.planner.rank_memory import Held, ModelParts, RankMemory
+from lightning_parallel.planner.rehearsal import PartCosts, Rehearsal
 from lightning_parallel.planner.shared_cores import shared_makespan_s
 from lightning_parallel.tracing.spans import bytes_text
 
@@ -41,7 +38,7 @@ SCHEDULE_CHOICES: dict[str, tuple[int, ...]] = {
 }
 """Schedules to try, with their stages per rank; of equally fast ones the first is taken."""
 
-STEP_OPERATIONS, ACTION_OPERATIONS = 3000, 700
+STEP_OPERATIONS, ACTION_OPERATIONS = 3000, 1000
 """What the Trainer and a strategy do on the host in each step, and the pipeline's runtime for each action, in small
 operations of torch: they grow and shrink with the speed of the interpreter. Counted with `benchmarks/plan.py`; on GPUs
 the device computes meanwhile."""
@@ -130,46 +127,6 @@ class Layout:
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """Parameters of a divided model: before, in and after its layers."""
-
-    prologue: list[nn.Parameter]
-    layers: list[list[nn.Parameter]]
-    epilogue: list[nn.Parameter]
-
-    @classmethod
-    def of(cls, divided: Divided) -> _Parts:
-        if divided.stack is None or divided.use is None:
-            return cls(list(divided.module.parameters()), [], [])
-        last = len(divided.stack.layers) - 1
-        inside = {id(parameter) for layer in divided.stack.layers for parameter in layer.parameters()}
-        outside = [(name, value) for name, value in divided.module.named_parameters() if id(value) not in inside]
-        used = divided.use.parameters
-        layers = [list(layer.parameters()) for layer in divided.stack.layers]
-        for name, value in outside:
-            for index in used[name] - {0, last}:
-                layers[index].append(value)
-        first = [value for name, value in outside if 0 in used[name]]
-        ends = [0, *accumulate(divided.stack.blocks)]
-        layers = [[value for layer in layers[start:stop] for value in layer] for start, stop in pairwise(ends)]
-        return cls(first, layers, [value for name, value in outside if last in used[name] and last > 0])
-
-    def held(self, counts: Sequence[int], ranks: Sequence[int]) -> list[Held]:
-        """Return what each rank of a pipeline holds, of stages with so many layers; each parameter once."""
-        if not self.layers:
-            return [Held.of(self.prologue)]
-        found: list[list[nn.Parameter]] = [[] for _ in range(max(ranks) + 1)]
-        start = 0
-        for stage, count in enumerate(counts):
-            for layer in self.layers[start : start + count]:
-                found[ranks[stage]] += layer
-            start += count
-        found[ranks[0]] += self.prologue
-        found[ranks[-1]] += self.epilogue
-        return [Held.of(parameters) for parameters in found]
-
-
 class LayoutSearch:
     """Predicts layouts of a rehearsed model.
 
@@ -208,7 +165,7 @@ class LayoutSearch:
         # Adam reads a parameter, its gradient and two moments, and writes all but the gradient.
         per_byte_s = (2 * copies - 1) / self.cluster.device.bytes_per_s
         self.optimizer_s = optimizer_s or (per_byte_s, 0.0)
-        self._parts: dict[int, _Parts] = {}
+        self._parts: dict[int, ModelParts] = {}
         self._cuts: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     # --------------------------------------------------------------------------------------------------- one layout
@@ -291,7 +248,7 @@ class LayoutSearch:
         tensor = mesh.tensor_parallel
         costs = self._costs(tensor, samples, schedule.num_microbatches)
         counts = self._cut(tensor, samples, schedule, costs)
-        together = _stages(costs.together, counts)
+        together = _with_repeated_prologue(_stages(costs.together, counts), costs.compute.prologue)
         link = self.cluster.link_of(tensor, mesh.pipeline_parallel)
         makespan_s = self._makespan_s(schedule, together, link, plays)
         crowd = self._crowd(mesh)
@@ -426,9 +383,9 @@ class LayoutSearch:
 
     # ------------------------------------------------------------------------------------------------------- memory
 
-    def _parts_of(self, tensor: int) -> _Parts:
+    def _parts_of(self, tensor: int) -> ModelParts:
         if tensor not in self._parts:
-            self._parts[tensor] = _Parts.of(self.rehearsal.divided(tensor))
+            self._parts[tensor] = ModelParts.of(self.rehearsal.divided(tensor))
         return self._parts[tensor]
 
     def _memories(
@@ -495,6 +452,12 @@ def _stages(costs: Costs, counts: Sequence[int]) -> list[Cost]:
     if not counts:
         return [Cost.in_sequence([costs.prologue, *costs.layers, costs.epilogue])]
     return stage_costs(costs.layers, counts, prologue=costs.prologue, epilogue=costs.epilogue)
+
+
+def _with_repeated_prologue(stages: list[Cost], prologue: Cost) -> list[Cost]:
+    """Add to later stages what they compute again before their layers: masks and positions, from the batch itself."""
+    later = (replace(stage, forward_s=stage.forward_s + prologue.forward_s) for stage in stages[1:])
+    return [*stages[:1], *later]
 
 
 def _of_rank(schedule: Schedule, stages: list[Cost], rank: int) -> list[Cost]:

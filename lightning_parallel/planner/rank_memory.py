@@ -11,14 +11,16 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.pipeline.measure import STATE_COPIES
+from lightning_parallel.planner.rehearsal import Divided
 
-__all__ = ["Held", "RankMemory", "optimizer_copies"]
+__all__ = ["Held", "ModelParts", "RankMemory", "optimizer_copies"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,46 @@ class RankMemory:
     def by_kind(self) -> dict[str, float]:
         """Return the bytes by the names of the kinds."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Parameters of a divided model: before, in and after its layers."""
+
+    prologue: list[nn.Parameter]
+    layers: list[list[nn.Parameter]]
+    epilogue: list[nn.Parameter]
+
+    @classmethod
+    def of(cls, divided: Divided) -> ModelParts:
+        if divided.stack is None or divided.use is None:
+            return cls(list(divided.module.parameters()), [], [])
+        last = len(divided.stack.layers) - 1
+        inside = {id(parameter) for layer in divided.stack.layers for parameter in layer.parameters()}
+        outside = [(name, value) for name, value in divided.module.named_parameters() if id(value) not in inside]
+        used = divided.use.parameters
+        layers = [list(layer.parameters()) for layer in divided.stack.layers]
+        for name, value in outside:
+            for index in used[name] - {0, last}:
+                layers[index].append(value)
+        first = [value for name, value in outside if 0 in used[name]]
+        ends = [0, *accumulate(divided.stack.blocks)]
+        layers = [[value for layer in layers[start:stop] for value in layer] for start, stop in pairwise(ends)]
+        return cls(first, layers, [value for name, value in outside if last in used[name] and last > 0])
+
+    def held(self, counts: Sequence[int], ranks: Sequence[int]) -> list[Held]:
+        """Return what each rank of a pipeline holds, of stages with so many layers; each parameter once."""
+        if not self.layers:
+            return [Held.of(self.prologue)]
+        found: list[list[nn.Parameter]] = [[] for _ in range(max(ranks) + 1)]
+        start = 0
+        for stage, count in enumerate(counts):
+            for layer in self.layers[start : start + count]:
+                found[ranks[stage]] += layer
+            start += count
+        found[ranks[0]] += self.prologue
+        found[ranks[-1]] += self.epilogue
+        return [Held.of(parameters) for parameters in found]
 
 
 def optimizer_copies(optimizers: Sequence[Optimizer]) -> float:
