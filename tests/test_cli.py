@@ -136,7 +136,7 @@ def test_a_picture_needs_columns(capsys, width):
 
 
 def test_it_runs_as_a_module():
-    run = run_script(Path(cli.__file__).with_name("__main__.py"), "simulate", "--ranks", "2", "--microbatches", "2")
+    run = run_script(Path(cli.__file__).parents[1] / "__main__.py", "simulate", "--ranks", "2", "--microbatches", "2")
     assert run.returncode == 0, run.stderr
     assert "bubble 33.33%" in run.stdout
 
@@ -155,6 +155,6 @@ print([name for name in ("torch", "lightning", "jinja2") if name in sys.modules]
 
 
 def test_drawing_a_schedule_needs_no_torch(tmp_path):
-    words = [sys.executable, "-c", WITHOUT_TORCH, str(Path(cli.__file__).parent), str(tmp_path / "a.svg")]
+    words = [sys.executable, "-c", WITHOUT_TORCH, str(Path(cli.__file__).parents[1]), str(tmp_path / "a.svg")]
     run = subprocess.run(words, capture_output=True, text=True, check=False)
     assert run.stdout.splitlines()[-1:] == ["[]"], run.stderr
