@@ -34,6 +34,7 @@ from torch._C import _swap_tensor_impl as swap_tensor_impl
 
 # Whether a profiler of torch records in this thread: a second one would be refused, and public names do not tell.
 from torch._C._autograd import _profiler_enabled as is_profiler_running
+
 # Tensors without data on a device that need not be there, with torch's own shape functions: what `torch.export` uses.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
