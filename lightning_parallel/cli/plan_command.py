@@ -43,7 +43,7 @@ _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 
 
 def run_plan(options: argparse.Namespace) -> None:
-    """LayoutPlan, print, and write what the options ask for."""
+    """Plan, print, and write what the options ask for."""
     project = _project(options)
     cluster = _cluster(options, project.trainer)
     batch = parsed_batch(options.batch) if options.batch else project.batch

@@ -40,8 +40,8 @@ SCHEDULE_CHOICES: dict[str, tuple[int, ...]] = {
 
 STEP_OPERATIONS, ACTION_OPERATIONS = 3000, 1000
 """What the Trainer and a strategy do on the host in each step, and the pipeline's runtime for each action, in small
-operations of torch: they grow and shrink with the speed of the interpreter. Counted with `benchmarks/plan.py`; on GPUs
-the device computes meanwhile."""
+operations of torch: they grow and shrink with the speed of the interpreter. Fitted to runs of `benchmarks/plan.py`; on
+GPUs the device computes meanwhile."""
 
 MOST_RANKS_TRIED = 64
 """Ranks up to which layouts are predicted that the rules of the field exclude."""

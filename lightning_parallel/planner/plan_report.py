@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lightning_parallel.planner.layouts import Layout
 from lightning_parallel.planner.plans import LayoutPlan
+from lightning_parallel.planner.rank_memory import state_variants
 from lightning_parallel.tracing.spans import bytes_text, count_text, seconds_text
 
 __all__ = ["layout_yaml", "plan_text", "strategy_arguments"]
@@ -49,9 +50,13 @@ def _alone(plan: LayoutPlan) -> Text:
         return Text(f"{plan.model} cannot be run on one device: {layout.refusal}")
     kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in layout.memory.by_kind().items() if size)
     fits = "fits" if layout.memory.total <= limit else "does not fit"
+    width = {"16-true": 2, "bf16-true": 2, "64-true": 8}.get(plan.precision, 4)
+    variants = state_variants(layout.memory, width, plan.cluster.num_devices)
+    listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in variants.items())
     return Text(
         f"{plan.model} {fits} one {plan.cluster.device.name}: {bytes_text(layout.memory.total)} of"
-        f" {bytes_text(limit)} with {plan.precision} ({kinds})"
+        f" {bytes_text(limit)} with {plan.precision} ({kinds})\n"
+        f"parameters, gradients and optimizer on each of {plan.cluster.num_devices} replicas: {listed}"
     )
 
 

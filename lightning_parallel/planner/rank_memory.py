@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_parallel.pipeline.measure import STATE_COPIES
 from lightning_parallel.planner.rehearsal import Divided
 
-__all__ = ["Held", "ModelParts", "RankMemory", "optimizer_copies"]
+__all__ = ["Held", "ModelParts", "RankMemory", "optimizer_copies", "state_variants"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,28 @@ class RankMemory:
     def by_kind(self) -> dict[str, float]:
         """Return the bytes by the names of the kinds."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def state_variants(memory: RankMemory, width: int, replicas: int) -> dict[str, float]:
+    """Return the bytes of parameters, gradients and optimizer by how they could be kept.
+
+    Args:
+        memory: Of one rank that holds the whole model.
+        width: Bytes of one of its parameters.
+        replicas: That could share them, by ZeRO (https://arxiv.org/abs/1910.02054): stage 1 divides the optimizer's
+            state over them, 2 the gradients, too, 3 (FSDP) everything.
+    """
+    parameters, gradients, optimizer = memory.parameters, memory.gradients, memory.optimizer
+    whole = parameters + gradients + optimizer
+    found = {"as it is": whole}
+    # Mixed precision keeps all of it in single precision; its casts are among the activations.
+    for name, other in {"single or mixed precision": 4, "true half precision": 2}.items():
+        if other != width:
+            found[f"in {name}"] = whole * other / width
+    if replicas > 1:
+        shares = {1: optimizer, 2: optimizer + gradients, 3: whole}
+        found |= {f"ZeRO {stage}": whole - share * (1 - 1 / replicas) for stage, share in shares.items()}
+    return found
 
 
 @dataclass(frozen=True)

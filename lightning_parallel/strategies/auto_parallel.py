@@ -93,7 +93,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         super().setup_environment()
 
     def _planned(self, trainer: Trainer, link: Link) -> LayoutPlan:
-        """LayoutPlan on the first rank.
+        """Plan on the first rank.
 
         Raises:
             ValueError: If no layout fits.

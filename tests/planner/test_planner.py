@@ -26,7 +26,7 @@ from lightning_parallel.planner.hardware import Device, parse_bandwidth, parse_b
 from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.plan_picture import draw_plan
 from lightning_parallel.planner.plan_report import layout_yaml, strategy_arguments
-from lightning_parallel.planner.rank_memory import Held
+from lightning_parallel.planner.rank_memory import Held, state_variants
 from lightning_parallel.planner.rehearsal import Rehearsal, training_step
 from lightning_parallel.planner.shared_cores import shared_makespan_s
 from lightning_parallel.tensor.auto_plan import make_plan
@@ -140,6 +140,9 @@ def test_adam_holds_sixteen_bytes_for_each_parameter_and_none_of_them_for_frozen
     model = Model()
     count = sum(parameter.numel() for parameter in model.parameters())
     assert RankMemory.of(Held.of(model.parameters())).total == 16 * count
+    # ZeRO's paper: 16 bytes a parameter, of which 8 are the optimizer's and 4 the gradient's.
+    variants = state_variants(RankMemory.of(Held.of(model.parameters())), 4, 4)
+    assert list(variants.values()) == [16 * count, 8 * count, 10 * count, 7 * count, 4 * count]
     assert RankMemory.of(Held.of(model.bfloat16().parameters())).total == 8 * count
     model.float().requires_grad_(False)
     model.head.requires_grad_(True)
