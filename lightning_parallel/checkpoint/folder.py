@@ -255,20 +255,41 @@ class NewFolder:
             if str(path).rpartition("/")[2].startswith(self._prefix):
                 self.target.fs.rm(path)
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest, own: str | None = None) -> None:
         """Make it the checkpoint; everything that the manifest names must be written and synced.
+
+        Args:
+            manifest: What the checkpoint holds.
+            own: The one file that is here; None if all are.
 
         Raises:
             ValueError: If files are not there, or of another size.
         """
         for file, size in manifest.files.items():
-            found = self.work.size(file)
-            if found != size:
-                raise ValueError(
-                    f"expected {size} bytes in {self.work.file(file)}, which another rank has written, found"
-                    f" {'no file' if found is None else found}: all ranks must see the same folder"
-                )
+            if own is None or file == own:
+                self._check(file, size)
         manifest.name = self.target.name
+        self._finish(manifest)
+
+    def take_part(self, file: str, size: int) -> None:
+        """Give the folder its name where it holds this rank's part alone, without a manifest.
+
+        Raises:
+            ValueError: If the part is not there, or of another size.
+        """
+        self._check(file, size)
+        if self.work != self.target:
+            _rename(self.work.path, self.target.path)
+
+    def _check(self, file: str, size: int) -> None:
+        found = self.work.size(file)
+        if found != size:
+            raise ValueError(
+                f"expected {size} bytes in {self.work.file(file)}, which another rank has written, found"
+                f" {'no file' if found is None else found}: all ranks must see the same folder"
+            )
+
+    def _finish(self, manifest: Manifest) -> None:
         if self.work == self.target:
             before = _manifest_of(self.target)
             self.target.write(MANIFEST, manifest.to_json())

@@ -119,6 +119,7 @@ class _Snapshot:
     described: dict[str, tuple[str, tuple[int, ...], bool]]
     parts: dict[str, TensorPart]
     step: int
+    is_apart: bool
 
 
 class ShardedWriter:
@@ -145,9 +146,20 @@ class ShardedWriter:
         self._failure: Exception | None = None
 
     def save(
-        self, checkpoint: Mapping[str, Any], path: str, storage_options: dict[str, Any] | None = None
+        self,
+        checkpoint: Mapping[str, Any],
+        path: str,
+        storage_options: dict[str, Any] | None = None,
+        is_apart: bool = False,
     ) -> list[str]:
         """Write `checkpoint` to the folder `path`, or begin to.
+
+        Args:
+            checkpoint: The dict, the same on all ranks but for their parts of tensors.
+            path: The folder, the same on all ranks.
+            storage_options: Of its file system.
+            is_apart: Each rank has a folder of its own at its `path`, with its part; whoever copies them into one gets
+                the checkpoint. The manifest is in that of the first rank.
 
         Returns:
             Paths in the dict of hyperparameters that have no form in the file, and were left out.
@@ -161,7 +173,7 @@ class ShardedWriter:
         while len(self._pending) > _MOST_PENDING or (self._pending and self._pending[0].done()):
             self._pending.pop(0).result()
         try:
-            snapshot, left_out = self._snapshot(checkpoint, Folder.at(path, storage_options))
+            snapshot, left_out = self._snapshot(checkpoint, Folder.at(path, storage_options), is_apart)
         except Exception as error:
             failure = error
         if self._thread is None:
@@ -208,7 +220,7 @@ class ShardedWriter:
 
     # ------------------------------------------------------------------------------------------------------- snapshot
 
-    def _snapshot(self, checkpoint: Mapping[str, Any], target: Folder) -> tuple[_Snapshot, list[str]]:
+    def _snapshot(self, checkpoint: Mapping[str, Any], target: Folder, is_apart: bool) -> tuple[_Snapshot, list[str]]:
         document, tensors, left_out = encode(checkpoint)
         parts: dict[str, TensorPart] = {}
         for name, tensor in tensors.items():
@@ -232,7 +244,8 @@ class ShardedWriter:
             for name, tensor in tensors.items()
         }
         step = checkpoint.get("global_step", 0)
-        return _Snapshot(target, document, described, parts, step if isinstance(step, int) else 0), left_out
+        step = step if isinstance(step, int) else 0
+        return _Snapshot(target, document, described, parts, step, is_apart), left_out
 
     # --------------------------------------------------------------------------------------------------------- commit
 
@@ -247,7 +260,8 @@ class ShardedWriter:
     def _write(self, snapshot: _Snapshot) -> None:
         key = comm.broadcast_object(new_key(), self._group)
         new = NewFolder.found(snapshot.target, key)
-        self._together(new, lambda: NewFolder.begin(snapshot.target, key) if self._group.rank == 0 else None)
+        has_folder = self._group.rank == 0 or snapshot.is_apart
+        self._together(new, has_folder, lambda: NewFolder.begin(snapshot.target, key) if has_folder else None)
         written: list[tuple[str, int, dict[str, SavedPart]]] = []
 
         def write() -> None:
@@ -255,9 +269,16 @@ class ShardedWriter:
             size, parts = write_file(new.work, file, snapshot.parts, self._progress(snapshot))
             written.append((file, size, parts))
 
-        self._together(new, write)
+        self._together(new, has_folder, write)
         everyone = comm.all_gather_object(written[0], self._group)
-        self._together(new, lambda: self._commit(new, snapshot, everyone) if self._group.rank == 0 else None)
+
+        def finish() -> None:
+            if self._group.rank == 0:
+                self._commit(new, snapshot, everyone)
+            elif has_folder:
+                new.take_part(*written[0][:2])
+
+        self._together(new, has_folder, finish)
 
     def _progress(self, snapshot: _Snapshot) -> Callable[[int], None] | None:
         report = self._report
@@ -276,7 +297,7 @@ class ShardedWriter:
 
         return seen
 
-    def _together(self, new: NewFolder, function: Callable[[], Any]) -> None:
+    def _together(self, new: NewFolder, has_folder: bool, function: Callable[[], Any]) -> None:
         """Do a part of it on every rank; if one fails, nothing is left, and all raise."""
         failure: Exception | None = None
         try:
@@ -286,7 +307,7 @@ class ShardedWriter:
         try:
             comm.raise_together(failure, self._group)
         except Exception:
-            if self._group.rank == 0:
+            if has_folder:
                 new.abort()
             raise
 
@@ -309,7 +330,8 @@ class ShardedWriter:
                 installed_versions("lightning_parallel", "torch", "lightning", "pytorch-lightning"),
                 snapshot.step,
                 time.time(),
-            )
+            ),
+            everyone[0][0] if snapshot.is_apart else None,
         )
 
 

@@ -32,12 +32,12 @@ __all__ = [
     "LostRankError",
     "blocked_calls",
     "describe_failure",
-    "has_heartbeat",
     "heartbeats",
     "report_failure",
     "reported_errors",
     "start_heartbeat",
     "stop_heartbeat",
+    "trains_here",
 ]
 
 BEAT_S = 0.4
@@ -57,7 +57,7 @@ GRACE_S = 30.0
 
 
 class LostRankError(RuntimeError):
-    """A rank of the run is gone; raised in the main thread by the heartbeat, where devices wait for that rank."""
+    """A rank of the run is gone; raised by the heartbeat in the thread that trains, where devices wait for it."""
 
     message: ClassVar[str] = ""
 
@@ -67,7 +67,7 @@ class LostRankError(RuntimeError):
 
 
 class Blocked:
-    """What the main thread is blocked in, while it is."""
+    """What the thread that trains is blocked in, while it is."""
 
     __slots__ = ("group", "number", "op")
 
@@ -100,11 +100,13 @@ class _Heartbeat:
     """The thread of this rank, and its view of the other ranks."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, watches: bool) -> None:
-        # A connection of its own: while a group is made the main thread waits in the store, for the slowest rank.
+        # A connection of its own: while a group is made the thread that trains waits in the store for others.
         own = store.clone() if hasattr(store, "clone") else store
         self.store = dist.PrefixStore("lightning_parallel/heartbeat", own)
         _notice_dead_connections(store)
         self.rank = rank
+        # The one that trains. Ray calls the user's function in a thread that is not the main one.
+        self.caller = threading.get_ident()
         # The store outlives a run: what an earlier run of this process reported must not explain this one's.
         self.report("")
         self.store.set(f"blocked/{rank}", "")
@@ -112,7 +114,7 @@ class _Heartbeat:
         self.run = self.store.add(f"run/{rank}", 1)
         self.stopped = threading.Event()
         self._watch = _Watch(self, world_size) if watches else None
-        # A thread, because the main one may be inside a collective for as long as the slowest rank computes.
+        # A thread, because the one that trains may be inside a collective for as long as the slowest rank computes.
         self.thread = threading.Thread(target=self._beat, name="lightning_parallel-heartbeat", daemon=True)
         self.thread.start()
 
@@ -122,7 +124,7 @@ class _Heartbeat:
         while not self.stopped.wait(BEAT_S):
             try:
                 self.store.add(f"beat/{self.rank}", 1)
-                # What the main thread is in for a whole interval, for ranks that wait for it.
+                # What the thread that trains is in for a whole interval, for ranks that wait for it.
                 now = Blocked.now
                 if now is not told and (now is None or now is seen):
                     self.store.set(f"blocked/{self.rank}", "" if now is None else str(now))
@@ -139,16 +141,16 @@ class _Heartbeat:
                 return
 
     def _give_up(self, loss: str) -> None:
-        """End this rank: its main thread may be waiting for a device, which waits for a rank that is gone."""
+        """End this rank: the thread that trains may be waiting for a device, which waits for a rank that is gone."""
         last = "" if Blocked.last is None else f"; the last call of this rank was {Blocked.last.name}"
         LostRankError.message = f"[rank {self.rank}] {loss}{last}"
-        # Said first: what follows needs the main thread, and the device, to answer.
+        # Said first: what follows needs that thread, and the device, to answer.
         sys.stderr.write(f"{LostRankError.message}\n")
         with suppress(RuntimeError):
             self.report(loss)
-        main = ctypes.c_ulong(threading.main_thread().ident or 0)
-        # Before the device is released: the main thread must not go on with what it then finds there.
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(LostRankError))
+        caller = ctypes.c_ulong(self.caller)
+        # Before the device is released: the thread that trains must not go on with what it then finds there.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(caller, ctypes.py_object(LostRankError))
         with suppress(RuntimeError, ValueError):
             abort_all_groups()
         if not self.stopped.wait(GRACE_S):
@@ -287,6 +289,8 @@ def start_heartbeat(watches: bool | None = None) -> None:
         if watches is None:
             watches = "nccl" in backend_of(world)
         _heartbeat = _Heartbeat(default_store(), world.rank(), world.size(), watches)
+    elif _heartbeat is not None:
+        _heartbeat.caller = threading.get_ident()
 
 
 def stop_heartbeat() -> None:
@@ -305,9 +309,9 @@ def _stop_at_exit() -> None:
         _heartbeat.stop()
 
 
-def has_heartbeat() -> bool:
-    """Tell whether the heartbeat of this rank runs."""
-    return _heartbeat is not None
+def trains_here() -> bool:
+    """Tell whether the heartbeat runs for the thread that asks, which is the one that trains."""
+    return _heartbeat is not None and threading.get_ident() == _heartbeat.caller
 
 
 def blocked_calls(ranks: Sequence[int]) -> dict[int, tuple[int, str]]:

@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import set_multithreading_enabled
 
 from lightning_parallel import tracing
 from lightning_parallel.comm.groups import Group
-from lightning_parallel.comm.heartbeat import Blocked, describe_failure, has_heartbeat
+from lightning_parallel.comm.heartbeat import Blocked, describe_failure, trains_here
 from lightning_parallel.comm.strict_order import finish_ordered, in_strict_order, is_strict
 from lightning_parallel.tracing import InFlight
 
@@ -285,7 +285,7 @@ def blocking_call(op: str, group: Group) -> Iterator[None]:
 
 def _blocked(op: str, group: Group, peer: int | None = None) -> Blocked | _Unrecorded:
     # A message between two ranks may be on its way while its sender goes on.
-    is_seen = has_heartbeat() and peer is None and threading.current_thread() is threading.main_thread()
+    is_seen = peer is None and trains_here()
     return Blocked(op, group) if is_seen else _UNRECORDED
 
 

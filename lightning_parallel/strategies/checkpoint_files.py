@@ -47,6 +47,7 @@ from lightning_parallel.compat.lightning import (
     run_after_saves,
     set_default_io,
 )
+from lightning_parallel.compat.ray import accept_strategies, is_ray_environment, ray_device
 
 __all__ = ["SafeCheckpointIO", "SavesFiles", "StagedFile", "check_file", "local_path", "replace_file"]
 
@@ -317,6 +318,26 @@ class SavesFiles(ParallelStrategy):
     def every_rank(self) -> Group:
         """The ranks that save and load together."""
         return Group.of()
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        device = ray_device(self.cluster_environment)
+        return super().root_device if device is None else device  # type: ignore[safe-super]
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        if is_ray_environment(self.cluster_environment):
+            # The Trainer inside of a worker believes in one host with one device.
+            return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return super().distributed_sampler_kwargs
+
+    @override
+    def _configure_launcher(self) -> None:
+        # The first hook at which the environment is known, and the user has not passed the Trainer on yet.
+        accept_strategies(self.cluster_environment, SavesFiles)
+        super()._configure_launcher()
 
     @property
     @override

@@ -32,6 +32,7 @@ from lightning_parallel.checkpoint import (
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import PathLike, move_optimizers
+from lightning_parallel.compat.ray import is_ray_environment
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.strategies.compression_files import remove_compression
 from lightning_parallel.strategies.mesh_compression import MeshCompression
@@ -208,8 +209,13 @@ class MeshCheckpoints(MeshProcesses):
         if not self.is_sharded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        path = self.broadcast(str(filepath))
-        left_out = self._sharded_writer().save(checkpoint, path, storage_options)
+        paths = comm.all_gather_object(str(filepath), self.groups.world)
+        # Ray uploads a folder of each rank into one, also from hosts that share no other storage.
+        is_apart = is_ray_environment(self.cluster_environment) and len(set(paths)) == len(paths) > 1
+        path = str(filepath) if is_apart else paths[0]
+        left_out = self._sharded_writer().save(checkpoint, path, storage_options, is_apart)
+        if is_apart:
+            self._sharded_writer().wait()  # the upload is next
         if left_out:
             rank_zero_warn(
                 f"The checkpoint has no {', '.join(f'`{name}`' for name in left_out)}: a sharded checkpoint holds"

@@ -38,6 +38,7 @@ from lightning_parallel.compat.lightning import (
     strategy_of,
     sync_tensor,
 )
+from lightning_parallel.compat.ray import ray_device
 from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies.checkpoint_files import SavesFiles
 from lightning_parallel.strategies.deferred_init import deferred_init
@@ -259,6 +260,9 @@ class MeshProcesses(SavesFiles):
     @property
     @override
     def root_device(self) -> torch.device:
+        device = ray_device(self.cluster_environment)
+        if device is not None:
+            return device
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
@@ -306,6 +310,7 @@ class MeshProcesses(SavesFiles):
 
     @override
     def _configure_launcher(self) -> None:
+        super()._configure_launcher()
         assert self.cluster_environment is not None
         if self._start_method == "popen":
             self._launcher = RunLauncher(self.cluster_environment, self.num_processes, self.num_nodes)

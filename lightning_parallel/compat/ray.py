@@ -1,0 +1,70 @@
+"""Ray Train: its worker group as the processes of a run. Ray is looked at only if the user has imported it.
+
+Ray starts the processes, connects them by `torch.distributed`, and calls the user's function in a thread of each. The
+Trainer gets `plugins=[RayLightningEnvironment()]`, by which ranks are known here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from lightning_parallel.compat import Patches
+
+__all__ = ["accept_strategies", "is_ray_environment", "ray_device"]
+
+# Stays for the process, which is Ray's worker.
+_patches = Patches()
+_accepted: tuple[type, ...] = ()
+
+
+def _ray_lightning() -> Any:
+    """Return Ray's module for Lightning if somebody has imported it: to import it takes seconds."""
+    return sys.modules.get("ray.train.lightning")
+
+
+def is_ray_environment(environment: object) -> bool:
+    """Tell whether `environment` is that of a worker of Ray Train."""
+    module = _ray_lightning()
+    return module is not None and isinstance(environment, module.RayLightningEnvironment)
+
+
+def ray_device(environment: object) -> torch.device | None:
+    """Return the device that Ray gives this worker; None if `environment` is not Ray's.
+
+    The Trainer inside of a worker knows one CPU, or all GPUs of the host, and not which of them is this worker's.
+    """
+    if not is_ray_environment(environment):
+        return None
+    from ray.train.torch import get_device
+
+    device: torch.device = get_device()
+    return device
+
+
+def accept_strategies(environment: object, kind: type) -> None:
+    """Let Ray's `prepare_trainer` accept strategies of `kind`, if `environment` is Ray's.
+
+    It changes nothing of the Trainer: it checks that the strategy is one of three of Ray's own, which take devices and
+    samplers from Ray as those of this library do.
+    """
+    global _accepted
+    if not is_ray_environment(environment) or kind in _accepted:
+        return
+    first, _accepted = not _accepted, (*_accepted, kind)
+    if first:
+        # Its code, as users import it by name inside of the function that Ray calls.
+        _patches.replace_function(_ray_lightning().prepare_trainer, _accepting)
+
+
+def _accepting(prepare: Any) -> Any:
+    def prepare_trainer(trainer: Any) -> Any:
+        strategy = trainer.strategy
+        is_accepted = isinstance(strategy, _accepted)
+        if is_accepted and is_ray_environment(strategy.cluster_environment):
+            return trainer
+        return prepare(trainer)
+
+    return prepare_trainer
