@@ -11,6 +11,7 @@ from typing import Any, Optional, Union
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.distributed import (
     DistributedSamplerWrapper,
     _destroy_dist_connection,
@@ -175,6 +176,7 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
     """
     connector = trainer._signal_connector
     received = False
+    requeue = _Requeue(trainer, patches)
 
     def note(signum: Any, frame: FrameType | None) -> None:
         nonlocal received
@@ -185,7 +187,9 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
 
     def end_together() -> None:
         nonlocal received
-        if agree(received):
+        if agree(received or requeue.is_due):
+            if requeue.happens(agree) and not agree(received):
+                return
             received = True
             if getattr(connector, "may_end", _always)():
                 connector.received_sigterm = True
@@ -205,6 +209,31 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
 
     patches.replace(epoch_loop, "advance", ask_first)
     return end_together
+
+
+class _Requeue:
+    """SLURM's signal before a job's time is over: Lightning's handler saves and requeues, here all ranks do."""
+
+    def __init__(self, trainer: Trainer, patches: Patches) -> None:
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        self._trainer, self._signal = trainer, None
+        self._is_held = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        if self._is_held:
+            note = lambda signum, _: vars(self).update(_signal=signum)  # noqa: E731
+            self._save = patches.replace(trainer._signal_connector, "_slurm_sigusr_handler_fn", note)
+
+    @property
+    def is_due(self) -> bool:
+        # In evaluation other replicas may be elsewhere.
+        return self._signal is not None and self._trainer.training
+
+    def happens(self, agree: Callable[[bool], bool]) -> bool:
+        """Save and requeue if any rank got the signal, and tell so; called on all ranks."""
+        if not self._is_held or not self._trainer.training or not agree(self.is_due):
+            return False
+        signum, self._signal = self._signal, None
+        self._save(signum, None)
+        return True
 
 
 def _always() -> bool:
