@@ -10,7 +10,7 @@ from train import train
 
 
 def trial(config: dict) -> None:
-    """Drive one worker group; the trial itself computes nothing."""
+    """Drive one worker group; it takes a CPU beside those of its two workers."""
     TorchTrainer(
         train,
         train_loop_config=config,
@@ -27,7 +27,7 @@ def trial(config: dict) -> None:
 def sweep(storage: str, **space: object) -> ray.tune.ResultGrid:
     """Run one trial per value of `space`; returns their results."""
     return ray.tune.Tuner(
-        ray.tune.with_resources(trial, {"CPU": 0}),
+        trial,
         param_space={"storage": storage, **space},
         tune_config=ray.tune.TuneConfig(metric="train_loss", mode="min", max_concurrent_trials=1),
         run_config=ray.tune.RunConfig(storage_path=storage, name="sweep"),

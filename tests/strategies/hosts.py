@@ -18,7 +18,6 @@ if len(sys.argv) > 3:
         raise OSError(ctypes.get_errno(), "setns")
 
 import torch
-from lightning.pytorch import Callback
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_parallel import HybridParallelStrategy
@@ -26,18 +25,17 @@ from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_pipeline import Deep
 
 
-class Waits(Callback):
-    """Tells that a step was made, and goes on when it may."""
+class Slow(Deep):
+    """Tells that its third step begins; the last rank goes on when it may, and the others wait for its messages."""
 
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == 2:
-            (self.folder / f"at{trainer.global_rank}").touch()
+    def training_step(self, batch, index):
+        folder, rank = Path(self.trainer.default_root_dir), self.trainer.global_rank
+        if self.trainer.global_step == 2:
+            (folder / f"at{rank}").touch()
             until = time.monotonic() + 100
-            while (self.folder / "wait").exists() and time.monotonic() < until:
+            while rank == 3 and (folder / "wait").exists() and time.monotonic() < until:
                 time.sleep(0.02)
+        return super().training_step(batch, index)
 
 
 def train(folder, devices=2):
@@ -45,9 +43,8 @@ def train(folder, devices=2):
     strategy = HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2, num_microbatches=2)
     # As `on_one_process` of `test_pipeline`.
     short = {"num_sanity_val_steps": 1, "limit_train_batches": 2, "limit_val_batches": 2}
-    callbacks = [Waits(folder)]
-    trainer = trainer_for(strategy, devices, num_nodes=2, default_root_dir=folder, callbacks=callbacks, **short)
-    module = Deep()
+    trainer = trainer_for(strategy, devices, num_nodes=2, default_root_dir=folder, **short)
+    module = Slow()
     trainer.fit(module, loader(), loader())
     groups, rank = strategy.mesh.coordinate(trainer.global_rank), trainer.global_rank
     told = {
