@@ -6,7 +6,7 @@ EXTRAS := cli,transformers,deepspeed,test,lint
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: train learn test test-gpu test-projects docs lint format bench gpu clean
+.PHONY: train learn test test-ray test-gpu test-projects docs lint format bench gpu clean
 
 train: .venv/installed
 	@echo "Training a small GPT on 4 processes; after a few steps it says how long that takes here."
@@ -20,6 +20,11 @@ learn: .venv/installed
 test: .venv/browser
 	@echo "About 2,800 tests, many with 2 to 4 processes each: 13 minutes were measured on 2 cores with a little beside it."
 	$(BIN)/python -m pytest -q -m "not gpu" -n auto --dist worksteal
+
+# With Ray, which is left out of .venv: 600 MB with what it needs. Once it is there, `make test` runs these tests, too.
+test-ray: .venv/installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ray]"
+	$(BIN)/python -m pytest -q tests/integrations/test_ray.py
 
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -q -m gpu
