@@ -97,7 +97,7 @@ if __name__ == "__main__":
     result = TorchTrainer(
         train,
         train_loop_config={"tensor": options.tensor, "pipeline": options.workers // options.tensor},
-        scaling_config=ScalingConfig(options.workers, use_gpu=torch.cuda.is_available()),
+        scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=torch.cuda.is_available()),
         run_config=RunConfig(storage_path=options.storage, failure_config=FailureConfig(max_failures=1)),
     ).fit()
     print(result.metrics, result.checkpoint.path, sep="\n")

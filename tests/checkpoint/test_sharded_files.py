@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_parallel.checkpoint import SavedCheckpoint, ShardedWriter, as_parts, folder, writer
+from lightning_parallel.checkpoint import PartialTensor, SavedCheckpoint, ShardedWriter, as_parts, folder, writer
 from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum, checksum_of_runs
 from lightning_parallel.checkpoint.folder import LATEST, MANIFEST, Folder
 from lightning_parallel.checkpoint.manifest import Manifest, SavedTensor, check_coverage
@@ -25,7 +25,7 @@ from lightning_parallel.checkpoint.rewriting import reshard
 from lightning_parallel.checkpoint.writer import SAFETENSORS_DTYPES, TensorPart, write_file
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.sharding import Shard, ShardPart
-from tests.harness import start_script
+from tests.harness import run, start_script
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.complex64, torch.bool]
 
@@ -457,3 +457,36 @@ def test_a_kill_at_any_moment_leaves_one_whole_checkpoint(tmp_path, renames):
         assert value_at(path) == 3.0
         assert files_of(path.parent) == ["a.ckpt", LATEST], "what was left behind is removed"
     assert {(True, 1.0), (True, 2.0)} <= found, "before and after the commit"
+
+
+def write_apart(group, path, fails_on):
+    """Write a tensor of two parts, each rank to a folder of its own."""
+    full, own = torch.arange(40.0).reshape(8, 5), Path(path) / f"rank{group.rank}" / "a.ckpt"
+    begin = 4 * group.rank
+    tensor = PartialTensor.of(full.shape, full.dtype, TensorPart(full[begin : begin + 4], 0, ((begin, begin + 4),)))
+    if group.rank == fails_on:
+        own.mkdir(parents=True)
+        (own / "other").touch()  # something else that has the name
+    try:
+        ShardedWriter(group, {}).save({"state_dict": {"weight": tensor}}, str(own), is_apart=True)
+    except ValueError as error:
+        return str(error)
+    return sorted(one.name for one in own.iterdir())
+
+
+@pytest.mark.parametrize("fails_on", [None, 1])
+def test_folders_of_ranks_that_are_copied_into_one_are_the_checkpoint(fails_on, tmp_path):
+    told = run(write_apart, 2, path=str(tmp_path), fails_on=fails_on)
+    if fails_on is not None:
+        assert all("found a folder with other files" in one for one in told)
+        left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+        assert left == ["rank1/a.ckpt/other"]
+        return
+    assert told[0][1:] == [MANIFEST]
+    assert (len(told[0]), len(told[1])) == (2, 1), "each has its own part alone"
+    with pytest.raises(ValueError, match="00001"):
+        SavedCheckpoint.open(str(tmp_path / "rank0" / "a.ckpt")).checkpoint()["state_dict"]["weight"] * 1
+    for rank in (0, 1):
+        shutil.copytree(tmp_path / f"rank{rank}", tmp_path / "storage", dirs_exist_ok=True)
+    found = SavedCheckpoint.open(str(tmp_path / "storage")).checkpoint()["state_dict"]["weight"] * 1
+    assert torch.equal(found, torch.arange(40.0).reshape(8, 5))
