@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_parallel import comm
 from lightning_parallel.comm import ApartError, Group, MeshGroups, RollCall, start_heartbeat
 from lightning_parallel.compat import Patches, is_read_by_user, patched
-from lightning_parallel.compat.default_group import all_processes_as_default, default_group_kept
+from lightning_parallel.compat.default_group import all_processes, all_processes_as_default, default_group_kept
 from lightning_parallel.compat.lightning import (
     FunctionLauncher,
     ScriptLauncher,
@@ -108,7 +108,18 @@ def announce_rank(rank: int) -> None:
 def connect(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta | None
 ) -> None:
-    """Start the default process group, if there is none, with the default backend of the device unless one is given."""
+    """Start the default process group, if there is none, with the default backend of the device unless one is given.
+
+    Raises:
+        ValueError: If there is one, of other processes than the Trainer's.
+    """
+    if dist.is_initialized() and all_processes().size() != environment.world_size():
+        raise ValueError(
+            f"`torch.distributed` connects {all_processes().size()} processes, but the Trainer counts"
+            f" {environment.world_size()} by its `{type(environment).__name__}`: its give it the"
+            " `devices` and `num_nodes` of all processes, or the plugin of what has started them (in Ray Train:"
+            " `RayLightningEnvironment()`)"
+        )
     if backend is None:
         # Objects, flags and names pass between the hosts: through a GPU, each would wait for what it computes.
         of_device = dist.Backend.default_device_backend_map.get(device.type, "gloo")

@@ -1,4 +1,4 @@
-"""The files for clusters: what they start is a command that the example takes, with as many processes as are expected."""
+"""The files for clusters: what they start is a command that the example takes, with as many processes as expected."""
 
 import re
 import shlex

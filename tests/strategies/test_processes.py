@@ -1,10 +1,13 @@
 """Processes started by the Trainer, as functions and by torchrun; one that dies; groups that fits share."""
 
+import os
+
 import pytest
 import torch.distributed as dist
 
+from lightning_parallel import TensorParallelStrategy
 from tests.harness import distributed, free_port, run_script, start_script
-from tests.strategies.models import Net, fit_parallel
+from tests.strategies.models import Net, fit_parallel, loader, trainer_for
 
 SCRIPT = """
 import multiprocessing.forkserver, os, sys, torch
@@ -136,3 +139,14 @@ def test_groups_that_one_rank_left_are_replaced_on_all(group):
     again = fit_parallel(Net().double(), 2, 1).strategy
     assert again.groups is not first.groups
     assert fit_parallel(Net().double(), 2, 1).strategy.groups is again.groups
+
+
+@distributed(world_size=2)
+def test_a_trainer_that_counts_other_processes_than_are_connected_is_refused():
+    """As in Ray Train without its environment: each worker would train alone."""
+    os.environ.update(LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE="1")
+    trainer = trainer_for(TensorParallelStrategy())
+    with pytest.raises(
+        ValueError, match="connects 2 processes, but the Trainer counts 1 by its `LightningEnvironment`"
+    ):
+        trainer.fit(Net().double(), loader())
