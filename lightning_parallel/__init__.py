@@ -31,6 +31,7 @@ from lightning_parallel.compression import (
     TopK,
     compression_hook,
 )
+from lightning_parallel.optim import LAMB, LARS
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.strategies import (
     AutoParallelStrategy,
@@ -67,6 +68,8 @@ __all__ = [
     "DataShardingMonitor",
     "HangReporter",
     "HybridParallelStrategy",
+    "LAMB",
+    "LARS",
     "LocalSGDStrategy",
     "MemoryProfiler",
     "NonFiniteGuard",

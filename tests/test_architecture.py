@@ -21,6 +21,7 @@ LAYERS = {
     "pipeline": 2,
     "compression": 2,
     "data_parallel": 2,
+    "optim": 2,
     "checkpoint": 3,
     "planner": 3,
     "strategies": 4,

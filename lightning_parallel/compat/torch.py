@@ -79,9 +79,11 @@ __all__ = [
     "current_graph_task_id",
     "ddp_ignored_names",
     "dispatch_modes_suspended",
+    "each",
     "flight_recorder_entries",
     "forbid_data_access",
     "forward_hooks_of",
+    "is_flattened",
     "fsdp1_comm_hook",
     "fsdp1_gradient_views",
     "fsdp1_parameter_offsets",
@@ -444,3 +446,16 @@ def add_all_(targets: Sequence[Tensor], sources: Sequence[Tensor], factor: float
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its target."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+# -- used by optim -----
+
+
+def each(operation: str, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation such as `add_` on each of many tensors in one call, as torch's own optimizers do."""
+    return getattr(torch, f"_foreach_{operation}")(*args, **kwargs)
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Tell whether FSDP1 has made a parameter a part of a flat one, or is that; its shape may be that of a shard."""
+    return getattr(parameter, "_fsdp_flattened", False)

@@ -1,4 +1,4 @@
-"""Norms of gradients over a whole replica, whoever takes them, and its overflow check.
+"""Norms of gradients over a whole replica, whoever takes them, and its overflow check; norms of whole parameters.
 
 There is no strategy hook for clipping: `LightningModule.clip_gradients` calls the precision plugin, and torch's own
 `clip_grad_norm_` and `get_total_norm`, and Lightning's `grad_norm`, which many modules call directly, know this rank's
@@ -8,7 +8,7 @@ shards only. All are corrected here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,17 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_parallel import comm
-from lightning_parallel.comm import MeshGroups
+from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.lightning import grad_norm_functions
 from lightning_parallel.compat.precision import TOTAL_NORM, clip_grad, norms_of, patch_unscale, scale_all
+from lightning_parallel.optim import TrustRatioOptimizer, WholeNorms
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["ReplicaNorm", "span_replica", "total_norm"]
+__all__ = ["ReplicaNorm", "ShardNorms", "give_norms", "span_replica", "total_norm"]
 
 
 class ReplicaNorm:
@@ -199,3 +201,39 @@ def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that scales gradients of the given norm down to `max_norm`; 1 if they are below it."""
     # The formula of torch's `clip_grad_norm_`.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+class ShardNorms(WholeNorms):
+    """Norms of whole parameters that are sharded by rules; each stage of a pipeline has whole parameters.
+
+    Args:
+        names: Name of each parameter, by `id`.
+        rules: How parameters are sharded, by name.
+        group: The tensor-parallel group.
+    """
+
+    def __init__(self, names: Mapping[int, str], rules: Mapping[str, Shard], group: Group) -> None:
+        self._rules = {key: rules[name] for key, name in names.items() if name in rules}
+        self._group = group
+
+    @override
+    def groups(self, parameter: Tensor) -> tuple[Group, ...]:
+        return (self._group,) if id(parameter) in self._rules else ()
+
+    @override
+    def part(self, parameter: Tensor, shard: Tensor) -> Tensor:
+        rule = self._rules.get(id(parameter))
+        return shard if rule is None else rule.owned(shard, self._group.rank)
+
+
+def give_norms(
+    optimizers: Sequence[Optimizer],
+    names: Mapping[int, str],
+    rules: Mapping[str, Shard],
+    group: Group,
+    patches: Patches,
+) -> None:
+    """Let optimizers that look at norms of whole parameters take them over shards, until `patches` are undone."""
+    for optimizer in optimizers:
+        if rules and isinstance(optimizer, TrustRatioOptimizer):
+            patches.replace(optimizer, "norms", ShardNorms(names, rules, group))

@@ -37,6 +37,7 @@ from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.compression_advice import warn_of_misfits
 from lightning_parallel.strategies.compression_files import LOCAL_STEPS
 from lightning_parallel.strategies.full_state import averages_of
+from lightning_parallel.strategies.gradient_norms import give_norms
 from lightning_parallel.strategies.mesh_compression import gradient_reducer
 from lightning_parallel.strategies.optimization import check_optimizers
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
@@ -182,6 +183,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
         )
         if self._exchange.outer is not None:
             found, names = [self._exchange.outer], self.parameter_names
+            give_norms(found, names, self._rules, self.groups.tensor_parallel, self._patches)
             check_optimizers(found, names, self._rules, self.engine is not None, self.groups.world)
         return self._local_reducer(averages=False)
 

@@ -42,7 +42,7 @@ from lightning_parallel.strategies.compression_files import KeptState, check_kep
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
 from lightning_parallel.strategies.deferred_tensor import is_deferred
 from lightning_parallel.strategies.full_state import hold_averages, open_outside
-from lightning_parallel.strategies.gradient_norms import ReplicaNorm, span_replica
+from lightning_parallel.strategies.gradient_norms import ReplicaNorm, give_norms, span_replica
 from lightning_parallel.strategies.mesh_checkpoints import CheckpointFormat, MeshCheckpoints
 from lightning_parallel.strategies.mesh_compression import MeshCompression, gradient_reducer
 from lightning_parallel.strategies.message_order import in_step
@@ -288,6 +288,7 @@ class MeshStrategy(MeshCheckpoints):
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
+        give_norms(self.optimizers, self.parameter_names, self._rules, self.groups.tensor_parallel, self._patches)
         check_optimizers(self.optimizers, self.parameter_names, self._rules, self.engine is not None, self.groups.world)
         for group in (self.groups.tensor_parallel, self.groups.data_parallel):
             checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)

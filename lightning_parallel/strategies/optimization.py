@@ -26,7 +26,9 @@ from lightning_parallel import comm
 from lightning_parallel.checkpoint import remove_dummy_parameters, whole_parameters
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.optim import TrustRatioOptimizer
 from lightning_parallel.pipeline.random_streams import seed_torch
+from lightning_parallel.strategies.gradient_norms import ShardNorms
 from lightning_parallel.tensor.sharding import Shard, full_shapes_shown
 
 __all__ = [
@@ -162,14 +164,18 @@ def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], ru
             if not sharded or not _is_new(group, tried):
                 continue
             # Those that are known are not tried: the first step of an LBFGS imports torch's compiler.
-            verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
+            if isinstance(optimizer, TrustRatioOptimizer) and isinstance(optimizer.norms, ShardNorms):
+                verdict: bool | None = True
+            else:
+                verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
             if verdict is None:
                 _warn_untried(optimizer, "single elements, and not with norms or products of whole tensors")
             elif not verdict:
                 raise ValueError(
                     f"`{type(optimizer).__name__}` computes with whole tensors, but `{sharded[0]}` and"
-                    f" {len(sharded) - 1} other parameters are divided over tensor-parallel ranks. Use an elementwise"
-                    " optimizer (SGD, Adam, AdamW, ...) for them, or keep them whole with `plan={'...': 'replicate'}`"
+                    f" {len(sharded) - 1} other parameters are divided over tensor-parallel ranks. Use"
+                    " `lightning_parallel.LARS` or `LAMB`, which take norms over all parts, or an elementwise optimizer"
+                    " (SGD, Adam, AdamW, ...) for them, or keep them whole with `plan={'...': 'replicate'}`"
                 )
             key = _unlike_parameter(optimizer, group)
             if key is not None:

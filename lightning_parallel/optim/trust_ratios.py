@@ -1,0 +1,301 @@
+"""LARS and LAMB: the step of each parameter is scaled by its norm over that of the step (the trust ratio)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Optional, Union
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.compat.torch import each, is_flattened
+from lightning_parallel.optim.whole_norms import WholeNorms, local_part
+
+__all__ = ["LAMB", "LARS", "TrustRatioOptimizer"]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of one parameter and its gradient, plain tensors; the gradient is None without one."""
+
+    parameter: Tensor
+    group: dict[str, Any]
+    value: Tensor
+    gradient: Tensor | None
+
+
+class TrustRatioOptimizer(Optimizer):
+    """Base class of optimizers that look at norms of whole parameters.
+
+    Attributes:
+        norms: Takes these norms; a strategy that divides parameters replaces it. Of `DTensor`s they are right by
+            themselves.
+
+    Raises:
+        ValueError: From the constructor and from `step`, on every rank, for parameters that are parts of flattened
+            ones (FSDP1, DeepSpeed ZeRO): nothing tells the norms of the whole.
+        TypeError: From `step`, for sparse or complex gradients.
+    """
+
+    norms: WholeNorms = WholeNorms()
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._given: set[int] = set()
+        self._shapes: set[torch.Size] = set()
+        for name in ("lr", "weight_decay"):
+            if not float(defaults[name]) >= 0.0:
+                raise ValueError(f"expected {name} >= 0, got {defaults[name]}")
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if is_flattened(parameter):
+                raise ValueError(
+                    f"`{type(self).__name__}` needs the norms of whole parameters, and FSDP1 has flattened them. Use"
+                    " FSDP2 (`ModelParallelStrategy`), DDP, or a tensor- or pipeline-parallel strategy; or AdamW or SGD"
+                )
+            self._given.add(id(parameter))
+            self._shapes.add(parameter.shape)
+
+    def _check_given(self, parameter: Tensor) -> None:
+        # DeepSpeed takes the user's optimizer, and gives it a flat vector for all parameters of a group, or a part.
+        known = getattr(self, "_given", None)
+        if known and id(parameter) not in known and parameter.shape not in self._shapes:
+            raise ValueError(
+                f"`{type(self).__name__}` needs the norms of whole parameters, but in place of those that it was made"
+                f" for it got one of shape {tuple(parameter.shape)}, as DeepSpeed's ZeRO flattens them. Use DDP, FSDP2"
+                " (`ModelParallelStrategy`), or a tensor- or pipeline-parallel strategy; or DeepSpeed's own LAMB"
+                " (`optimizer: {type: Lamb}` in its configuration, without ZeRO); or AdamW or SGD"
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        """Take a step; every rank that holds a part of the parameters must call it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        held = [self._hold(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        self._step(held)
+        return loss
+
+    def _hold(self, parameter: Tensor, group: dict[str, Any]) -> _Held:
+        self._check_given(parameter)
+        gradient = parameter.grad
+        if gradient is not None:
+            if gradient.layout != torch.strided or parameter.is_complex():
+                raise TypeError(f"`{type(self).__name__}` takes neither sparse gradients nor complex parameters")
+            gradient = local_part(gradient, parameter)
+        return _Held(parameter, group, local_part(parameter, parameter), gradient)
+
+    @abstractmethod
+    def _step(self, held: list[_Held]) -> None:
+        """Update the parameters that have gradients."""
+
+    def _ratios(self, held: list[_Held], steps: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Return (norm of the parameter, norm of `steps`) by `id` of the parameters that are to be adapted.
+
+        Without a gradient, too: ranks must agree on the message.
+        """
+        adapted = [one for one in held if one.group["adapt_vectors"] or one.parameter.dim() > 1]
+        norms = self.norms(
+            [one.parameter for one in adapted],
+            [one.value for one in adapted],
+            [steps.get(id(one.parameter)) for one in adapted],
+        )
+        return {id(one.parameter): pair for one, pair in zip(adapted, norms.unbind(1))}
+
+    def _apply(self, mine: list[_Held], steps: list[Tensor], norms: dict[int, Tensor]) -> list[Tensor]:
+        """Return the steps of some parameters of one group times trust ratio and learning rate."""
+        scaled = []
+        for one, step in zip(mine, steps):
+            factor: Any = one.group["lr"]
+            pair = norms.get(id(one.parameter))
+            if pair is not None:
+                weight, other = pair.unbind()
+                is_known = (weight > 0) & (other > 0)
+                factor = torch.where(is_known, self._trust_ratio(weight, other, one.group), 1.0) * factor
+            scaled.append(step * (factor.to(step.device, step.dtype) if isinstance(factor, Tensor) else factor))
+        return scaled
+
+    @abstractmethod
+    def _trust_ratio(self, weight: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return the trust ratio from the norms of a parameter and of its step."""
+
+    def _remembered(self, one: _Held, key: str) -> Tensor:
+        """Return this rank's part of a tensor of the state, of the parameter's shape; zeros at first."""
+        state = self.state[one.parameter]
+        if key not in state:
+            # Like the parameter, and not like its part: checkpoints of `DTensor`s want to know the whole.
+            state[key] = torch.zeros_like(one.parameter, memory_format=torch.preserve_format)
+        return local_part(state[key], one.parameter)
+
+
+class LARS(TrustRatioOptimizer):
+    """SGD with momentum whose learning rate is scaled for each parameter (layer-wise adaptive rate scaling).
+
+    With parameter `w`, gradient `g`, learning rate `lr`, momentum `m`, weight decay `d`, trust coefficient `c`:
+
+        ratio = c |w| / (|g| + d |w|)          1 if a norm is zero, and for biases and norms (`adapt_vectors`)
+        v     = m v + lr ratio (g + d w)
+        w     = w - v
+
+    Norms are those of whole parameters: over tensor-parallel shards of this library's strategies and over `DTensor`s,
+    in one message for all.
+
+    Args:
+        params: Parameters, or groups of them; each argument may be that of a group.
+        lr: Learning rate.
+        momentum: Momentum.
+        weight_decay: Weight decay.
+        trust_coefficient: How far a step may change a parameter, relative to its norm, at `lr=1`.
+        adapt_vectors: Scale parameters of one dimension, too (biases, gains of norms); recipes leave them out.
+
+    Raises:
+        ValueError: If an argument is negative; for flattened parameters (FSDP1, DeepSpeed).
+
+    Source: You et al., https://arxiv.org/abs/1708.03888, algorithm 1
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Union[float, Tensor] = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        adapt_vectors: bool = False,
+    ) -> None:
+        if not momentum >= 0.0 or not trust_coefficient > 0.0:
+            raise ValueError(
+                f"expected momentum >= 0 and trust_coefficient > 0, got {momentum} and {trust_coefficient}"
+            )
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "weight_decay": weight_decay,
+                "trust_coefficient": trust_coefficient,
+                "adapt_vectors": adapt_vectors,
+            },
+        )
+
+    def _step(self, held: list[_Held]) -> None:
+        norms = self._ratios(held, {id(one.parameter): one.gradient for one in held if one.gradient is not None})
+        for group in self.param_groups:
+            mine = [one for one in held if one.group is group and one.gradient is not None]
+            if not mine:
+                continue
+            values = [one.value for one in mine]
+            steps = [one.gradient for one in mine if one.gradient is not None]
+            if group["weight_decay"]:
+                steps = each("add", steps, values, alpha=group["weight_decay"])
+            steps = self._apply(mine, steps, norms)
+            if group["momentum"]:
+                buffers = [self._remembered(one, "momentum_buffer") for one in mine]
+                each("mul_", buffers, group["momentum"])
+                each("add_", buffers, steps)
+                steps = buffers
+            each("sub_", values, steps)
+
+    def _trust_ratio(self, weight: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
+        return group["trust_coefficient"] * weight / (step + group["weight_decay"] * weight)
+
+
+class LAMB(TrustRatioOptimizer):
+    """AdamW whose step is scaled for each parameter (layer-wise adaptive moments).
+
+    With parameter `w`, the step `r` of Adam with bias correction, learning rate `lr`, weight decay `d`:
+
+        u     = r + d w
+        ratio = min(|w|, max_weight_norm) / |u|    1 if a norm is zero, and for biases and norms (`adapt_vectors`)
+        w     = w - lr ratio u
+
+    Norms are those of whole parameters: over tensor-parallel shards of this library's strategies and over `DTensor`s,
+    in one message for all.
+
+    Args:
+        params: Parameters, or groups of them; each argument may be that of a group.
+        lr: Learning rate.
+        betas: Decay of the mean of gradients, and of that of their squares.
+        eps: Added to the root of the latter.
+        weight_decay: Weight decay.
+        adapt_vectors: Scale parameters of one dimension, too (biases, gains of norms); recipes leave them out.
+        max_weight_norm: Largest norm of a parameter that counts; None for no limit.
+
+    Raises:
+        ValueError: If an argument is out of range; for flattened parameters (FSDP1, DeepSpeed).
+
+    Source: You et al., https://arxiv.org/abs/1904.00962, algorithm 2
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Union[float, Tensor] = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adapt_vectors: bool = False,
+        max_weight_norm: Optional[float] = None,
+    ) -> None:
+        if not all(0.0 <= beta < 1.0 for beta in betas) or not eps >= 0.0:
+            raise ValueError(f"expected betas of at least 0 and less than 1, and eps >= 0, got {betas} and {eps}")
+        if max_weight_norm is not None and not max_weight_norm > 0.0:
+            raise ValueError(f"expected max_weight_norm > 0, got {max_weight_norm}")
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "adapt_vectors": adapt_vectors,
+                "max_weight_norm": max_weight_norm,
+            },
+        )
+
+    def _step(self, held: list[_Held]) -> None:
+        steps: dict[int, Tensor] = {}
+        for group in self.param_groups:
+            mine = [one for one in held if one.group is group and one.gradient is not None]
+            steps.update(zip([id(one.parameter) for one in mine], self._adam(mine, group) if mine else []))
+        norms = self._ratios(held, steps)
+        for group in self.param_groups:
+            mine = [one for one in held if one.group is group and one.gradient is not None]
+            if mine:
+                scaled = self._apply(mine, [steps[id(one.parameter)] for one in mine], norms)
+                each("sub_", [one.value for one in mine], scaled)
+
+    def _trust_ratio(self, weight: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
+        return weight.clamp(max=group["max_weight_norm"] or torch.inf) / step
+
+    def _adam(self, mine: list[_Held], group: dict[str, Any]) -> list[Tensor]:
+        """Return the steps of AdamW, with weight decay, at learning rate 1."""
+        first, second = group["betas"]
+        gradients = [one.gradient for one in mine if one.gradient is not None]
+        means = [self._remembered(one, "exp_avg") for one in mine]
+        squares = [self._remembered(one, "exp_avg_sq") for one in mine]
+        counts = []
+        for one in mine:
+            # As torch's Adam keeps it: on the CPU, for each parameter, since some may have no gradient at times.
+            count = self.state[one.parameter].setdefault("step", torch.zeros((), dtype=torch.float32))
+            count += 1
+            counts.append(float(count))
+        each("lerp_", means, gradients, 1 - first)
+        each("mul_", squares, second)
+        each("addcmul_", squares, gradients, gradients, 1 - second)
+        roots = each("sqrt", squares)
+        each("div_", roots, [(1 - second**count) ** 0.5 for count in counts])
+        each("add_", roots, group["eps"])
+        steps = each("div", means, [1 - first**count for count in counts])
+        each("div_", steps, roots)
+        if group["weight_decay"]:
+            each("add_", steps, [one.value for one in mine], alpha=group["weight_decay"])
+        return list(steps)
