@@ -4,7 +4,9 @@ from lightning_parallel.callbacks.auto_resume import AutoResume
 from lightning_parallel.callbacks.communication import CommunicationProfiler
 from lightning_parallel.callbacks.compression_monitor import CompressionMonitor
 from lightning_parallel.callbacks.data_sharding import DataShardingMonitor
+from lightning_parallel.callbacks.gradient_noise import GradientNoiseScale
 from lightning_parallel.callbacks.hang import HangReporter
+from lightning_parallel.callbacks.learning_rate_scaling import LearningRateScaling
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
 from lightning_parallel.callbacks.memory import MemoryProfiler
 from lightning_parallel.callbacks.nonfinite import NonFiniteGuard
@@ -20,7 +22,9 @@ __all__ = [
     "CommunicationProfiler",
     "CompressionMonitor",
     "DataShardingMonitor",
+    "GradientNoiseScale",
     "HangReporter",
+    "LearningRateScaling",
     "MeasuringCallback",
     "MemoryProfiler",
     "NonFiniteGuard",

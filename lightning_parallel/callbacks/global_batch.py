@@ -1,21 +1,18 @@
-"""Continue with another number of replicas: the same samples in each optimizer step, or a scaled learning rate."""
+"""Continue with another number of replicas: the same samples in each optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.twins import is_a
 
-__all__ = ["GlobalBatch", "adapt_trainer", "scale_learning_rates"]
+__all__ = ["GlobalBatch", "adapt_trainer"]
 
 
 @dataclass(frozen=True)
@@ -97,27 +94,3 @@ def _scaled(what: str, value: int, ratio: Fraction, first: GlobalBatch, now: Glo
             " is no integer. Give a number that fits both, or a fraction of an epoch"
         )
     return int(scaled)
-
-
-def scale_learning_rates(trainer: Trainer, factor: float) -> None:
-    """Multiply the learning rates of all optimizers, and those that their schedulers start from, by `factor`."""
-    rank_zero_warn(f"AutoResume: learning rates are multiplied by {factor:g}, as optimizer steps have as many samples")
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            for key in ("lr", "initial_lr", "max_lr", "min_lr"):
-                if isinstance(group.get(key), Tensor):
-                    group[key].mul_(factor)
-                elif key in group:
-                    group[key] *= factor
-    for config in trainer.lr_scheduler_configs:
-        for scheduler in _schedulers(config.scheduler):
-            if hasattr(scheduler, "base_lrs"):
-                scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
-
-
-def _schedulers(scheduler: Any) -> Iterator[Any]:
-    """Yield a scheduler, and those that it is made of."""
-    yield scheduler
-    state = vars(scheduler)
-    for inner in state.get("_schedulers", ()):
-        yield from _schedulers(inner)

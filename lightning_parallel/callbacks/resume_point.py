@@ -7,8 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_parallel.callbacks.global_batch import GlobalBatch, adapt_trainer, scale_learning_rates
+from lightning_parallel.callbacks.global_batch import GlobalBatch, adapt_trainer
+from lightning_parallel.callbacks.learning_rate_scaling import LearningRateScaling, scale_learning_rates
 from lightning_parallel.callbacks.resumable_data import ResumableSampler, TrainingData, TrainingLoader
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.interrupted import (
@@ -121,7 +123,7 @@ class ResumePoint:
                 now = then.kept_by(now.replicas, now.batch_size)
         adapt_trainer(self.trainer, first, now, self._patches)
         if now.samples != then.samples:
-            scale_learning_rates(self.trainer, now.samples / then.samples)
+            self._scale(now.samples / then.samples)
         samples = saved["samples"]
         if now.at_once != then.at_once:
             # From the end, so that the epoch has as many batches as are left of it.
@@ -130,6 +132,15 @@ class ResumePoint:
             set_batches_done(self.trainer, done, then.at_once / now.at_once)
         self._skipped, self._skipped_batches = samples, batches_done(self.trainer)
         order.begin(saved["epoch"], samples)
+
+    def _scale(self, factor: float) -> None:
+        # That callback knows by how much they are scaled already, and by which rule.
+        if any(isinstance(callback, LearningRateScaling) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+            return
+        rank_zero_warn(
+            f"AutoResume: learning rates are multiplied by {factor:g}, as optimizer steps have as many samples"
+        )
+        scale_learning_rates(self.trainer, factor)
 
     def go_on(self, fetcher: Any, saved: dict[str, Any]) -> None:
         """Begin with the first batch that was not read, of loaders that were prepared.

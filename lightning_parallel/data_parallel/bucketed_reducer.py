@@ -91,6 +91,8 @@ class GradientReducer:
         applied: False if a compressor has found a gradient that is not finite and dropped the last step; the same on
             all ranks.
         reduced: The parameters whose gradients the compressor was given in the last step.
+        observer: Called with the gradients of each bucket before they are sent, if it is set; with those that have
+            changed since, once more.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class GradientReducer:
         self._prepare_names = prepare_names if prepare is not None else frozenset()
         self.applied = True
         self.reduced: set[str] = set()
+        self.observer: Callable[[Mapping[str, Tensor]], None] | None = None
         self._synchronizing = True
         self._hooks: list[Any] = []
         self._completed: set[str] = set()
@@ -274,6 +277,8 @@ class GradientReducer:
 
     def _launch(self, bucket: _GradientBucket) -> None:
         bucket.launched = True
+        if self.observer is not None:
+            self.observer({name: self._gradient(name) for name in bucket.names})
         if self._compression is None:
             bucket.launch(self._flatten(bucket), self.group)
         else:

@@ -299,6 +299,11 @@ class MeshStrategy(MeshCheckpoints):
         return self._sharding
 
     @property
+    def reducer(self) -> Optional[GradientReducer]:
+        """What averages the gradients over the replicas; None outside of `fit`."""
+        return self._reducer
+
+    @property
     def rules(self) -> Mapping[str, Shard]:
         """How the module's tensors are sharded over the tensor axis, by name."""
         return self._rules

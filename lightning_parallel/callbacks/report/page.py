@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from lightning_parallel.callbacks.gradient_noise import noise_rows
 from lightning_parallel.callbacks.memory import HELD
 from lightning_parallel.callbacks.report.charts import Bar, Curve, Segment, line_chart
 from lightning_parallel.callbacks.step_times import training_seconds
@@ -68,6 +69,7 @@ def render(report: Report) -> str:
         charts=_charts(report),
         findings=_findings(report),
         compression=_compression(report),
+        noise=noise_rows(_of_callback(report, "GradientNoiseScale")),
         missing=_missing(report),
         trace=report.get("trace"),
         versions=", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items()),

@@ -1,0 +1,427 @@
+"""Gradient noise scale: the batch beyond which more samples in a step, and so more replicas, help little."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Any, NamedTuple, Optional
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from rich import box
+from rich.table import Table
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback
+from lightning_parallel.compat.twins import is_a
+from lightning_parallel.mesh import Mesh
+from lightning_parallel.pipeline.microbatch import num_samples
+from lightning_parallel.tracing.spans import count_text, percent
+
+__all__ = ["GradientNoiseAccumulator", "GradientNoiseScale", "noise_estimates", "noise_rows"]
+
+_MOST_POINTS = 1000
+
+
+class NoisePoint(NamedTuple):
+    """What one rank knows of one step, of the elements that it counts.
+
+    Attributes:
+        step: The optimizer step.
+        small: Mean of the squared norms of its small batches' gradients.
+        big: Squared norm of the step's gradient.
+        small_samples: Samples of a small batch.
+        samples: Samples of its replica in the step.
+    """
+
+    step: int
+    small: float
+    big: float
+    small_samples: float
+    samples: float
+
+
+def noise_estimates(small: float, big: float, small_samples: float, big_samples: float) -> tuple[float, float]:
+    """Return unbiased estimates of the squared norm of the true gradient, and of the trace of its covariance.
+
+    The latter is that of the gradient of one sample.
+
+    Args:
+        small: Mean squared norm of gradients over `small_samples` samples.
+        big: Squared norm of a gradient over `big_samples` samples, which is more.
+
+    Source: McCandlish et al., https://arxiv.org/abs/1812.06162, appendix A.1
+    """
+    square = (big_samples * big - small_samples * small) / (big_samples - small_samples)
+    variance = (small - big) / (1.0 / small_samples - 1.0 / big_samples)
+    return square, variance
+
+
+class GradientNoiseAccumulator(Accumulator):
+    """Keeps what this rank knows of measured steps; the ranks' sums are taken where reports are made.
+
+    Args:
+        mesh: The mesh of all ranks.
+        rank: Of this process.
+        decay: Of the exponential means of both estimates.
+        latest: Gives what the ranks have shared last, by rank; nothing before the first exchange.
+        missing: Sentences on what is not measured.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        decay: float,
+        latest: Callable[[], Sequence[Any]],
+        missing: Sequence[str] = (),
+    ) -> None:
+        self._mesh, self._rank, self._decay, self._latest = mesh, rank, decay, latest
+        self._missing = list(missing)
+        self._points: deque[NoisePoint] = deque(maxlen=_MOST_POINTS)
+        self._new: list[NoisePoint] = []
+
+    def keep(self, point: NoisePoint) -> None:
+        """Add a measured step; one whose gradients are not finite is left out."""
+        # A rank leaves out what the others keep where it alone has met infinity: such steps are not complete.
+        if isfinite(point.small) and isfinite(point.big):
+            self._points.append(point)
+            self._new.append(point)
+
+    @override
+    def share(self) -> dict[str, Any]:
+        return {"rank": self._rank, "points": list(self._points)}
+
+    @override
+    def share_new(self) -> dict[str, Any]:
+        new, self._new = self._new, []
+        return {"rank": self._rank, "points": new}
+
+    @override
+    def merge(self, before: Any, new: Any) -> Any:
+        points = [*(before["points"] if before else ()), *new["points"]]
+        return {"rank": new["rank"], "points": points[-_MOST_POINTS:]}
+
+    @override
+    def summarize(self, shared: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        missing = list(self._missing)
+        # A rank by itself knows its part only.
+        steps = list(self._steps(shared)) if len(shared) == self._mesh.world_size else []
+        if not steps:
+            missing.append("No step was measured on all ranks.")
+            return {"missing": missing}
+        square = variance = weight = 0.0
+        series = []
+        for point in steps:
+            one = noise_estimates(point.small, point.big, point.small_samples, point.samples)
+            # Means of both, since that of their quotient would be biased; and of as many as there are so far.
+            square = self._decay * square + (1 - self._decay) * one[0]
+            variance = self._decay * variance + (1 - self._decay) * one[1]
+            weight = self._decay * weight + (1 - self._decay)
+            if square > 0 and variance > 0:
+                series.append([point.step, variance / square])
+        last = steps[-1]
+        replica = last.samples / self._mesh.data_parallel
+        report: dict[str, Any] = {
+            "measured_steps": len(steps),
+            "gradient_square": square / weight,
+            "variance": variance / weight,
+            "batch": last.samples,
+            "batch_of_replica": replica,
+            "series": {"noise_scale": series},
+        }
+        if not (square > 0 and variance > 0):
+            missing.append("The noise of the gradients could not be told from their mean: measure more steps.")
+            return {**report, "missing": missing}
+        scale = variance / square
+        report |= {
+            "noise_scale": scale,
+            "critical_replicas": max(1, round(scale / replica)),
+            # Of the samples that a step would need if batches were small: 1 / (1 + B / B_noise).
+            "efficiency": 1.0 / (1.0 + last.samples / scale),
+            "gain_of_doubling": (1.0 + scale / last.samples) / (1.0 + scale / (2 * last.samples)),
+        }
+        return {**report, "missing": missing} if missing else report
+
+    def _steps(self, shared: Sequence[Mapping[str, Any]]) -> Iterator[NoisePoint]:
+        """Yield the steps that all ranks have measured, with the sums over ranks that hold parts of a replica."""
+        by_step: dict[int, list[tuple[int, NoisePoint]]] = {}
+        for rank in shared:
+            for point in rank["points"]:
+                by_step.setdefault(point[0], []).append((rank["rank"], NoisePoint(*point)))
+        replicas = self._mesh.data_parallel
+        for step, found in sorted(by_step.items()):
+            if len(found) < len(shared):
+                continue
+            samples = {self._mesh.coordinate(rank).data_parallel: point.samples for rank, point in found}
+            # The mean over replicas weighs them alike: others are no mean over samples.
+            if len(set(samples.values())) > 1:
+                continue
+            small, big = (sum(getattr(point, key) for _, point in found) / replicas for key in ("small", "big"))
+            if sum(samples.values()) > found[0][1].small_samples:
+                yield NoisePoint(step, small, big, found[0][1].small_samples, sum(samples.values()))
+
+    @override
+    def scalars(self) -> dict[str, float]:
+        shared = self._latest()
+        found = self.summarize(shared) if shared else {}
+        return {"gradient_noise/noise_scale": found["noise_scale"]} if "noise_scale" in found else {}
+
+
+# ------------------------------------------------------------------------------------------------- squares of gradients
+
+
+def _square(gradient: Tensor) -> Tensor:
+    wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(gradient.detach(), dtype=wide).double().square()
+
+
+def _total(squares: Sequence[Tensor]) -> float:
+    return float(torch.stack([one.to(squares[0].device) for one in squares]).sum()) if squares else 0.0
+
+
+class _BatchGradients:
+    """Squares of the gradients of single batches, as autograd hands them to parameters: before any reduction.
+
+    Args:
+        trainer: The trainer.
+        module: The module, whose parameters are whole on this rank.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self._handles: list[RemovableHandle] = []
+        self._squares: list[Tensor] = []
+
+    def begin(self) -> None:
+        self._squares = []
+        for parameter in self._module.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(lambda gradient: self._squares.append(_square(gradient))))
+
+    def end(self, batches: int) -> tuple[float, float, float]:
+        """Return (mean square of small batches, square of the mean, small batches of this rank)."""
+        self.cancel()
+        # Lightning divides the loss of each by their number.
+        small = _total(self._squares) * batches**2 / batches
+        gradients = [p.grad for p in self._module.parameters() if p.grad is not None and p.requires_grad]
+        return small, _total([_square(gradient) for gradient in gradients]), batches
+
+    def cancel(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class _ReplicaGradients:
+    """Squares of the gradients of this replica as they are sent, of the elements that this rank counts.
+
+    Args:
+        trainer: Its strategy divides the model over a mesh.
+        module: The module.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._strategy: Any = trainer.strategy
+        self._module = module
+        engine = self._strategy.engine
+        # Each owner of a tied parameter has a part of its gradient: that of the replica is not there before the mean.
+        self.left_out = frozenset() if engine is None else frozenset(engine.tied)
+        self._squares: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        self._squares = {}
+        self._strategy.reducer.observer = self._see
+
+    def _see(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            part = self._counted(name, gradient)
+            if part is not None:
+                self._squares[name] = _square(part)
+
+    def _counted(self, name: str, gradient: Tensor) -> Tensor | None:
+        if name in self.left_out:
+            return None
+        rank, rule = self._strategy.groups.tensor_parallel.rank, self._strategy.rules.get(name)
+        if rule is not None:
+            part: Tensor = rule.owned(gradient, rank)
+            return part
+        return gradient if rank == 0 else None
+
+    def end(self, batches: int) -> tuple[float, float, float]:
+        self.cancel()
+        named = {name: value.grad for name, value in self._module.named_parameters() if value.grad is not None}
+        parts = [self._counted(name, gradient) for name, gradient in named.items() if name in self._squares]
+        big = [_square(part) for part in parts if part is not None]
+        return _total(list(self._squares.values())), _total(big), 1
+
+    def cancel(self) -> None:
+        reducer = self._strategy.reducer
+        if reducer is not None:
+            reducer.observer = None
+
+
+class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
+    """Estimates from how much gradients of replicas differ which batch, and how many replicas, are worth it.
+
+    The simple noise scale `tr(C) / |G|^2`, with the true gradient `G` and the covariance `C` of the gradient of one
+    sample: steps with fewer samples are mostly noise, so that twice the samples save nearly half of the steps; of more
+    samples a step hardly gets better. Both are estimated from the gradients of small batches (of each replica, or each
+    accumulated batch) and from their mean, without a message of their own. It grows in training: look at the end, too.
+
+    It works under DDP, on one process with `accumulate_grad_batches`, and under the mesh strategies with replicas.
+    It is refused where nobody has a replica's gradient (FSDP, DeepSpeed), or the mean of all (compression, local
+    steps): measure a plain run then, as the noise is that of model and data.
+
+    `report()` has, besides the common keys:
+
+        noise_scale            samples; in a step of so many, training takes twice the samples and twice the steps of
+                               the least that it can do with
+        critical_replicas      replicas of the present size that this is
+        efficiency             samples that training with small batches would need, over those that it needs now
+        gain_of_doubling       how many times fewer steps with twice the replicas
+        gradient_square, variance, batch, batch_of_replica, measured_steps
+        series: {noise_scale: [[step, value]]}
+        missing: [sentence]
+
+    Logged: `gradient_noise/noise_scale`, as of the last exchange.
+
+    Args:
+        every_n_steps: Optimizer steps between two that are measured.
+        decay: Of the exponential means of both estimates, per measured step.
+        samples: Counts the samples of a batch; by default the length of its tensors.
+        dirpath, show_table: See `MeasuringCallback`.
+
+    Raises:
+        ValueError: If an argument is out of range; at the start of `fit`, on every rank, where it cannot be measured.
+
+    Source: McCandlish et al., https://arxiv.org/abs/1812.06162
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 10,
+        decay: float = 0.95,
+        samples: Optional[Callable[[Any], int]] = None,
+        dirpath: Optional[str] = None,
+        show_table: bool = True,
+    ) -> None:
+        super().__init__(dirpath=dirpath, show_table=show_table)
+        if every_n_steps < 1 or not 0.0 <= decay < 1.0:
+            raise ValueError(f"expected every_n_steps >= 1 and 0 <= decay < 1, got {every_n_steps} and {decay}")
+        self.every_n_steps = every_n_steps
+        self.decay = decay
+        self.samples = samples or num_samples
+        self._gradients: _BatchGradients | _ReplicaGradients | None = None
+        self._sizes: list[int] = []
+        self._is_measuring, self._begins = False, True
+        self._seen_step = -1
+
+    @override
+    def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> GradientNoiseAccumulator:
+        _check_measurable(trainer, pl_module)
+        groups = getattr(trainer.strategy, "groups", None)
+        missing = []
+        if groups is not None and groups.replica.size > 1:
+            self._gradients = _ReplicaGradients(trainer, pl_module)
+            if self._gradients.left_out:
+                missing.append("Parameters that several stages share are left out.")
+        else:
+            self._gradients = _BatchGradients(trainer, pl_module)
+        self._is_measuring, self._begins, self._seen_step = False, True, -1
+        session = self.open_session
+
+        def latest() -> list[Any]:
+            position = session.members.index(self.accumulator)
+            return [values[position] for values in session.latest if len(values) > position]
+
+        return GradientNoiseAccumulator(session.mesh, session.rank, self.decay, latest, missing)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if self._begins and step % self.every_n_steps == 0 and step != self._seen_step:
+            assert self._gradients is not None
+            self._sizes, self._is_measuring, self._seen_step = [], True, step
+            self._gradients.begin()
+        self._begins = False
+        if self._is_measuring:
+            self._sizes.append(self.samples(batch))
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._begins = True
+        if not self._is_measuring:
+            return
+        assert self._gradients is not None
+        batches, self._is_measuring = len(self._sizes), False
+        small, big, parts = self._gradients.end(batches)
+        # At the end of an epoch, fewer are accumulated than the loss was divided by.
+        if batches != trainer.accumulate_grad_batches or len(set(self._sizes)) > 1:
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else float(scaler.get_scale())  # those of the step are unscaled by now
+        total = float(sum(self._sizes))
+        self.accumulator.keep(NoisePoint(trainer.global_step, small / scale**2, big, total / parts, total))
+
+    @override
+    def _leave(self) -> None:
+        if self._gradients is not None:
+            self._gradients.cancel()
+            self._gradients = None
+        super()._leave()
+
+    @override
+    def table(self, report: Mapping[str, Any]) -> Table | None:
+        if "noise_scale" not in report:
+            return None
+        table = Table(title="Gradient noise", box=box.SIMPLE_HEAD, show_header=False)
+        for words, value in noise_rows(report):
+            table.add_row(words, value)
+        return table
+
+    @override
+    def rows(self, report: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"step": step, "noise_scale": value} for step, value in report.get("series", {}).get("noise_scale", ())]
+
+
+def noise_rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """Give the figures of a report in words: rows of a table; none where they are not known."""
+    if "noise_scale" not in report:
+        return []
+    replicas = report["critical_replicas"]
+    return [
+        ["noise scale", f"{count_text(report['noise_scale'])} samples"],
+        ["batch of this run", f"{count_text(report['batch'])} samples"],
+        ["more replicas help little beyond", f"{replicas} of {count_text(report['batch_of_replica'])} samples each"],
+        ["steps saved by twice the replicas", percent(1.0 - 1.0 / report["gain_of_doubling"])],
+        ["samples as useful as in small batches", percent(report["efficiency"])],
+    ]
+
+
+def _check_measurable(trainer: Trainer, module: LightningModule) -> None:
+    strategy: Any = trainer.strategy
+    groups = getattr(strategy, "groups", None)
+    replicas = trainer.world_size if groups is None else groups.data_parallel.size
+    reason = ""
+    if any(is_a(strategy, kind) for kind in (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)):
+        reason = f"`{type(strategy).__name__}` reduces gradients in pieces, so that nobody has those of a replica"
+    elif getattr(strategy, "steps_between_reductions", 1) > 1:
+        reason = "replicas with local steps do not average their gradients"
+    elif getattr(strategy, "compression", None) is not None and replicas > 1:
+        reason = "compressed gradients are no mean of those of the replicas"
+    elif not module.automatic_optimization:
+        reason = "under manual optimization, nothing tells which gradients belong to a step"
+    elif groups is not None and groups.replica.size > 1 and replicas == 1:
+        reason = "there is one replica, whose parts have gradients of the whole step only"
+    elif replicas == 1 and trainer.accumulate_grad_batches == 1:
+        reason = "there is one replica, and no batches are accumulated, so that nothing shows how gradients differ"
+    if reason:
+        raise ValueError(
+            f"`GradientNoiseScale` cannot measure this run: {reason}. The noise is that of the model and its data:"
+            " measure some steps under DDP, or on one process with `accumulate_grad_batches=2` or more"
+        )

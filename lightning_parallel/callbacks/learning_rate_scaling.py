@@ -1,0 +1,375 @@
+"""Learning rates for the samples of an optimizer step: scaled once, with warm-up, under any strategy and scheduler."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from math import isclose, sqrt
+from typing import Any, Literal, Optional
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from typing_extensions import override
+
+from lightning_parallel.callbacks.global_batch import GlobalBatch
+from lightning_parallel.callbacks.session import mesh_of
+from lightning_parallel.compat import Patches
+from lightning_parallel.compat.interrupted import loaders_of
+from lightning_parallel.compat.twins import Callback, is_a
+
+__all__ = ["LearningRateScaling", "scale_learning_rates"]
+
+# In parameter groups, and in schedulers: torch's, DeepSpeed's and their like.
+_OPTIONS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
+_CAPTURED = ("base_lrs", "max_lrs", "min_lrs", "delta_lrs", "org_lrs", "eta_min", "min_lr", "max_lr", "_last_lr")
+
+_TRIED_STEPS = 24
+
+Rate = Any
+"""A number or a tensor."""
+
+_scaled: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
+"""By how much learning rates of an optimizer of this process are multiplied: it may be used in a second `fit`."""
+
+
+def scale_learning_rates(trainer: Trainer, factor: float) -> None:
+    """Multiply the learning rates of all optimizers, and those that their schedulers go by, with `factor`.
+
+    Of schedulers the rates that they start from, rise to and fall to, so that all of a schedule is multiplied.
+
+    Raises:
+        ValueError: If the rates of a scheduler would not be multiplied by it; nothing is changed then.
+    """
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    for scheduler in schedulers:
+        follows = _follows(scheduler, factor)
+        if follows is False:
+            raise ValueError(
+                f"learning rates are to be multiplied by {factor:g}, but `{type(scheduler).__name__}` sets others than"
+                " those that it was made with, so that what it sets would not be. Give the optimizer and the scheduler"
+                " the scaled rate, without `LearningRateScaling`, or use a scheduler that multiplies the optimizer's"
+                " rate (`LambdaLR`)"
+            )
+        if follows is None:
+            rank_zero_warn(
+                f"`{type(scheduler).__name__}` could not be tried: make sure that the rates it sets are multiples of"
+                f" those that the optimizer had when it was made, which are multiplied by {factor:g}"
+            )
+    _scale(trainer.optimizers, schedulers, factor)
+
+
+def _scale(optimizers: Iterable[Any], schedulers: Iterable[Any], factor: float) -> None:
+    # A tensor may be the rate of a group and what its scheduler starts from.
+    done: set[int] = set()
+
+    def scaled(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(scaled, value))
+        if isinstance(value, Tensor):
+            if id(value) not in done:
+                value.mul_(factor)
+                done.add(id(value))
+            return value
+        return value * factor if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.update({key: scaled(group[key]) for key in _OPTIONS if key in group})
+    for outer in schedulers:
+        for scheduler in _parts(outer):
+            state = vars(scheduler)
+            state.update({key: scaled(state[key]) for key in _CAPTURED if key in state})
+
+
+def _parts(scheduler: Any) -> Iterator[Any]:
+    """Yield a scheduler, and those that it is made of."""
+    yield scheduler
+    for inner in vars(scheduler).get("_schedulers", ()):
+        yield from _parts(inner)
+
+
+def _follows(scheduler: Any, factor: float) -> bool | None:
+    """Tell whether a copy of a scheduler whose rates were multiplied sets multiplied ones; None if it cannot be tried.
+
+    Whatever its class: everybody writes a warm-up.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return True  # it waits for metrics, and multiplies
+
+    def tried(scale: float) -> list[float]:
+        optimizer = scheduler.optimizer
+        groups = [
+            {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": [one]}
+            for group in optimizer.param_groups
+            for one in [nn.Parameter(torch.zeros(1))]
+        ]
+        stand_in = SGD(groups, lr=1.0)
+        clone = copy.deepcopy(scheduler, {id(optimizer): stand_in})
+        _scale([stand_in], [clone], scale)
+        found: list[float] = []
+        for _ in range(_TRIED_STEPS):
+            stand_in.step()
+            try:
+                clone.step()
+            except ValueError:  # a schedule of fewer steps is over
+                break
+            found += [float(group["lr"]) for group in stand_in.param_groups]
+        return found
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the order of the copies' steps
+            plain, multiplied = tried(1.0), tried(factor)
+    except Exception:
+        return None
+    return len(plain) == len(multiplied) and all(
+        isclose(rate * factor, other, rel_tol=1e-5, abs_tol=1e-30) for rate, other in zip(plain, multiplied)
+    )
+
+
+class LearningRateScaling(Callback):
+    """Multiplies learning rates as the samples of an optimizer step grow with replicas and accumulated batches.
+
+    With `n` the samples of a step over those that the learning rates are for, rates are multiplied by `n` (`linear`) or
+    by the root of `n` (`sqrt`), before the first step, and by what schedulers add to that. Tensor- and
+    pipeline-parallel ranks do not count: they work on the same samples. It works with any optimizer, and with
+    schedulers that go by the rates that they were made with (others are refused), under stock strategies, too.
+
+    Once only: a checkpoint says by how much its rates are multiplied. A run that is resumed with other replicas goes on
+    with the rates for these; rates of a checkpoint that was saved without this callback are taken for unscaled. Where
+    `GradientAccumulationScheduler` changes a step, rates follow. Beside it, `AutoResume` scales nothing by itself.
+    It cannot see what you scale in your own code: it prints what it does.
+
+    Under `LocalSGDStrategy` replicas do not count, since a local step is one of one replica's samples.
+
+    Args:
+        rule: `linear` (SGD), or `sqrt` (Adam and its like).
+        base_batch_size: Samples of the step for which the learning rates were chosen.
+        base_replicas: Instead of it: replicas for which they were chosen, with one batch each; 1 if neither is given.
+        warmup_steps: Optimizer steps, as `trainer.global_step` counts, in which rates rise in a line from those that
+            were given to the multiplied ones. It multiplies what schedulers do.
+
+    Raises:
+        ValueError: If an argument is out of range; on every rank before the first step, if a scheduler does not follow,
+            the batch size is not known, or the rates are searched for (`LearningRateFinder`).
+
+    Source: Goyal et al., https://arxiv.org/abs/1706.02677 (linear, warm-up); Krizhevsky,
+    https://arxiv.org/abs/1404.5997, and Malladi et al., https://arxiv.org/abs/2205.10287 (square root)
+    """
+
+    def __init__(
+        self,
+        rule: Literal["linear", "sqrt"] = "linear",
+        base_batch_size: Optional[int] = None,
+        base_replicas: Optional[int] = None,
+        warmup_steps: int = 0,
+    ) -> None:
+        if rule not in ("linear", "sqrt"):
+            raise ValueError(f"expected `rule` to be 'linear' or 'sqrt', got {rule!r}")
+        if base_batch_size is not None and base_replicas is not None:
+            raise ValueError("expected one of base_batch_size and base_replicas, got both")
+        for name, value in (("base_batch_size", base_batch_size), ("base_replicas", base_replicas)):
+            if value is not None and value < 1:
+                raise ValueError(f"expected {name} >= 1, got {value}")
+        if warmup_steps < 0:
+            raise ValueError(f"expected warmup_steps >= 0, got {warmup_steps}")
+        self.rule = rule
+        self.base_batch_size = base_batch_size
+        self.base_replicas = base_replicas
+        self.warmup_steps = warmup_steps
+        self.factor = 1.0
+        self._began = 0
+        self._restored: dict[str, Any] | None = None
+        self._from_checkpoint = False
+        self._patches = Patches()
+        self._held: list[tuple[dict[str, Any], Rate, Rate]] = []  # of the warm-up: group, its rate, what it has now
+
+    # ---------------------------------------------------------------------------------------------------- checkpoint
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": self.factor, "began": self._began}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = dict(state_dict)
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._from_checkpoint = True
+
+    # -------------------------------------------------------------------------------------------------- begin and end
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._restored, self._from_checkpoint = None, False
+        if any(is_a(callback, LearningRateFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(
+                "`LearningRateFinder` finds the rate for the steps of this run, which `LearningRateScaling` would scale"
+                " once more; use one of them"
+            )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.factor, self._began = self._applied(trainer)
+        self._adapt(trainer, is_start=True)
+        if self.warmup_steps:
+            step = trainer.strategy.optimizer_step
+            self._patches.replace(trainer.strategy, "optimizer_step", self._warmed(trainer, step))
+
+    def _applied(self, trainer: Trainer) -> tuple[float, int]:
+        """Return by how much the present rates are multiplied, and the step from which on they are."""
+        if self._restored is not None:
+            return float(self._restored["factor"]), int(self._restored["began"])
+        if self._from_checkpoint:
+            return 1.0, trainer.global_step
+        # An optimizer that a module keeps has the rates that an earlier `fit` has left.
+        return max((_scaled.get(one, 1.0) for one in trainer.optimizers), default=1.0), trainer.global_step
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # `GradientAccumulationScheduler` changes it at the start of an epoch, perhaps after this callback's hook.
+        if not self._held:
+            self._adapt(trainer)
+        # So that all see it who look at the rate of this step; but schedulers must not.
+        if self.warmup_steps and pl_module.automatic_optimization:
+            self._hold_back(trainer)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Of a batch that was only accumulated: checkpoints have the rates without warm-up.
+        self._release()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._leave()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self._release()
+        self._patches.undo()
+
+    # -------------------------------------------------------------------------------------------------------- scaling
+
+    def _adapt(self, trainer: Trainer, is_start: bool = False) -> None:
+        now, reason = self._global_batch(trainer)
+        if self.base_batch_size is None:
+            ratio = now.replicas * now.accumulate / (self.base_replicas or 1)
+        else:
+            ratio = now.samples / self.base_batch_size
+        wanted = ratio if self.rule == "linear" else sqrt(ratio)
+        change = wanted / self.factor
+        if wanted != self.factor:
+            before = _rates(trainer)
+            scale_learning_rates(trainer, change)
+            self._say(trainer, now, wanted, reason, before)
+        elif is_start:
+            self._say(trainer, now, wanted, reason, _rates(trainer))
+        self.factor = wanted
+        for optimizer in trainer.optimizers if is_start or change != 1.0 else ():
+            _scaled[optimizer] = wanted
+
+    def _global_batch(self, trainer: Trainer) -> tuple[GlobalBatch, str]:
+        """Return what a step is made of, and what there is to say about it."""
+        replicas, reason = mesh_of(trainer).data_parallel, ""
+        if getattr(trainer.strategy, "steps_between_reductions", 1) > 1:
+            reason = f"; the {replicas} replicas do not count, as each takes local steps of its own"
+            replicas = 1
+        size = 1 if self.base_batch_size is None else _batch_size(trainer)
+        return GlobalBatch(replicas, size, trainer.accumulate_grad_batches), reason
+
+    def _say(self, trainer: Trainer, now: GlobalBatch, wanted: float, reason: str, before: str) -> None:
+        if self.base_batch_size is None:
+            step = f"{_replicas(now.replicas)} x {now.accumulate} accumulated"
+            base = _replicas(self.base_replicas or 1)
+        else:
+            step, base = f"{now} = {now.samples} samples", f"{self.base_batch_size} samples"
+        had = "" if self.factor == 1.0 else f", of which {self.factor:g} was there"
+        warm = f", in {self.warmup_steps} steps of warm-up" if self.warmup_steps else ""
+        rates = before if wanted == self.factor else f"{before} -> {_rates(trainer)}"
+        rank_zero_info(
+            f"LearningRateScaling: learning rates are multiplied by {wanted:g} ({self.rule}){had}: {step} in a step,"
+            f" chosen for {base}{reason}; {rates}{warm}. Do not scale them in your own code as well"
+        )
+
+    # -------------------------------------------------------------------------------------------------------- warm-up
+
+    def _warmed(self, trainer: Trainer, step: Callable[..., Any]) -> Callable[..., Any]:
+        def optimizer_step(*args: Any, **kwargs: Any) -> Any:
+            self._hold_back(trainer)
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._release()
+
+        return optimizer_step
+
+    def _hold_back(self, trainer: Trainer) -> None:
+        """Set the rates of the coming step."""
+        done = trainer.global_step - self._began
+        if self._held or done >= self.warmup_steps:
+            return
+        # A line from 1 to the factor, over the factor.
+        share = (1.0 + (self.factor - 1.0) * done / self.warmup_steps) / self.factor
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                rate = group["lr"]
+                if isinstance(rate, Tensor):
+                    before = rate.clone()
+                    rate.mul_(share)
+                    self._held.append((group, before, rate.clone()))
+                else:
+                    group["lr"] = rate * share
+                    self._held.append((group, rate, group["lr"]))
+
+    def _release(self) -> None:
+        for group, before, held in self._held:
+            # What somebody else has set meanwhile stays.
+            if bool(group["lr"] == held):
+                if isinstance(before, Tensor):
+                    group["lr"].copy_(before)
+                else:
+                    group["lr"] = before
+        self._held.clear()
+
+
+def _replicas(number: int) -> str:
+    return f"{number} replica{'s' if number > 1 else ''}"
+
+
+def _rates(trainer: Trainer) -> str:
+    found = dict.fromkeys(f"{float(group['lr']):.6g}" for one in trainer.optimizers for group in one.param_groups)
+    few = list(found)[:4]
+    return ", ".join(few) + (", ..." if len(found) > len(few) else "")
+
+
+def _batch_size(trainer: Trainer) -> int:
+    sizes = {
+        getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        for loader in loaders_of(trainer)[0]
+    }
+    size = sizes.pop() if len(sizes) == 1 else None
+    if not isinstance(size, int):
+        raise ValueError(
+            "`LearningRateScaling(base_batch_size=...)` needs the batch size of the training loader, which has none, or"
+            " several; give `base_replicas` instead: the replicas for which the learning rates were chosen"
+        )
+    return size

@@ -1,0 +1,133 @@
+"""Scaled learning rates: by replicas and accumulation only, once, with any scheduler, and after a resume."""
+
+import tempfile
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import lr_scheduler
+
+from lightning_parallel import HybridParallelStrategy, LearningRateScaling, LocalSGDStrategy, comm
+from tests.harness import distributed
+from tests.strategies.models import Net, loader, trainer_for
+
+
+class Absolute(lr_scheduler.LRScheduler):
+    """A warm-up that knows its rates by itself."""
+
+    def get_lr(self):
+        return [0.001 * (self.last_epoch + 1) for _ in self.optimizer.param_groups]
+
+
+SCHEDULERS = {
+    "none": None,
+    "one cycle": lambda one: lr_scheduler.OneCycleLR(one, max_lr=0.4, total_steps=40),
+    "cyclic": lambda one: lr_scheduler.CyclicLR(one, base_lr=0.1, max_lr=0.3, step_size_up=2),
+    "cosine": lambda one: lr_scheduler.CosineAnnealingLR(one, T_max=4, eta_min=0.05),
+    "restarts": lambda one: lr_scheduler.CosineAnnealingWarmRestarts(one, T_0=3, eta_min=0.05),
+    "lambda": lambda one: lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)),
+    "sequential": lambda one: lr_scheduler.SequentialLR(
+        one, [lr_scheduler.LinearLR(one), lr_scheduler.CosineAnnealingLR(one, 4, eta_min=0.01)], milestones=[2]
+    ),
+    "chained": lambda one: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(one, total_iters=2), lr_scheduler.ExponentialLR(one, gamma=0.9)]
+    ),
+    "plateau": lambda one: lr_scheduler.ReduceLROnPlateau(one, patience=0, factor=0.1, min_lr=0.05),
+    "absolute": Absolute,
+}
+
+
+class Scheduled(Net):
+    def __init__(self, kind="none", as_tensor=False):
+        super().__init__(lr=0.1)
+        self.kind, self.as_tensor, self.rates = kind, as_tensor, []
+
+    def training_step(self, batch, index):
+        (group,) = self.trainer.optimizers[0].param_groups
+        self.rates.append(float(group["lr"]))
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self):
+        lr = torch.tensor(self.lr) if self.as_tensor else self.lr
+        optimizer = torch.optim.Adam(self.parameters(), lr=lr, capturable=False, foreach=not self.as_tensor)
+        if SCHEDULERS[self.kind] is None:
+            return optimizer
+        scheduler = {"scheduler": SCHEDULERS[self.kind](optimizer), "interval": "step"}
+        return [optimizer], [{**scheduler, "monitor": "worse"} if self.kind == "plateau" else scheduler]
+
+
+class Worse(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        trainer.callback_metrics["worse"] = torch.tensor(float(trainer.global_step))
+
+
+def train(kind="none", callbacks=(), strategy="auto", devices=1, ckpt_path=None, save=None, as_tensor=False, **options):
+    """Train; returns the rate of each batch, as the training step sees it."""
+    module = Scheduled(kind, as_tensor).double()
+    options = {"max_epochs": -1, "max_steps": 8, "limit_train_batches": 4, "use_distributed_sampler": False, **options}
+    trainer = trainer_for(strategy, devices, callbacks=[*callbacks, Worse()], **options)
+    trainer.fit(module, loader(), ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return module.rates
+
+
+@pytest.mark.parametrize("kind", [name for name in SCHEDULERS if name != "absolute"])
+def test_all_that_a_scheduler_does_is_multiplied(kind):
+    plain = train(kind, accumulate_grad_batches=2, max_steps=4)
+    scaling, as_tensor = [LearningRateScaling(base_batch_size=4)], kind == "none"
+    scaled = train(kind, scaling, accumulate_grad_batches=2, max_steps=4, as_tensor=as_tensor)
+    assert scaled == pytest.approx([4 * rate for rate in plain], rel=1e-6)
+
+
+def test_what_would_be_scaled_wrongly_is_refused():
+    scaling = LearningRateScaling(base_replicas=2)
+    with pytest.raises(ValueError, match="`Absolute` sets others than those that it was made with"):
+        train("absolute", [scaling])
+    assert train("absolute", [LearningRateScaling()]) == pytest.approx([0.001 * step for step in range(1, 9)])
+    with pytest.raises(ValueError, match="use one of them"):
+        train(callbacks=[scaling, LearningRateFinder()])
+    with pytest.raises(RuntimeError, match="more than one stateful callback"):
+        train(callbacks=[scaling, LearningRateScaling()])
+    for wrong in ({"rule": "cubic"}, {"base_batch_size": 8, "base_replicas": 1}, {"warmup_steps": -1}):
+        with pytest.raises(ValueError, match="expected"):
+            LearningRateScaling(**wrong)
+
+
+def test_an_optimizer_of_an_earlier_fit_and_accumulation_that_changes():
+    class Kept(Scheduled):
+        def configure_optimizers(self):
+            self.kept = getattr(self, "kept", None) or torch.optim.SGD(self.parameters(), lr=0.1)
+            return self.kept
+
+    module = Kept().double()
+    for _ in range(2):
+        callbacks = [LearningRateScaling(rule="sqrt"), GradientAccumulationScheduler({0: 1, 1: 4})]
+        trainer_for(callbacks=callbacks, limit_train_batches=4).fit(module, loader())
+    assert module.rates == pytest.approx([*[0.1] * 4, *[0.2] * 4] * 2)
+
+
+@distributed(world_size=2)
+def test_replicas_and_a_resume_among_others(group):
+    """Two replicas, then one process, then two again; with a warm-up in which the first run is interrupted."""
+    path = comm.broadcast_object(tempfile.mkdtemp(), group)
+    warm = lambda: [LearningRateScaling(warmup_steps=4)]  # noqa: E731
+    whole = train("cosine", warm(), DDPStrategy(), 2)
+    plain = train("cosine", (), DDPStrategy(), 2)
+    line = [1.0, 1.25, 1.5, 1.75, 2.0, 2.0, 2.0, 2.0]
+    assert whole == pytest.approx([rate * factor for rate, factor in zip(plain, line)])
+    first = train("cosine", warm(), DDPStrategy(), 2, max_steps=2, save=f"{path}/2.ckpt")
+    rest = train("cosine", warm(), DDPStrategy(), 2, f"{path}/2.ckpt")
+    assert first + rest == whole  # to the bit
+    # Ranks of one replica do not count; local steps are of one replica's samples.
+    assert train(callbacks=warm(), strategy=HybridParallelStrategy(tensor_parallel_size=2), devices=2) == [0.1] * 8
+    assert train(callbacks=[LearningRateScaling()], strategy=LocalSGDStrategy(4), devices=2) == [0.1] * 8
+    # Mesh strategies read checkpoints of others: one replica goes on with the rates for one.
+    tensor = HybridParallelStrategy(tensor_parallel_size=2)
+    assert train("cosine", warm(), tensor, 2, f"{path}/2.ckpt") == pytest.approx(plain[2:])
+    # A checkpoint without the callback has rates for one replica.
+    train("cosine", (), DDPStrategy(), 2, max_steps=2, save=f"{path}/plain.ckpt")
+    found = train("cosine", [LearningRateScaling()], DDPStrategy(), 2, f"{path}/plain.ckpt")
+    assert found == pytest.approx([2 * rate for rate in plain[2:]])
