@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -226,7 +226,7 @@ class _ReplicaGradients:
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._strategy: Any = trainer.strategy
+        self._strategy = cast(Any, trainer.strategy)
         self._module = module
         engine = self._strategy.engine
         # Each owner of a tied parameter has a part of its gradient: that of the replica is not there before the mean.

@@ -9,7 +9,16 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningR
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import lr_scheduler
 
-from lightning_parallel import HybridParallelStrategy, LearningRateScaling, LocalSGDStrategy, comm
+from lightning_parallel import (
+    LARS,
+    CompressedDeepSpeedStrategy,
+    CompressedFSDPStrategy,
+    HybridParallelStrategy,
+    LearningRateScaling,
+    LocalSGDStrategy,
+    comm,
+)
+from lightning_parallel.compression import Dense
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
 
@@ -131,3 +140,37 @@ def test_replicas_and_a_resume_among_others(group):
     train("cosine", (), DDPStrategy(), 2, max_steps=2, save=f"{path}/plain.ckpt")
     found = train("cosine", [LearningRateScaling()], DDPStrategy(), 2, f"{path}/plain.ckpt")
     assert found == pytest.approx([2 * rate for rate in plain[2:]])
+
+
+@pytest.mark.parametrize("make", [CompressedFSDPStrategy, CompressedDeepSpeedStrategy])
+@distributed(world_size=2)
+def test_sharded_strategies(make, group):
+    """DeepSpeed wraps optimizers; both flatten parameters, whose norms nobody knows."""
+    options = {"stage": 1} if make is CompressedDeepSpeedStrategy else {}
+    seen = []
+
+    def final(lr, *callbacks):
+        class Watched(Callback):
+            def on_train_batch_end(self, trainer, module, outputs, batch, index):
+                seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+        class Simple(Net):
+            def configure_optimizers(self):
+                optimizer = torch.optim.SGD(self.trainer.model.parameters(), lr=lr)
+                return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+        module = Simple()
+        trainer = trainer_for(make(Dense(), **options), 2, callbacks=[*callbacks, Watched()], limit_train_batches=2)
+        trainer.fit(module, loader(2, group.rank, dtype=torch.float32))
+        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+    torch.testing.assert_close(final(0.05, LearningRateScaling()), final(0.1), rtol=0.0, atol=1e-7)
+    assert seen == pytest.approx([0.1, 0.05, 0.05, 0.025] * 2)  # the scheduler steps before the hook
+
+    class Large(Net):
+        def configure_optimizers(self):
+            return LARS(self.trainer.model.parameters())
+
+    strategy = make(Dense(), **options)
+    with pytest.raises(ValueError, match="flatten"):
+        trainer_for(strategy, 2).fit(Large(), loader(2, group.rank, dtype=torch.float32))
