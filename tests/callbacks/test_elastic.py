@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from lightning_parallel import AutoResume, HybridParallelStrategy
+from lightning_parallel import AutoResume, HybridParallelStrategy, LearningRateScaling
 from tests.callbacks.test_auto_resume import DeepDropping, fit, loader_of
 from tests.harness import RankError, run
 
@@ -32,7 +32,9 @@ class Rates(Callback):
         self.batches.append(trainer.fit_loop.total_batch_idx)
 
 
-def _train(strategy, folder, batch_size, accumulate=1, interrupt=None, rescale=False, loader=None, **options):
+def _train(
+    strategy, folder, batch_size, accumulate=1, interrupt=None, rescale=False, loader=None, scaling=(), **options
+):
     """Train on these ranks; returns what the first of them has in the end."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     resume, rates = AutoResume(str(folder), every_n_train_steps=2, rescale_learning_rate=rescale), Rates()
@@ -45,7 +47,7 @@ def _train(strategy, folder, batch_size, accumulate=1, interrupt=None, rescale=F
         DeepDropping(dropout=0.0),
         resume=resume,
         accumulate_grad_batches=accumulate,
-        callbacks=[rates],
+        callbacks=[rates, *(LearningRateScaling() for _ in scaling)],
         **options,
     )
     weights = {name: value.clone() for name, value in module.state_dict().items()}
@@ -90,6 +92,15 @@ def test_what_does_not_divide_is_refused_or_scaled(tmp_path):
     # After the fifth step, of a rate that falls by 3 % in each: half of it, with half of the samples.
     assert rates[0] == pytest.approx(0.5 * 0.02 * 0.97**5, rel=1e-12)
     assert rates[1] == pytest.approx(0.5 * 0.02 * 0.97**6, rel=1e-12)
+
+
+def test_learning_rates_are_scaled_by_one_callback(tmp_path):
+    """Two replicas have twice the rate; one goes on with the rate for one, which `AutoResume` leaves as it is."""
+    options = {"folder": tmp_path, "batch_size": 4, "rescale": True, "scaling": (1,)}
+    *_, rates, _ = run(_train, 2, strategy="ddp", interrupt=5, **options)[0]
+    assert rates[:2] == pytest.approx([2 * 0.02 * 0.97, 2 * 0.02 * 0.97**2])
+    *_, rates, _ = _train("one", **options)
+    assert rates[0] == pytest.approx(0.02 * 0.97**5, rel=1e-12)
 
 
 def test_batches_of_a_batch_sampler_cannot_be_divided_anew(tmp_path):
