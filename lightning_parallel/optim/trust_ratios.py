@@ -50,6 +50,12 @@ class TrustRatioOptimizer(Optimizer):
                 raise ValueError(f"expected {name} >= 0, got {defaults[name]}")
         super().__init__(params, defaults)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Copies and pickles of optimizers leave out what is neither state nor group.
+        self.__dict__.setdefault("_given", set())
+        self.__dict__.setdefault("_shapes", set())
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group."""
         super().add_param_group(param_group)
@@ -64,8 +70,7 @@ class TrustRatioOptimizer(Optimizer):
 
     def _check_given(self, parameter: Tensor) -> None:
         # DeepSpeed takes the user's optimizer, and gives it a flat vector for all parameters of a group, or a part.
-        known = getattr(self, "_given", None)
-        if known and id(parameter) not in known and parameter.shape not in self._shapes:
+        if self._given and id(parameter) not in self._given and parameter.shape not in self._shapes:
             raise ValueError(
                 f"`{type(self).__name__}` needs the norms of whole parameters, but in place of those that it was made"
                 f" for it got one of shape {tuple(parameter.shape)}, as DeepSpeed's ZeRO flattens them. Use DDP, FSDP2"
@@ -110,18 +115,28 @@ class TrustRatioOptimizer(Optimizer):
         )
         return {id(one.parameter): pair for one, pair in zip(adapted, norms.unbind(1))}
 
-    def _apply(self, mine: list[_Held], steps: list[Tensor], norms: dict[int, Tensor]) -> list[Tensor]:
-        """Return the steps of some parameters of one group times trust ratio and learning rate."""
-        scaled = []
-        for one, step in zip(mine, steps):
-            factor: Any = one.group["lr"]
+    def _add_steps(
+        self, targets: list[Tensor], steps: list[Tensor], mine: list[_Held], norms: dict[int, Tensor], sign: float
+    ) -> None:
+        """Add the steps of parameters of one group, times trust ratio, learning rate and `sign`, to `targets`."""
+        plain: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
+        # Once for all parameters: a number is copied to the device.
+        rate = torch.as_tensor(mine[0].group["lr"], dtype=torch.float64, device=steps[0].device)
+        for target, step, one in zip(targets, steps, mine):
+            factor = rate.to(step.device)
             pair = norms.get(id(one.parameter))
             if pair is not None:
-                weight, other = pair.unbind()
+                weight, other = pair.to(step.device).unbind()
                 is_known = (weight > 0) & (other > 0)
                 factor = torch.where(is_known, self._trust_ratio(weight, other, one.group), 1.0) * factor
-            scaled.append(step * (factor.to(step.device, step.dtype) if isinstance(factor, Tensor) else factor))
-        return scaled
+            if step.dtype.itemsize < 4:
+                # Of 16 bits, the factor itself could be zero.
+                target.add_(step * factor, alpha=sign)
+                continue
+            for values, value in zip(plain, (target, step, factor.to(step.dtype))):
+                values.append(value)
+        if plain[0]:
+            each("addcmul_", *plain, sign)
 
     @abstractmethod
     def _trust_ratio(self, weight: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
@@ -196,13 +211,13 @@ class LARS(TrustRatioOptimizer):
             steps = [one.gradient for one in mine if one.gradient is not None]
             if group["weight_decay"]:
                 steps = each("add", steps, values, alpha=group["weight_decay"])
-            steps = self._apply(mine, steps, norms)
-            if group["momentum"]:
-                buffers = [self._remembered(one, "momentum_buffer") for one in mine]
-                each("mul_", buffers, group["momentum"])
-                each("add_", buffers, steps)
-                steps = buffers
-            each("sub_", values, steps)
+            if not group["momentum"]:
+                self._add_steps(values, steps, mine, norms, -1.0)
+                continue
+            buffers = [self._remembered(one, "momentum_buffer") for one in mine]
+            each("mul_", buffers, group["momentum"])
+            self._add_steps(buffers, steps, mine, norms, 1.0)
+            each("sub_", values, buffers)
 
     def _trust_ratio(self, weight: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
         return group["trust_coefficient"] * weight / (step + group["weight_decay"] * weight)
@@ -270,8 +285,8 @@ class LAMB(TrustRatioOptimizer):
         for group in self.param_groups:
             mine = [one for one in held if one.group is group and one.gradient is not None]
             if mine:
-                scaled = self._apply(mine, [steps[id(one.parameter)] for one in mine], norms)
-                each("sub_", [one.value for one in mine], scaled)
+                mine_steps = [steps[id(one.parameter)] for one in mine]
+                self._add_steps([one.value for one in mine], mine_steps, mine, norms, -1.0)
 
     def _trust_ratio(self, weight: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
         return weight.clamp(max=group["max_weight_norm"] or torch.inf) / step

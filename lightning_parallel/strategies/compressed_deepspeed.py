@@ -20,6 +20,7 @@ from lightning_parallel.compression import Reducer, check_reducer
 from lightning_parallel.compression.deepspeed_session import DeepSpeedSession, compress_deepspeed
 from lightning_parallel.strategies.compressed import SavesCompression, warn_of_dropped_step
 from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
+from lightning_parallel.strategies.optimization import check_flattened
 
 __all__ = ["CompressedDeepSpeedStrategy"]
 
@@ -200,6 +201,9 @@ class CompressedDeepSpeedStrategy(SavesCompression, DeepSpeedStrategy):
                 "gradients by a loss scale that the loss was not multiplied by. Use stage=1 or precision='bf16-mixed'."
             )
         super()._initialize_deepspeed_train(model)
+        if self._stage > 0 and self.world_size > 1:
+            # The user's, inside of that which divides.
+            check_flattened([getattr(one, "optimizer", one) for one in self.optimizers], "DeepSpeed's ZeRO")
         if self.compression is not None:
             self._state = compress_deepspeed(self.deepspeed_engine, self.compression)
 

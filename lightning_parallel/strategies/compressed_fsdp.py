@@ -40,6 +40,7 @@ from lightning_parallel.compression import (
 )
 from lightning_parallel.strategies.compressed import SavesShardedCompression
 from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
+from lightning_parallel.strategies.optimization import check_flattened
 
 __all__ = ["CompressedFSDPStrategy", "CompressedModelParallelStrategy"]
 
@@ -122,6 +123,12 @@ class CompressedFSDPStrategy(SavesShardedCompression, FSDPStrategy):
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._state = self._compress(self._wrapped)
         return self._wrapped
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.world_size > 1 and self.sharding_strategy.name != "NO_SHARD":
+            check_flattened(self.optimizers, "FSDP1")
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())

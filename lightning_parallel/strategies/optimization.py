@@ -33,6 +33,7 @@ from lightning_parallel.tensor.sharding import Shard, full_shapes_shown
 
 __all__ = [
     "WholeGroups",
+    "check_flattened",
     "check_optimizers",
 ]
 
@@ -153,6 +154,30 @@ def check_optimizers(
         failure = error
     # A stage without sharded parameters has nothing to refuse, and would wait for those that have.
     comm.raise_together(failure, world)
+
+
+def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
+    """Refuse optimizers that need whole tensors where each rank has a part of all parameters in one vector.
+
+    Raises:
+        ValueError: On every rank alike: no rank has other options than the others.
+    """
+    for optimizer in optimizers:
+        tried: set[str] = set()
+        for group in optimizer.param_groups:
+            if not _is_new(group, tried):
+                continue
+            verdict = False if _is_known_to_need_whole_tensors(optimizer) else _is_elementwise(optimizer, group)
+            if verdict is False:
+                raise ValueError(
+                    f"`{type(optimizer).__name__}` computes with whole tensors, but {flattener} flattens parameters and"
+                    " gives each rank a part. Use an elementwise optimizer (SGD, Adam, AdamW, ...), DDP, or"
+                    " `lightning_parallel.LARS` or `LAMB` under a tensor- or pipeline-parallel strategy or FSDP2"
+                    " (`CompressedModelParallelStrategy`)"
+                )
+            # DeepSpeed's own, some of which take half precision only, are made for its vectors.
+            if verdict is None and type(optimizer).__module__.partition(".")[0] != "deepspeed":
+                _warn_untried(optimizer, "single elements, and not with norms or products of whole tensors")
 
 
 def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:

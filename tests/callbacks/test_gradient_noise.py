@@ -1,8 +1,11 @@
 """The gradient noise scale: a closed form, and runs against gradients that are taken one by one."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
@@ -92,6 +95,13 @@ def test_accumulated_batches_of_one_process(tmp_path):
     assert report["measured_steps"] == 2
     _assert_found(report, _by_hand([batches[:2], batches[2:4]], 0.5))
     assert (tmp_path / "GradientNoiseScale.json").exists()
+    # With scaled losses, in a precision in which scaling is exact.
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    plugin.forward_context = nullcontext
+    again = GradientNoiseScale(every_n_steps=1, decay=0.5, show_table=False)
+    trainer_for(callbacks=[again], plugins=[plugin], **options).fit(Still(), DataLoader(Samples(), batch_size=4))
+    _assert_found(again.report(), {key: report[key] for key in ("gradient_square", "variance")})
     for options, reason in (({}, "no batches are accumulated"), ({"every_n_steps": 0}, "every_n_steps >= 1")):
         with pytest.raises(ValueError, match=reason):
             trainer_for(callbacks=[GradientNoiseScale(**options)]).fit(Still(), loader())

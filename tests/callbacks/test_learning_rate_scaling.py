@@ -21,6 +21,7 @@ from lightning_parallel import (
 from lightning_parallel.compression import Dense
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
+from tests.strategies.test_refusals import LayerScaled
 
 
 class Absolute(lr_scheduler.LRScheduler):
@@ -167,10 +168,12 @@ def test_sharded_strategies(make, group):
     torch.testing.assert_close(final(0.05, LearningRateScaling()), final(0.1), rtol=0.0, atol=1e-7)
     assert seen == pytest.approx([0.1, 0.05, 0.05, 0.025] * 2)  # the scheduler steps before the hook
 
-    class Large(Net):
-        def configure_optimizers(self):
-            return LARS(self.trainer.model.parameters())
+    for kind in (LARS, LayerScaled):
 
-    strategy = make(Dense(), **options)
-    with pytest.raises(ValueError, match="flatten"):
-        trainer_for(strategy, 2).fit(Large(), loader(2, group.rank, dtype=torch.float32))
+        class Large(Net):
+            def configure_optimizers(self, kind=kind):
+                return kind(self.trainer.model.parameters(), lr=0.1)
+
+        trainer = trainer_for(make(Dense(), **options), 2)
+        with pytest.raises(ValueError, match="has flattened them|flattens parameters and gives each rank a part"):
+            trainer.fit(Large(), loader(2, group.rank, dtype=torch.float32))
