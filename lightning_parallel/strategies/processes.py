@@ -108,17 +108,12 @@ def announce_rank(rank: int) -> None:
 def connect(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta | None
 ) -> None:
-    """Start the default process group, if there is none, with the default backend of the device unless one is given.
-
-    Raises:
-        ValueError: If there is one, of other processes than the Trainer's.
-    """
+    """Start the default process group, if there is none, with the default backend of the device unless one is given."""
     if dist.is_initialized() and all_processes().size() != environment.world_size():
         raise ValueError(
             f"`torch.distributed` connects {all_processes().size()} processes, but the Trainer counts"
-            f" {environment.world_size()} by its `{type(environment).__name__}`: its give it the"
-            " `devices` and `num_nodes` of all processes, or the plugin of what has started them (in Ray Train:"
-            " `RayLightningEnvironment()`)"
+            f" {environment.world_size()} by its `{type(environment).__name__}`: give it the `devices` and `num_nodes`"
+            " of all, or the plugin of what started them (in Ray Train: `RayLightningEnvironment()`)"
         )
     if backend is None:
         # Objects, flags and names pass between the hosts: through a GPU, each would wait for what it computes.
@@ -271,11 +266,8 @@ class MeshProcesses(SavesFiles):
     @property
     @override
     def root_device(self) -> torch.device:
-        device = ray_device(self.cluster_environment)
-        if device is not None:
-            return device
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        return ray_device(self.cluster_environment) or self.parallel_devices[self.local_rank]
 
     @property
     def num_processes(self) -> int:
