@@ -23,6 +23,7 @@ from lightning_parallel.compat import Patches
 __all__ = [
     "abort_all_groups",
     "backend_of",
+    "check_connected",
     "set_timeout",
     "all_processes",
     "all_processes_as_default",
@@ -73,6 +74,20 @@ def replace_default_group(process_group: dist.ProcessGroup) -> None:
     assert before is not None
     _stand_ins.append((process_group, before))
     dist.GroupMember.WORLD = process_group
+
+
+def check_connected(environment: Any) -> None:
+    """Refuse a default group of other processes than the Trainer counts by its cluster environment.
+
+    Raises:
+        ValueError: On each of these processes.
+    """
+    if dist.is_initialized() and all_processes().size() != environment.world_size():
+        raise ValueError(
+            f"`torch.distributed` connects {all_processes().size()} processes, but the Trainer counts"
+            f" {environment.world_size()} by its `{type(environment).__name__}`: give it `devices` and `num_nodes` of"
+            " all processes, or the plugin of what has started them (in Ray Train: `RayLightningEnvironment()`)"
+        )
 
 
 def backend_of(process_group: dist.ProcessGroup) -> str:

@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_parallel import comm
 from lightning_parallel.comm import ApartError, Group, MeshGroups, RollCall, start_heartbeat
 from lightning_parallel.compat import Patches, is_read_by_user, patched
-from lightning_parallel.compat.default_group import all_processes, all_processes_as_default, default_group_kept
+from lightning_parallel.compat.default_group import all_processes_as_default, check_connected, default_group_kept
 from lightning_parallel.compat.lightning import (
     FunctionLauncher,
     ScriptLauncher,
@@ -109,12 +109,6 @@ def connect(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta | None
 ) -> None:
     """Start the default process group, if there is none, with the default backend of the device unless one is given."""
-    if dist.is_initialized() and all_processes().size() != environment.world_size():
-        raise ValueError(
-            f"`torch.distributed` connects {all_processes().size()} processes, but the Trainer counts"
-            f" {environment.world_size()} by its `{type(environment).__name__}`: give it the `devices` and `num_nodes`"
-            " of all, or the plugin of what started them (in Ray Train: `RayLightningEnvironment()`)"
-        )
     if backend is None:
         # Objects, flags and names pass between the hosts: through a GPU, each would wait for what it computes.
         of_device = dist.Backend.default_device_backend_map.get(device.type, "gloo")
@@ -266,8 +260,11 @@ class MeshProcesses(SavesFiles):
     @property
     @override
     def root_device(self) -> torch.device:
+        device = ray_device(self.cluster_environment)
+        if device is not None:
+            return device
         assert self.parallel_devices is not None
-        return ray_device(self.cluster_environment) or self.parallel_devices[self.local_rank]
+        return self.parallel_devices[self.local_rank]
 
     @property
     def num_processes(self) -> int:
@@ -322,6 +319,9 @@ class MeshProcesses(SavesFiles):
 
     @override
     def setup_environment(self) -> None:
+        assert self.cluster_environment is not None
+        # Before a device is looked up by the rank, of which the Trainer then has too few.
+        check_connected(self.cluster_environment)
         super().setup_environment()
         self.set_world_ranks()
         mesh = self.mesh

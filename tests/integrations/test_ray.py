@@ -28,7 +28,7 @@ import serve as serve_example  # noqa: E402
 import train as train_example  # noqa: E402
 import tune as tune_example  # noqa: E402
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.timeout(500)
 EPOCHS = 3
 
 

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-if len(sys.argv) > 3:
+if __name__ == "__main__" and len(sys.argv) > 3:
     # Before threads begin: it is theirs too, then.
     namespace = os.open(f"/var/run/netns/{sys.argv[2]}", os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(namespace, 0x40000000):
@@ -23,6 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lightning_parallel import HybridParallelStrategy
 from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_pipeline import Deep
+
+SHORT = {"limit_train_batches": 2, "limit_val_batches": 1}
 
 
 class Slow(Deep):
@@ -41,9 +43,7 @@ class Slow(Deep):
 def train(folder, devices=2):
     torch.set_num_threads(1)
     strategy = HybridParallelStrategy(tensor_parallel_size=2, pipeline_parallel_size=2, num_microbatches=2)
-    # As `on_one_process` of `test_pipeline`.
-    short = {"num_sanity_val_steps": 1, "limit_train_batches": 2, "limit_val_batches": 2}
-    trainer = trainer_for(strategy, devices, num_nodes=2, default_root_dir=folder, **short)
+    trainer = trainer_for(strategy, devices, num_nodes=2, default_root_dir=folder, **SHORT)
     module = Slow()
     trainer.fit(module, loader(), loader())
     groups, rank = strategy.mesh.coordinate(trainer.global_rank), trainer.global_rank

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from tests.harness import free_port, run, start_script
-from tests.strategies.test_pipeline import on_one_process
+from tests.strategies.hosts import SHORT
+from tests.strategies.models import loader, trainer_for
+from tests.strategies.test_pipeline import Deep
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from shaped_network import Network, unavailable
@@ -20,7 +22,8 @@ SCRIPT = Path(__file__).with_name("hosts.py")
 
 
 def trained_by_one_process():
-    module, trainer = on_one_process()
+    module, trainer = Deep(), trainer_for("auto", 1, **SHORT)
+    trainer.fit(module, loader(), loader())
     return module.state_dict(), dict(trainer.callback_metrics)
 
 

@@ -142,9 +142,9 @@ def test_groups_that_one_rank_left_are_replaced_on_all(group):
 
 
 @distributed(world_size=2)
-def test_a_trainer_that_counts_other_processes_than_are_connected_is_refused():
+def test_a_trainer_that_counts_other_processes_than_are_connected_is_refused(group):
     """As in Ray Train without its environment: each worker would train alone."""
-    os.environ.update(LOCAL_RANK="0", NODE_RANK="0", WORLD_SIZE="1")
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="1")
     trainer = trainer_for(TensorParallelStrategy())
     with pytest.raises(
         ValueError, match="connects 2 processes, but the Trainer counts 1 by its `LightningEnvironment`"
