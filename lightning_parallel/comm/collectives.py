@@ -371,7 +371,7 @@ class DirectAllGather:
         others = [(place, rank) for place, rank in enumerate(group.ranks) if place != group.rank]
         self._works = [dist.irecv(whole[i], rank, group=group.process_group, tag=_GATHER_TAG) for i, rank in others]
         self._works += [dist.isend(part, rank, group=group.process_group, tag=_GATHER_TAG) for _, rank in others]
-        whole[group.rank].copy_(part)
+        whole[group.rank].copy_(part.detach())  # as gloo's, which autograd does not see
 
     def wait(self) -> None:
         """Wait for all parts, and until this rank's may change."""

@@ -84,6 +84,8 @@ def test_gathers_in_flight_keep_their_order(group):
     for i in reversed(range(6)):
         whole = pending[i].wait().view(2, -1)
         assert (whole == torch.tensor([[float(i)], [100.0 + i]])).all()
+    for numel in (8, DIRECT_MIN_BYTES):
+        assert not comm.all_gather(torch.ones(numel, requires_grad=True), group).requires_grad
 
 
 @distributed(world_size=3)
