@@ -57,7 +57,7 @@ def attribute_idle(events: Iterable[Mapping[str, Any]]) -> dict[str, float] | No
         events: `traceEvents` of a trace of `torch.profiler`, microseconds, with `STEP` annotations of two steps.
 
     Returns:
-        Seconds by key; None if nothing on a GPU was launched in the step.
+        Seconds by key; None if nothing on a GPU was launched in the step, or none of it outlasted what was before.
     """
     complete = [event for event in events if event.get("ph") == "X"]
     steps = sorted(_interval(event) for event in complete if _is_annotation(event) and event["name"] == STEP)
@@ -73,6 +73,8 @@ def attribute_idle(events: Iterable[Mapping[str, Any]]) -> dict[str, float] | No
     if not inside:
         return None
     window = max(before, default=min(inside)[0]), max(end for _, end in inside)
+    if window[1] <= window[0]:
+        return None
     everything = _union([_interval(event) for event in on_gpu], window)
     computing = _union([_interval(event) for event in on_gpu if "nccl" not in event["name"].lower()], window)
     found = dict.fromkeys(("seconds", "busy", *CAUSES), 0.0)
@@ -132,9 +134,11 @@ def _union(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
 
 
 def _gaps(intervals: Sequence[Interval], window: Interval) -> list[Interval]:
-    """Return what lies between intervals that do not touch; the window ends with one of them."""
+    """Return what of the window lies outside intervals that do not touch."""
     ends = [window[0], *(end for _, end in intervals)]
-    return [(end, start) for end, (start, _) in zip(ends, intervals) if start > end]
+    # It ends with one of them, unless that has no duration, as those shorter than the clock's unit.
+    starts = [*(start for start, _ in intervals), window[1]]
+    return [(end, start) for end, start in zip(ends, starts) if start > end]
 
 
 def _length(intervals: Iterable[Interval]) -> float:
@@ -169,7 +173,7 @@ def idle_sentence(gpu: Mapping[str, float], wall: float) -> tuple[str, str, floa
         The words, the remedy of the largest cause, and the share of the time lost to launches and waits of the host.
     """
     excess = min(gpu["launch"], max(0.0, gpu["seconds"] - wall))
-    total = gpu["seconds"] - excess
+    total = (gpu["seconds"] - excess) or 1.0  # all of it can be excess where kernels are shorter than the clock's unit
     shares = {cause: (gpu[cause] - (excess if cause == "launch" else 0.0)) / total for cause in CAUSES}
     largest = sorted((cause for cause in CAUSES if shares[cause] >= 0.01), key=lambda cause: -shares[cause])
     parts = ", ".join(f"{shares[cause]:.0%} {_WORDS[cause][0]}" for cause in largest).replace("%", " %")

@@ -55,6 +55,12 @@ def test_each_gap_has_its_cause():
     expected |= {"data": 400, "busy": 200 + 95 + 100 + 1400 + 100}
     assert found == pytest.approx({key: value / 1e6 for key, value in expected.items()})
     assert found["seconds"] == pytest.approx(sum(value for key, value in found.items() if key != "seconds"))
+    trace.kernel(4985, 7500, 7500)  # shorter than the clock's unit; the kernel of the next step ended 500 before
+    found = attribute_idle(trace.events)
+    assert found["seconds"] == pytest.approx(6.5e-3)
+    assert found["seconds"] == pytest.approx(sum(value for key, value in found.items() if key != "seconds"))
+    trace.kernel(905, 8000, 8001)  # of the last step, on another stream: nothing of this one is left
+    assert attribute_idle(trace.events) is None
     assert attribute_idle(trace.events[:2]) is None
     assert attribute_idle([]) is None
 
