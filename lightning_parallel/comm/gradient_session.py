@@ -301,7 +301,10 @@ class GradientSession:
         return self.applied
 
     def close(self) -> None:
-        """Close the executor."""
+        """Close the executor, when the buckets in flight have ended, which are waited for as long as it waits."""
+        if self._in_flight is not None:
+            # A backward pass that failed may have left some: other ranks wait for their messages.
+            self.executor.submit(self.drain)
         self.executor.close()
         if self._in_flight is not None:
             self._in_flight.close()
