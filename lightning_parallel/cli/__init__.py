@@ -82,7 +82,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--layers", default="auto", help="dotted name of the repeated layers (default: found)")
     cluster = parser.add_argument_group("the devices")
     cluster.add_argument("--devices", type=int, help="all of them (default: the project's)")
-    cluster.add_argument("--per-node", type=int, help="on each node (default: all on one)")
+    cluster.add_argument("--per-node", type=int, help="on each node (default: the project's, or all on one)")
     cluster.add_argument(
         "--device", help="such as H100 or A100-80GB; `cpu`: cores of this machine (default: what is here)"
     )

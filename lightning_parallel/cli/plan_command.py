@@ -44,6 +44,7 @@ _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16
 
 def run_plan(options: argparse.Namespace) -> None:
     """Plan, print, and write what the options ask for."""
+    _check(options)
     project = _project(options)
     cluster = _cluster(options, project.trainer)
     batch = parsed_batch(options.batch) if options.batch else project.batch
@@ -68,6 +69,21 @@ def run_plan(options: argparse.Namespace) -> None:
     finally:
         torch.set_num_threads(before)
     _show(found, options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse mistakes before the minutes that a plan may take."""
+    if options.model is not None and (options.script is not None or options.config):
+        raise ValueError("expected --model, or --script and --config, got both")
+    for name in ("devices", "per_node", "cores", "rows", "global_batch"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"expected --{name.replace('_', '-')} to be at least 1, got {value}")
+    for path in options.output:
+        if path.suffix not in (".svg", ".html", ".json"):
+            raise ValueError(f"expected a file name ending in .svg, .html or .json, got `{path.name}`")
+        if not path.parent.is_dir():
+            raise ValueError(f"expected an existing folder for `{path}`, found none")
 
 
 def _project(options: argparse.Namespace) -> Project:
@@ -135,8 +151,6 @@ def _written(found: LayoutPlan, path: Path, rows: int) -> str:
         return draw_plan(found)
     if path.suffix == ".json":
         return json.dumps(found.to_dict(), indent=1)
-    if path.suffix == ".html":
-        console = Console(width=140, file=io.StringIO(), record=True)
-        console.print(plan_text(found, rows))
-        return plan_page(found, console.export_text())
-    raise ValueError(f"expected a file name ending in .svg, .html or .json, got `{path.name}`")
+    console = Console(width=140, file=io.StringIO(), record=True)
+    console.print(plan_text(found, rows))
+    return plan_page(found, console.export_text())

@@ -24,11 +24,10 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_parallel.compat import patched
+from lightning_parallel.planner.plans import first_of_loaders
 
 __all__ = ["Project", "captured_config", "captured_script", "parsed_batch", "project_of_class"]
 
@@ -185,7 +184,7 @@ def _project(captured: _Captured, given: Mapping[str, Any]) -> Project:
         module.configure_model()
     loaders = source.train_dataloader() if loaders is None else loaders
     accumulated = given.get("accumulate_grad_batches") or 1
-    return Project(module, _first_batch(loaders), dict(given), accumulated)
+    return Project(module, first_of_loaders(loaders), dict(given), accumulated)
 
 
 def _is_configured_late(module: Any) -> bool:
@@ -194,12 +193,6 @@ def _is_configured_late(module: Any) -> bool:
 
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
-
-
-def _first_batch(loaders: Any) -> Any:
-    if not isinstance(loaders, DataLoader) and isinstance(loaders, (list, tuple, dict)):
-        return next(iter(CombinedLoader(loaders, "max_size_cycle")))[0]
-    return next(iter(loaders))
 
 
 # ------------------------------------------------------------------------------------------------ a class by its path
@@ -243,16 +236,19 @@ def parsed_batch(texts: Sequence[str]) -> Any:
     """Make a batch of zeros from descriptions of its tensors: `8x2048:int64`, or `input_ids=8x2048:int64 ...`.
 
     Raises:
-        ValueError: If one of them is none.
+        ValueError: If one of them is none, or some have names and others have the same or none.
     """
-    named = {}
+    named: list[tuple[str, torch.Tensor]] = []
     for text in texts:
         name, _, described = text.rpartition("=")
         shape, _, kind = described.partition(":")
         dtype = getattr(torch, kind or "float32", None)
         if not isinstance(dtype, torch.dtype) or not all(part.isdigit() for part in shape.split("x")):
             raise ValueError(f"expected a tensor such as 8x2048:int64 or input_ids=8x2048:int64, got `{text}`")
-        named[name] = torch.zeros([int(part) for part in shape.split("x")], dtype=dtype)
-    if "" in named:
-        return named[""] if len(named) == 1 else tuple(named.values())
-    return named
+        named.append((name, torch.zeros([int(part) for part in shape.split("x")], dtype=dtype)))
+    names = {name for name, _ in named}
+    if names == {""}:
+        return named[0][1] if len(named) == 1 else tuple(tensor for _, tensor in named)
+    if "" in names or len(names) < len(named):
+        raise ValueError(f"expected a name of its own for each tensor, or none at all, got `{' '.join(texts)}`")
+    return dict(named)

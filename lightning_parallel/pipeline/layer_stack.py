@@ -134,7 +134,7 @@ def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto") ->
     if not candidates:
         raise ValueError(
             f"found no `ModuleList` or `Sequential` with repeated layers in {type(module).__name__} to cut into "
-            f"{num_stages} stages; put the layers into one and call them one after the other, or name it: "
+            "stages; put the layers into one and call them one after the other, or name it: "
             "layers='model.blocks'"
         )
     paths = [candidates[0]]

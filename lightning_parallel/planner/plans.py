@@ -17,8 +17,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.measure import STATE_COPIES
@@ -28,7 +30,7 @@ from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.planner.rehearsal import PrecisionName, Rehearsal, without_data
 from lightning_parallel.tensor.plan import UserPlan
 
-__all__ = ["LayoutPlan", "optimizers_of", "plan"]
+__all__ = ["LayoutPlan", "first_of_loaders", "optimizers_of", "plan"]
 
 MOST_SIMULATED = 8
 """Layouts whose schedules are simulated, the best by the closed form."""
@@ -119,11 +121,13 @@ def plan(
         search: Further arguments of `LayoutSearch`.
 
     Raises:
-        ValueError: If the model's step cannot be run.
+        ValueError: If the model's step cannot be run on the batch, or `global_batch` has no samples.
     """
+    if global_batch is not None and global_batch < 1:
+        raise ValueError(f"expected a global batch of at least one sample, got {global_batch}")
     options: dict[str, Any] = {"step": step, "precision": precision, "plan": tensor_plan, "layers": layers}
     rehearsal = Rehearsal(module, batch, cluster, sequence_parallel=sequence_parallel, **options)
-    rehearsal.costs(1, 1)  # what is wrong with the step itself is no matter of layouts
+    _check_step(rehearsal, module)
     rehearsal.measured = _is_measurable(rehearsal) if measured is None else measured
     if rehearsal.measured:
         rehearsal.forget()
@@ -138,6 +142,32 @@ def plan(
     alone = LayoutSearch(rehearsal, copies, **search).candidates(Mesh())[0]
     found = _search(layouts, cluster)
     return LayoutPlan(_name(module), cluster, precision, found, alone, rehearsal.measured, tuple(notes))
+
+
+def first_of_loaders(loaders: Any) -> Any:
+    """Return the first batch of a loader, or of a list or dict of loaders, as the Trainer would.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    try:
+        if not isinstance(loaders, DataLoader) and isinstance(loaders, (list, tuple, dict)):
+            return next(iter(CombinedLoader(loaders, "max_size_cycle")))[0]
+        return next(iter(loaders))
+    except StopIteration:
+        raise ValueError("expected a batch to plan by, but the training loader is empty") from None
+
+
+def _check_step(rehearsal: Rehearsal, module: nn.Module) -> None:
+    """Refuse what is wrong with the step itself, which is no matter of layouts."""
+    try:
+        rehearsal.costs(1, 1)
+    except Exception as error:  # the user's code
+        raise ValueError(
+            f"the step of `{_name(module)}` cannot be run on the batch: {type(error).__name__}: {error}"
+        ) from error
+    if rehearsal.samples < 1:
+        raise ValueError("expected a batch of at least one sample to plan by, got none")
 
 
 def _search(search: LayoutSearch, cluster: Cluster) -> tuple[Layout, ...]:

@@ -27,7 +27,7 @@ from lightning_parallel.planner.hardware import Cluster, available_cores, device
 from lightning_parallel.planner.layouts import Layout
 from lightning_parallel.planner.links import fitted_link
 from lightning_parallel.planner.plan_report import plan_text
-from lightning_parallel.planner.plans import LayoutPlan, plan
+from lightning_parallel.planner.plans import LayoutPlan, first_of_loaders, plan
 from lightning_parallel.planner.rehearsal import without_data
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
 from lightning_parallel.strategies.stage_table import print_table
@@ -54,7 +54,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         kwargs: See `MeshStrategy`.
 
     Raises:
-        ValueError: When the Trainer starts, on every rank, if no layout fits, with what each lacks.
+        ValueError: If the limit is not positive. When the Trainer starts, on every rank, if no layout fits, with what each lacks.
     """
 
     def __init__(
@@ -76,6 +76,10 @@ class AutoParallelStrategy(HybridParallelStrategy):
             microbatch_weight=microbatch_weight,
             **kwargs,
         )
+        if memory_limit_bytes is not None and not (
+            isinstance(memory_limit_bytes, (int, float)) and memory_limit_bytes > 0
+        ):
+            raise ValueError(f"expected a positive number of bytes as memory_limit_bytes, got {memory_limit_bytes!r}")
         self.memory_limit_bytes = memory_limit_bytes
         self.layout: Layout | None = None
 
@@ -153,7 +157,7 @@ def _early_batch(trainer: Trainer) -> Any:
     """Return the first batch of the training loader, before the Trainer has set it up.
 
     Raises:
-        ValueError: If there is no training loader.
+        ValueError: If there is no training loader, or it is empty.
     """
     data = trainer.datamodule if trainer.datamodule is not None else trainer.lightning_module  # type: ignore[attr-defined]
     data.prepare_data()
@@ -161,7 +165,7 @@ def _early_batch(trainer: Trainer) -> Any:
     loader = train_dataloader_of(trainer)
     if loader is None:
         raise ValueError("AutoParallelStrategy plans by a batch, but the run has no training loader")
-    return next(iter(loader))
+    return first_of_loaders(loader)
 
 
 def _whole_copy(module: LightningModule) -> LightningModule:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import AutoParallelStrategy, HybridParallelStrategy
 from lightning_parallel.cli import main
+from lightning_parallel.cli.projects import parsed_batch
 from lightning_parallel.comm import Group, all_gather, all_gather_object, all_reduce
 from lightning_parallel.mesh import TENSOR, Mesh
 from lightning_parallel.pipeline.analysis import analyze
@@ -26,6 +27,7 @@ from lightning_parallel.planner.hardware import Device, parse_bandwidth, parse_b
 from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.plan_picture import draw_plan
 from lightning_parallel.planner.plan_report import layout_yaml, strategy_arguments
+from lightning_parallel.planner.plans import first_of_loaders
 from lightning_parallel.planner.rank_memory import Held, state_variants
 from lightning_parallel.planner.rehearsal import Rehearsal, training_step
 from lightning_parallel.planner.shared_cores import shared_makespan_s
@@ -288,6 +290,22 @@ def test_what_is_pasted_is_what_was_planned():
     assert strategy.pipeline_options.num_microbatches == layout.microbatches
 
 
+def test_a_batch_that_cannot_be_planned_by_is_refused():
+    assert [part.shape for part in parsed_batch(["2x3", "2:int64"])] == [(2, 3), (2,)]
+    for texts in (["x=2", "x=3"], ["x=2", "3"]):
+        with pytest.raises(ValueError, match="a name of its own for each tensor"):
+            parsed_batch(texts)
+    assert first_of_loaders([[1, 2], [3, 4]]) == [1, 3]
+    with pytest.raises(ValueError, match="the training loader is empty"):
+        first_of_loaders(DataLoader([]))
+    for batch, message in ((torch.zeros(2, 3, 4, 5), "the step of `Model` cannot be run"), (tokens()[:0], "at least one")):
+        with pytest.raises(ValueError, match=message):
+            plan(Model(), batch, cluster(), measured=False)
+    for limit in (0, "80GiB"):
+        with pytest.raises(ValueError, match="a positive number of bytes"):
+            AutoParallelStrategy(memory_limit_bytes=limit)
+
+
 def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     words = ["plan", "--script", "examples/gpt/main.py", "--config", "examples/gpt/base.yaml", "--device", "H100"]
     outputs = [f"--output={tmp_path / name}" for name in ("plan.html", "plan.json")]
@@ -298,7 +316,13 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     assert "class_path: lightning_parallel.HybridParallelStrategy" in shown.out
     assert len(json.loads((tmp_path / "plan.json").read_text())["layouts"]) == 6
     assert "<svg" in (tmp_path / "plan.html").read_text()
-    for wrong, message in ((["--link", "400"], "in bits or bytes per second"), (["--device", "X"], "expected one of")):
+    for wrong, message in (
+        (["--link", "400"], "in bits or bytes per second"),
+        (["--device", "X"], "expected one of"),
+        (["--rows", "0"], "--rows to be at least 1"),
+        (["--output", "plan.txt"], "ending in .svg, .html or .json"),
+        (["--model", "a:B"], "got both"),
+    ):
         assert main([*words, "--devices", "4", *wrong]) == 2
         assert message in capsys.readouterr().err
     assert main(["plan", "--model", "tests.planner.test_planner:Model", "--devices", "2", "--device", "T4"]) == 2
