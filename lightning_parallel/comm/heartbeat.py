@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import os
 import socket
+import stat
 import sys
 import threading
 import time
@@ -199,13 +200,20 @@ def _notice_dead_connections(store: dist.Store) -> None:
     if port is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return  # not over a network, or not on Linux
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            # Options belong to the connection, of which this is a second descriptor.
-            if connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == port:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-                    connection.setsockopt(socket.IPPROTO_TCP, option, _KEEPALIVE_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue  # no connection could be made of its second descriptor, which nobody would then close
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                # Options belong to the connection, of which this is a second descriptor.
+                is_tcp = connection.type == socket.SOCK_STREAM and connection.family in (
+                    socket.AF_INET,
+                    socket.AF_INET6,
+                )
+                if is_tcp and connection.getpeername()[1] == port:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                        connection.setsockopt(socket.IPPROTO_TCP, option, _KEEPALIVE_S)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
 
 
 class _Watch:

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from lightning_parallel import comm
 from lightning_parallel.comm import heartbeat
@@ -82,3 +84,13 @@ def _one_is_silent(group):
             heartbeat._heartbeat.stop()
         else:
             wait_like_a_device()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are listed on Linux")
+def test_looking_for_connections_leaves_no_descriptors_open():
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    one, other = socket.socketpair()  # their peers have no port
+    with one, other:
+        before = len(os.listdir("/proc/self/fd"))
+        heartbeat._notice_dead_connections(store)
+        assert len(os.listdir("/proc/self/fd")) == before
