@@ -54,7 +54,8 @@ class AutoParallelStrategy(HybridParallelStrategy):
         kwargs: See `MeshStrategy`.
 
     Raises:
-        ValueError: If the limit is not positive. When the Trainer starts, on every rank, if no layout fits, with what each lacks.
+        ValueError: If the limit is not positive. When the Trainer starts, on every rank, if no layout fits, with what
+            each lacks.
     """
 
     def __init__(

@@ -298,7 +298,10 @@ def test_a_batch_that_cannot_be_planned_by_is_refused():
     assert first_of_loaders([[1, 2], [3, 4]]) == [1, 3]
     with pytest.raises(ValueError, match="the training loader is empty"):
         first_of_loaders(DataLoader([]))
-    for batch, message in ((torch.zeros(2, 3, 4, 5), "the step of `Model` cannot be run"), (tokens()[:0], "at least one")):
+    for batch, message in (
+        (torch.zeros(2, 3, 4, 5), "the step of `Model` cannot be run"),
+        (tokens()[:0], "at least one"),
+    ):
         with pytest.raises(ValueError, match=message):
             plan(Model(), batch, cluster(), measured=False)
     for limit in (0, "80GiB"):
