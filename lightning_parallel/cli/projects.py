@@ -27,7 +27,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 
 from lightning_parallel.compat import patched
-from lightning_parallel.planner.plans import first_of_loaders
+from lightning_parallel.strategies.auto_parallel import first_of_loaders
 
 __all__ = ["Project", "captured_config", "captured_script", "parsed_batch", "project_of_class"]
 

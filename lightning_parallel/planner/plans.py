@@ -17,10 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.measure import STATE_COPIES
@@ -30,7 +28,7 @@ from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.planner.rehearsal import PrecisionName, Rehearsal, without_data
 from lightning_parallel.tensor.plan import UserPlan
 
-__all__ = ["LayoutPlan", "first_of_loaders", "optimizers_of", "plan"]
+__all__ = ["LayoutPlan", "optimizers_of", "plan"]
 
 MOST_SIMULATED = 8
 """Layouts whose schedules are simulated, the best by the closed form."""
@@ -142,20 +140,6 @@ def plan(
     alone = LayoutSearch(rehearsal, copies, **search).candidates(Mesh())[0]
     found = _search(layouts, cluster)
     return LayoutPlan(_name(module), cluster, precision, found, alone, rehearsal.measured, tuple(notes))
-
-
-def first_of_loaders(loaders: Any) -> Any:
-    """Return the first batch of a loader, or of a list or dict of loaders, as the Trainer would.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    try:
-        if not isinstance(loaders, DataLoader) and isinstance(loaders, (list, tuple, dict)):
-            return next(iter(CombinedLoader(loaders, "max_size_cycle")))[0]
-        return next(iter(loaders))
-    except StopIteration:
-        raise ValueError("expected a batch to plan by, but the training loader is empty") from None
 
 
 def _check_step(rehearsal: Rehearsal, module: nn.Module) -> None:

@@ -13,7 +13,9 @@ from typing import Any, Literal, Optional, Union
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_parallel import comm
@@ -27,12 +29,12 @@ from lightning_parallel.planner.hardware import Cluster, available_cores, device
 from lightning_parallel.planner.layouts import Layout
 from lightning_parallel.planner.links import fitted_link
 from lightning_parallel.planner.plan_report import plan_text
-from lightning_parallel.planner.plans import LayoutPlan, first_of_loaders, plan
+from lightning_parallel.planner.plans import LayoutPlan, plan
 from lightning_parallel.planner.rehearsal import without_data
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
 from lightning_parallel.strategies.stage_table import print_table
 
-__all__ = ["AutoParallelStrategy"]
+__all__ = ["AutoParallelStrategy", "first_of_loaders"]
 
 
 class AutoParallelStrategy(HybridParallelStrategy):
@@ -167,6 +169,20 @@ def _early_batch(trainer: Trainer) -> Any:
     if loader is None:
         raise ValueError("AutoParallelStrategy plans by a batch, but the run has no training loader")
     return first_of_loaders(loader)
+
+
+def first_of_loaders(loaders: Any) -> Any:
+    """Return the first batch of a loader, or of a list or dict of loaders, as the Trainer would.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    try:
+        if not isinstance(loaders, DataLoader) and isinstance(loaders, (list, tuple, dict)):
+            return next(iter(CombinedLoader(loaders, "max_size_cycle")))[0]
+        return next(iter(loaders))
+    except StopIteration:
+        raise ValueError("expected a batch to plan by, but the training loader is empty") from None
 
 
 def _whole_copy(module: LightningModule) -> LightningModule:

@@ -27,10 +27,10 @@ from lightning_parallel.planner.hardware import Device, parse_bandwidth, parse_b
 from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.plan_picture import draw_plan
 from lightning_parallel.planner.plan_report import layout_yaml, strategy_arguments
-from lightning_parallel.planner.plans import first_of_loaders
 from lightning_parallel.planner.rank_memory import Held, state_variants
 from lightning_parallel.planner.rehearsal import Rehearsal, training_step
 from lightning_parallel.planner.shared_cores import shared_makespan_s
+from lightning_parallel.strategies.auto_parallel import first_of_loaders
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import apply_plan
 from tests.harness import distributed, recorded_communication
