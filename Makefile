@@ -18,7 +18,7 @@ learn: .venv/installed
 		OMP_NUM_THREADS=1 $(BIN)/python $$lesson || exit 1; done
 
 test: .venv/browser
-	@echo "About 2,800 tests, many with 2 to 4 processes each: 13 minutes were measured on 2 cores with a little beside it."
+	@echo "About 2,800 tests, many with 2 to 4 processes each: 11 minutes were measured on 2 cores with a little beside it."
 	$(BIN)/python -m pytest -q -m "not gpu" -n auto --dist worksteal
 
 # With Ray, which is left out of .venv: 600 MB with what it needs. Once it is there, `make test` runs these tests, too.
