@@ -2,7 +2,7 @@
 
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 
 import pytest
@@ -132,10 +132,10 @@ def test_ranks_with_other_parts_of_the_model_agree_on_the_verdict(group):
     session.close()
 
 
-def _twin_groups():
+def _twin_groups(timeout_s=60):
     """Two more groups of all ranks, and the order of the collectives that each carries."""
     orders = [[], []]
-    made = [dist.new_group(timeout=timedelta(seconds=60)) for _ in orders]
+    made = [dist.new_group(timeout=timedelta(seconds=timeout_s)) for _ in orders]
     return [Group.of(one).guarded_by(order.append) for one, order in zip(made, orders)], orders
 
 
@@ -230,6 +230,42 @@ def test_a_failure_in_flight_is_raised_at_the_end_of_the_step_and_leaves_no_trac
             continue
         _assert_same_means(session, found, oracle, [oracle.add(bucket, copy=True) for bucket in buckets])
     assert compressor.step == 3
+    session.close()
+
+
+class FailingMidway(PowerSGD):
+    fails = False
+
+    def requests(self, block, step):
+        found = super().requests(block, step)
+        answer = None
+        with suppress(StopIteration):
+            while True:
+                answer = yield found.send(answer)
+                if self.fails and "a0" in block.names:
+                    raise ArithmeticError("here")
+
+
+@distributed(world_size=2)
+def test_a_failure_on_one_rank_sends_nothing_in_place_of_what_the_other_waits_for(group):
+    (first, second), orders = _twin_groups(timeout_s=8)
+    compressor = FailingMidway(2, min_numel=1)
+    session = GradientSession(compressor, first, ThreadExecutor(CPU), second_group=second)
+    for bucket in _buckets(6, 0, group.rank):
+        session.add(bucket, copy=True)
+    assert session.finish(), "what comes for the first time is agreed on, a bucket at a time"
+    for order in orders:
+        order.clear()
+    compressor.fails = group.rank == 1
+    found = [session.add(bucket, copy=True) for bucket in _buckets(6, 1, group.rank)]
+    # The other rank ends by the deadline of the group, as it would by the end of the connection.
+    with pytest.raises(ArithmeticError if group.rank == 1 else RuntimeError):
+        session.finish()
+    assert [len(order) for order in comm.all_gather_object(orders, group)[1]] == [1, len(orders[1])]
+    assert found[1]() is not None, "the bucket beside it is not disturbed"
+    for index in {0, *range(2, 6)} if group.rank == 1 else ():
+        with pytest.raises(ArithmeticError, match="here"):
+            found[index]()
     session.close()
 
 

@@ -104,8 +104,9 @@ class _BucketsInFlight:
     those of any. Take the first bucket, by the order of adding, that does not end somewhere: the ones before it have
     ended everywhere, so every rank begins it as soon as it has its gradients, and answers all of its messages.
 
-    A bucket that fails changes nothing for the others: how far they are by then differs from rank to rank, and they
-    must not leave messages that nobody answers. The error is raised by `finish`, at the same point on all ranks.
+    After bucket k has failed, k + 1 goes on, and none from k + 2 on begins until `forget`. So where it failed on all
+    ranks, all of them run the same buckets, however far they were; where it failed on some, the others get no message
+    of a later bucket in place of one of k, and wait for k until the connection is closed. `finish` raises the error.
 
     Args:
         groups: Of the same ranks; nobody else uses them while something is in flight.
@@ -116,8 +117,8 @@ class _BucketsInFlight:
         self._groups = groups
         self._executor = executor
         self._added = 0
-        self._buckets: dict[int, tuple[Phases, _Done]] = {}  # by the position of the group
-        self._error: BaseException | None = None
+        self._buckets: dict[int, tuple[int, Phases, _Done]] = {}  # number and bucket, by the position of the group
+        self._failed: tuple[int, BaseException] | None = None  # the first bucket that has failed
         self._arrived: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         self._waits: list[SimpleQueue[Callable[[], None] | None]] = []
 
@@ -126,8 +127,13 @@ class _BucketsInFlight:
         place = self._added % len(self._groups)
         while place in self._buckets:
             self._advance(*self._arrived.get())
+        number = self._added
         self._added += 1
-        self._buckets[place] = start(self._groups[place]), done
+        # All buckets up to `number - len(groups)` have ended here: whether one of them failed is no matter of time.
+        if self._failed is not None and self._failed[0] <= number - len(self._groups):
+            done(self._failed[1])
+            return
+        self._buckets[place] = number, start(self._groups[place]), done
         self._advance(place)
 
     def proceed(self) -> None:
@@ -143,14 +149,18 @@ class _BucketsInFlight:
         """Finish all of them.
 
         Raises:
-            BaseException: The first error, when nothing is in flight any more.
+            BaseException: That of the first bucket that has failed since `forget`, when nothing is in flight any more.
         """
         while self._buckets:
             self._advance(*self._arrived.get())
+        if self._failed is not None:
+            raise self._failed[1]
         self._added = 0
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+
+    def forget(self) -> None:
+        """Begin anew after an error, when nothing is in flight."""
+        self._added = 0
+        self._failed = None
 
     def close(self) -> None:
         """End the threads that wait."""
@@ -161,7 +171,7 @@ class _BucketsInFlight:
     @torch.no_grad()
     def _advance(self, place: int, error: BaseException | None = None) -> None:
         """Go on with one of them, whose messages have come or failed."""
-        phases, done = self._buckets[place]
+        number, phases, done = self._buckets[place]
         try:
             if error is not None:
                 raise error
@@ -171,7 +181,8 @@ class _BucketsInFlight:
             done(None)
         except BaseException as failure:
             del self._buckets[place]
-            self._error = self._error or failure
+            if self._failed is None or number < self._failed[0]:
+                self._failed = number, failure
             done(failure)
         else:
             self._wait_beside(place, wait)
@@ -282,6 +293,8 @@ class GradientSession:
             self.executor.wait()
         except BaseException:
             self.discard()
+            if self._in_flight is not None:
+                self._in_flight.forget()
             raise
 
     def finish(self) -> bool:
