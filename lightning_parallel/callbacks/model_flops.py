@@ -21,6 +21,7 @@ from lightning_parallel.compat.torch import (
     is_backward_running,
     overload_packet,
 )
+from lightning_parallel.planner.hardware import data_sheet_flops
 
 __all__ = ["ModelFlops", "PeakFlops", "peak_flops_of"]
 
@@ -107,28 +108,6 @@ def _is_meta(out: Any) -> bool:
     return isinstance(first, Tensor) and first.is_meta
 
 
-_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
-    ("B200", {"bfloat16": 2250e12, "float16": 2250e12}),
-    ("H100 PCIe", {"bfloat16": 756e12, "float16": 756e12, "tf32": 378e12, "float32": 51.2e12}),
-    ("H100 NVL", {"bfloat16": 835.5e12, "float16": 835.5e12, "tf32": 417.8e12, "float32": 60e12}),
-    ("H100|H200|GH200", {"bfloat16": 989.4e12, "float16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}),
-    ("GB200", {"bfloat16": 2500e12, "float16": 2500e12}),
-    ("A100", {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}),
-    ("L40S", {"bfloat16": 362e12, "float16": 362e12, "tf32": 183e12, "float32": 91.6e12}),
-    ("L40", {"bfloat16": 181e12, "float16": 181e12, "tf32": 90.5e12, "float32": 90.5e12}),
-    ("A10", {"bfloat16": 125e12, "float16": 125e12, "tf32": 62.5e12, "float32": 31.2e12}),
-    ("RTX 4090", {"bfloat16": 165.2e12, "float16": 165.2e12, "tf32": 82.6e12, "float32": 82.6e12}),
-    ("L4", {"bfloat16": 121e12, "float16": 121e12, "tf32": 60e12, "float32": 30.3e12}),
-    ("V100", {"float16": 125e12, "float32": 15.7e12}),
-    ("T4", {"float16": 65e12, "float32": 8.1e12}),
-    ("MI300X", {"bfloat16": 1307.4e12, "float16": 1307.4e12, "float32": 163.4e12}),
-)
-"""Operations per second in dense matrix products, from data sheets, by a part of the device's name, specific first.
-
-Lightning's `get_available_flops` (2.6) has figures for sparse matrices, twice as high, and takes L40 for L4.
-"""
-
-
 def peak_flops_of(device: torch.device, dtype: torch.dtype) -> PeakFlops | None:
     """Return peak rate of `device` in dense matrix products of `dtype`; None if it is not known."""
     if device.type == "cpu":
@@ -137,7 +116,7 @@ def peak_flops_of(device: torch.device, dtype: torch.dtype) -> PeakFlops | None:
         return None
     name = torch.cuda.get_device_name(device)
     kind = "tf32" if dtype is torch.float32 and uses_tf32() else str(dtype).removeprefix("torch.")
-    peaks = next((peaks for part, peaks in _PEAKS if re.search(rf"\b({part})\b", name)), {})
+    peaks = data_sheet_flops(name)
     return (peaks[kind], f"data sheet of {name}, dense {kind}") if kind in peaks else None
 
 

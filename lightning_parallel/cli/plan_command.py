@@ -102,7 +102,10 @@ def _project(options: argparse.Namespace) -> Project:
 def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
     nodes = int(given.get("num_nodes") or 1)
     asked = given.get("devices")
-    per_node = options.per_node or (asked if isinstance(asked, int) and asked > 0 else None)
+    per_node = options.per_node
+    # Of a project on one node, `devices` says how many there are, and not how many a node of the planned cluster has.
+    if per_node is None and (options.devices is None or nodes > 1):
+        per_node = asked if isinstance(asked, int) and asked > 0 else None
     devices = options.devices or (per_node * nodes if per_node else None)
     if devices is None:
         raise ValueError("expected --devices, the number of all devices")

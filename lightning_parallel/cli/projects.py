@@ -40,13 +40,11 @@ class Project:
         module: Her model.
         batch: The first of her loader; None where none was given.
         trainer: What her Trainer was given: `devices`, `num_nodes`, `accelerator`, `precision`, ...
-        accumulated: Batches in an optimizer step.
     """
 
     module: nn.Module
     batch: Any = None
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    accumulated: int = 1
 
 
 class _Captured(BaseException):
@@ -183,8 +181,7 @@ def _project(captured: _Captured, given: Mapping[str, Any]) -> Project:
     with torch.device("meta") if _is_configured_late(module) else nullcontext():
         module.configure_model()
     loaders = source.train_dataloader() if loaders is None else loaders
-    accumulated = given.get("accumulate_grad_batches") or 1
-    return Project(module, first_of_loaders(loaders), dict(given), accumulated)
+    return Project(module, first_of_loaders(loaders), dict(given))
 
 
 def _is_configured_late(module: Any) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "Cluster",
     "Device",
     "available_cores",
+    "data_sheet_flops",
     "device_here",
     "device_named",
     "measured_cpu",
@@ -60,11 +61,43 @@ class Device:
         return peak * self.efficiency
 
 
-def _gpu(name: str, gib: float, tb_per_s: float, **tera: float) -> Device:
-    flops = {kind: value * 1e12 for kind, value in tera.items()}
-    flops.setdefault("float16", flops.get("bfloat16", flops["float32"]))
+_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("B200", {"bfloat16": 2250e12, "float16": 2250e12}),
+    ("H100 PCIe", {"bfloat16": 756e12, "float16": 756e12, "tf32": 378e12, "float32": 51.2e12}),
+    ("H100 NVL", {"bfloat16": 835.5e12, "float16": 835.5e12, "tf32": 417.8e12, "float32": 60e12}),
+    ("H100|H200|GH200", {"bfloat16": 989.4e12, "float16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}),
+    ("GB200", {"bfloat16": 2500e12, "float16": 2500e12}),
+    ("A100", {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12}),
+    ("L40S", {"bfloat16": 362e12, "float16": 362e12, "tf32": 183e12, "float32": 91.6e12}),
+    ("L40", {"bfloat16": 181e12, "float16": 181e12, "tf32": 90.5e12, "float32": 90.5e12}),
+    ("A10", {"bfloat16": 125e12, "float16": 125e12, "tf32": 62.5e12, "float32": 31.2e12}),
+    ("A10G", {"bfloat16": 70e12, "float16": 70e12, "tf32": 35e12, "float32": 31.5e12}),
+    ("RTX 4090", {"bfloat16": 165.2e12, "float16": 165.2e12, "tf32": 82.6e12, "float32": 82.6e12}),
+    ("RTX 3090", {"bfloat16": 71e12, "float16": 71e12, "tf32": 35.6e12, "float32": 35.6e12}),
+    ("L4", {"bfloat16": 121e12, "float16": 121e12, "tf32": 60e12, "float32": 30.3e12}),
+    ("V100", {"float16": 125e12, "float32": 15.7e12}),
+    ("T4", {"float16": 65e12, "float32": 8.1e12}),
+    ("MI300X", {"bfloat16": 1307.4e12, "float16": 1307.4e12, "float32": 163.4e12}),
+)
+"""Operations per second in dense matrix products, from data sheets, by a part of the device's name, specific first.
+
+Lightning's `get_available_flops` (2.6) has figures for sparse matrices, twice as high, and takes L40 for L4.
+"""
+
+
+def data_sheet_flops(name: str) -> Mapping[str, float]:
+    """Return the peaks of a device by dtype, by the name that its driver gives; empty if they are not known."""
+    return next((peaks for part, peaks in _PEAKS if re.search(rf"\b({part})\b", name)), {})
+
+
+def _gpu(name: str, gib: float, tb_per_s: float) -> Device:
     return Device(
-        name, flops, gib * _GIB, tb_per_s * 1e12, reserved_bytes=1.5 * _GIB, source=f"data sheet of {name}, dense"
+        name,
+        data_sheet_flops(name.replace("-", " ")),
+        gib * _GIB,
+        tb_per_s * 1e12,
+        reserved_bytes=1.5 * _GIB,
+        source=f"data sheet of {name}, dense",
     )
 
 
@@ -72,18 +105,18 @@ DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
         # Usable memory as drivers report it, rather than what is printed on the card.
-        _gpu("H200", 139.8, 4.8, bfloat16=989.4, tf32=494.7, float32=66.9),
-        _gpu("H100", 79.1, 3.35, bfloat16=989.4, tf32=494.7, float32=66.9),
-        _gpu("A100-80GB", 79.1, 2.039, bfloat16=312, tf32=156, float32=19.5),
-        _gpu("A100-40GB", 39.4, 1.555, bfloat16=312, tf32=156, float32=19.5),
-        _gpu("L40S", 44.5, 0.864, bfloat16=362, tf32=183, float32=91.6),
-        _gpu("L4", 22.0, 0.3, bfloat16=121, tf32=60, float32=30.3),
-        _gpu("A10G", 22.0, 0.6, bfloat16=70, tf32=35, float32=31.5),
-        _gpu("V100", 31.7, 0.9, float16=125, float32=15.7),
-        _gpu("T4", 14.7, 0.32, float16=65, float32=8.1),
-        _gpu("RTX-4090", 23.6, 1.008, bfloat16=165.2, tf32=82.6, float32=82.6),
-        _gpu("RTX-3090", 23.6, 0.936, bfloat16=71, tf32=35.6, float32=35.6),
-        _gpu("MI300X", 191.0, 5.3, bfloat16=1307.4, float32=163.4),
+        _gpu("H200", 139.8, 4.8),
+        _gpu("H100", 79.1, 3.35),
+        _gpu("A100-80GB", 79.1, 2.039),
+        _gpu("A100-40GB", 39.4, 1.555),
+        _gpu("L40S", 44.5, 0.864),
+        _gpu("L4", 22.0, 0.3),
+        _gpu("A10G", 22.0, 0.6),
+        _gpu("V100", 31.7, 0.9),
+        _gpu("T4", 14.7, 0.32),
+        _gpu("RTX-4090", 23.6, 1.008),
+        _gpu("RTX-3090", 23.6, 0.936),
+        _gpu("MI300X", 191.0, 5.3),
     )
 }
 
@@ -116,7 +149,10 @@ def device_here(device: torch.device) -> Device | None:
         fitting = [known for known in DEVICES if known.lower() in words]
     if not fitting:
         raise ValueError(f"`{properties.name}` is not in the table of devices: {', '.join(DEVICES)}")
-    return replace(DEVICES[fitting[0]], memory_bytes=properties.total_memory)
+    known = DEVICES[fitting[0]]
+    # Of its variant: cards of one name on PCIe and on NVLink differ.
+    flops = data_sheet_flops(properties.name) or known.flops
+    return replace(known, flops=flops, memory_bytes=properties.total_memory)
 
 
 def available_cores() -> int:

@@ -310,14 +310,16 @@ def test_a_batch_that_cannot_be_planned_by_is_refused():
 
 
 def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
-    words = ["plan", "--script", "examples/gpt/main.py", "--config", "examples/gpt/base.yaml", "--device", "H100"]
+    files = [f"examples/gpt/{name}.yaml" for name in ("base", "pipeline")]  # of four devices on one node
+    words = ["plan", "--script", "examples/gpt/main.py", "--config", *files, "--device", "H100"]
     outputs = [f"--output={tmp_path / name}" for name in ("plan.html", "plan.json")]
-    status = main([*words, "--devices", "4", "--link", "400Gbit/s", "--width", "140", *outputs])
+    status = main([*words, "--devices", "8", "--link", "400Gbit/s", "--width", "140", *outputs])
     shown = capsys.readouterr()
     assert status == 0, shown.err
     assert "ByteGPT fits one H100" in shown.out
     assert "class_path: lightning_parallel.HybridParallelStrategy" in shown.out
-    assert len(json.loads((tmp_path / "plan.json").read_text())["layouts"]) == 6
+    assert re.search(r"devices: 8\n +num_nodes: 1", shown.out)
+    assert len(json.loads((tmp_path / "plan.json").read_text())["layouts"]) == 10
     assert "<svg" in (tmp_path / "plan.html").read_text()
     for wrong, message in (
         (["--link", "400"], "in bits or bytes per second"),
