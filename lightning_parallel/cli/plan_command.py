@@ -31,7 +31,7 @@ from lightning_parallel.planner.hardware import (
     parse_bandwidth,
     parse_bytes,
 )
-from lightning_parallel.planner.links import measured_link
+from lightning_parallel.planner.links import measured_links
 from lightning_parallel.planner.plan_picture import draw_plan, plan_page
 from lightning_parallel.planner.plan_report import plan_text
 from lightning_parallel.planner.plans import LayoutPlan, plan
@@ -118,8 +118,9 @@ def _cluster(options: argparse.Namespace, given: Mapping[str, Any]) -> Cluster:
     cores = options.cores or available_cores()
     threads = max(1, cores // per_node)
     cluster = Cluster(measured_cpu(threads), devices, per_node, memory_bytes=memory, cores=cores, threads=threads)
-    if devices > 1 and not options.node_link:
-        cluster = replace(cluster, node_link=measured_link())
+    if per_node > 1 and not options.node_link:
+        links = measured_links(per_node, cores)
+        cluster = replace(cluster, node_link=links[min(links)], group_links=links)
     return _with_links(cluster, options)
 
 

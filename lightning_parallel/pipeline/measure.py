@@ -11,7 +11,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -63,6 +63,7 @@ def measure(
     device: torch.device,
     now: Callable[[], float] | None = None,
     repeats: int = _REPEATS,
+    typical: bool = False,
 ) -> Costs:
     """Measure the prologue, a layer of each kind, and the epilogue; the model is left as it was.
 
@@ -78,6 +79,7 @@ def measure(
         device: Where.
         now: The clock, in seconds; by default that of the host, when the device is idle.
         repeats: Runs of each part.
+        typical: Take the median of the runs, and not the least.
     """
     last = len(stack.layers) - 1
     ends = ({name for name in use if 0 in use[name]}, {name for name in use if last in use[name]})
@@ -85,7 +87,7 @@ def measure(
     failure = ""
     for runs_all in (False, True):
         clock = _CostMeter(module, stack, *ends, device, runs_all)
-        clock.clock, clock.repeats = now, repeats
+        clock.clock, clock.repeats, clock.typical = now, repeats, typical
         try:
             layers = clock.measure(step, microbatch)
             break
@@ -99,8 +101,8 @@ def measure(
         return held
     return Costs(
         tuple(replace(cost, resident_bytes=layer.resident_bytes) for cost, layer in zip(layers, held.layers)),
-        replace(min(clock.prologues, key=lambda cost: cost.total_s), resident_bytes=held.prologue.resident_bytes),
-        replace(min(clock.epilogues, key=lambda cost: cost.total_s), resident_bytes=held.epilogue.resident_bytes),
+        replace(clock.chosen(clock.prologues), resident_bytes=held.prologue.resident_bytes),
+        replace(clock.chosen(clock.epilogues), resident_bytes=held.epilogue.resident_bytes),
     )
 
 
@@ -302,6 +304,8 @@ class _CostMeter(TruncatedModel):
         self.epilogues: list[Cost] = []
         self.begun_s = 0.0
         self.repeats = _REPEATS
+        self.typical = False
+        self.counts = True
         self.clock: Callable[[], float] | None = None
         # Sizes of what autograd saves, and parameters on the device, by the addresses of their storages.
         self.saved: dict[int, int] = {}
@@ -310,13 +314,14 @@ class _CostMeter(TruncatedModel):
     def measure(self, step: Step, microbatch: Any) -> list[Cost]:
         """Time a few steps, then each kind of layer; returns the cost of every layer."""
         with torch.enable_grad():
-            for _ in range(self.repeats):
+            for index in range(self.repeats):
+                self.counts = index == 0
                 self.time_step(step, microbatch)
             return self.layer_costs()
 
     def time_step(self, step: Step, microbatch: Any) -> None:
         """Run the step once, and differentiate what came after the last layer and led to what it returned."""
-        with saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
+        with self._counting():
             result = self.run(step, microbatch)
         forward_s = self.now() - self.begun_s
         activation_bytes = self._activation_bytes()
@@ -366,18 +371,36 @@ class _CostMeter(TruncatedModel):
         return [known.get(self.keys.get(index), Cost()) for index in range(len(self.stack.layers))]
 
     def _measured(self, noted: _NotedCall) -> Cost:
-        # The least of a few: other programs can only make a run longer.
         whole = self._runs(noted, lambda: None)
         with _splitting(noted.call.module):
             put_off = self._runs(noted, WeightGradients)
-        forward_s = min(run.forward_s for run in whole)
-        backward_s = min(run.input_gradient_s for run in whole)
-        input_s = min(backward_s, *(run.input_gradient_s for run in put_off))
+        forward_s = self._chosen([run.forward_s for run in whole])
+        backward_s = self._chosen([run.input_gradient_s for run in whole])
+        input_s = min(backward_s, self._chosen([run.input_gradient_s for run in put_off]))
         return replace(whole[0], forward_s=forward_s, input_gradient_s=input_s, weight_gradient_s=backward_s - input_s)
+
+    def chosen(self, runs: list[Cost]) -> Cost:
+        """Return the seconds of one run, and the bytes of the first, which has counted them."""
+        ordered = sorted(runs[1:] or runs, key=lambda cost: cost.total_s)
+        found = ordered[(len(ordered) - 1) // 2 if self.typical else 0]
+        return replace(found, activation_bytes=runs[0].activation_bytes)
+
+    def _chosen(self, seconds: list[float]) -> float:
+        # Other programs can only make a run longer. The first one allocates and counts.
+        ordered = sorted(seconds[1:] or seconds)
+        return ordered[(len(ordered) - 1) // 2 if self.typical else 0]
 
     def _runs(self, noted: _NotedCall, later: Callable[[], WeightGradients | None]) -> list[Cost]:
         """Run a layer a few times: as often on each rank, since divided layers communicate."""
-        return [self._run(noted, later()) for _ in range(self.repeats)]
+        found = []
+        for index in range(self.repeats):
+            self.counts = index == 0
+            found.append(self._run(noted, later()))
+        return found
+
+    def _counting(self) -> AbstractContextManager[Any]:
+        """Note what autograd saves, in one of the runs: in each it would take a part of the seconds."""
+        return saved_tensors_hooks(self._note_saved, lambda tensor: tensor) if self.counts else nullcontext()
 
     def _run(self, noted: _NotedCall, later: WeightGradients | None = None) -> Cost:
         """Time forward and backward, noted as an I, without what can be left for `later`."""
@@ -388,7 +411,7 @@ class _CostMeter(TruncatedModel):
         before = torch.get_default_dtype()
         torch.set_default_dtype(noted.default)
         try:
-            with autocast, saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
+            with autocast, self._counting():
                 forward_s, result = self._timed(lambda: call.function(*args, **kwargs))
         finally:
             torch.set_default_dtype(before)

@@ -25,7 +25,7 @@ from lightning_parallel.planner.hardware import Cluster
 __all__ = ["collective_s", "flat_collective_s"]
 
 
-def flat_collective_s(op: str, num_bytes: float, size: int, link: Link) -> float:
+def flat_collective_s(op: str, num_bytes: float, size: int, link: Link, is_ring: bool = False) -> float:
     """Return the seconds of a collective between `size` ranks with the same link between any two.
 
     Args:
@@ -34,6 +34,7 @@ def flat_collective_s(op: str, num_bytes: float, size: int, link: Link) -> float
             reduce_scatter, what one rank sends of all_to_all, and a message.
         size: Ranks.
         link: Between any two.
+        is_ring: Whether a tree is out of the question.
     """
     if size == 1:
         return 0.0
@@ -41,7 +42,8 @@ def flat_collective_s(op: str, num_bytes: float, size: int, link: Link) -> float
     steps, rounds = size - 1, ceil(log2(size))
     share_s = all_s * steps / size
     if op == "all_reduce":
-        return min(2 * (steps * a + share_s), 2 * (rounds * a + all_s))
+        ring_s = 2 * (steps * a + share_s)
+        return ring_s if is_ring else min(ring_s, 2 * (rounds * a + all_s))
     if op in ("all_gather", "reduce_scatter", "all_to_all"):
         return steps * a + share_s
     if op in ("broadcast", "reduce"):
@@ -59,6 +61,9 @@ def collective_s(op: str, num_bytes: float, stride: int, size: int, cluster: Clu
     inside = max(1, cluster.ranks_per_node // stride)  # ranks of the group on a node
     is_even = size % inside == 0 and cluster.ranks_per_node % stride == 0
     if cluster.num_nodes == 1 or cluster.is_inside_node(stride, size):
+        measured = cluster.group_links.get(size)
+        if measured is not None:
+            return flat_collective_s(op, num_bytes, size, measured, is_ring=True)
         return flat_collective_s(op, num_bytes, size, cluster.node_link)
     flat_s = flat_collective_s(op, num_bytes, size, cluster.link)
     if op != "all_reduce" or inside == 1 or not is_even:

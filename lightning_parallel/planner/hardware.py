@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +23,8 @@ __all__ = [
     "Cluster",
     "Device",
     "available_cores",
+    "clock_here",
+    "cores_busy",
     "data_sheet_flops",
     "device_here",
     "device_named",
@@ -160,6 +165,48 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def clock_here() -> Callable[[], float]:
+    """Return the clock of measurements on this processor.
+
+    It is that of the process where it has one thread: what else runs here takes no part. Threads that spin would count
+    twice.
+    """
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+_BUSY = """
+import os, sys, time
+import numpy
+parent, until = os.getppid(), time.monotonic() + 300
+left, moved = numpy.ones((128, 128), "f"), numpy.ones(1 << 20, "f")
+print("busy", flush=True)
+while os.getppid() == parent and time.monotonic() < until:
+    for _ in range(20):
+        left @ left
+    moved += 1
+"""
+
+
+@contextmanager
+def cores_busy(count: int) -> Iterator[None]:
+    """Let other processes compute inside the block, on so many cores, as other ranks will.
+
+    Cores share caches, memory and, as hyperthreads, units: one of them is faster while the others sleep.
+    """
+    threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+    command = [sys.executable, "-c", _BUSY]
+    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | threads) for _ in range(count)]
+    try:
+        for worker in workers:
+            assert worker.stdout is not None
+            worker.stdout.readline()
+        yield
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+
+
 def measured_cpu(threads: int = 1, seconds: float = 0.1) -> Device:
     """Measure a matrix product, a copy and a small operation on so many threads of this machine."""
     before = torch.get_num_threads()
@@ -200,6 +247,7 @@ class Cluster:
         memory_bytes: Most bytes that a rank may hold.
         cores: Of a node, which its ranks share; None where each rank has a device of its own.
         threads: Of each rank, where cores are shared.
+        group_links: Between the ranks of groups of so many, where it was measured in such groups on one node.
 
     Raises:
         ValueError: If nodes would have different numbers of devices.
@@ -213,6 +261,7 @@ class Cluster:
     memory_bytes: float = 0.0
     cores: int | None = None
     threads: int = 1
+    group_links: Mapping[int, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.num_devices < 1 or self.per_node < 1:

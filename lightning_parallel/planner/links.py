@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group
+from lightning_parallel.comm import Group, MeshGroups
+from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.simulate import Link
 
-__all__ = ["fitted_link", "measure_link", "measured_link"]
+__all__ = ["MOST_RANKS_MEASURED", "fitted_link", "group_links", "measure_link", "measured_links"]
 
 _PROBE_BYTES = {"cpu": 1 << 18, "cuda": 1 << 24}  # they take longer than the latency varies
 _LINK_REPEATS = 5
@@ -25,51 +26,81 @@ _LINK_REPEATS = 5
 _TAG = 900
 # Bytes. Not more: for larger tensors the allocator asks the system for new pages each time, as it does not in a run.
 _SIZES = (1 << 10, 1 << 18)
-_REPEATS = 60
+_REPEATS, _ROUNDS = 30, 5
+_COMPUTED = 256  # rows of a matrix: its product takes about as long as a message
+MOST_RANKS_MEASURED = 8
+"""Processes of a node that measure the links of groups together."""
 _DEADLINE_S = 60.0
 
 
-def measured_link() -> Link:
-    """Fork two processes, time their all-reduces, and fit latency and bandwidth.
+def measured_links(ranks: int, cores: int) -> dict[int, Link]:
+    """Fork processes that share `cores`, and find the links of groups of each size, see `group_links`.
 
     Raises:
         RuntimeError: If they fail, or do not end in a minute.
     """
-    # Forked: to import the library twice takes longer than all that is measured. The children use no other thread.
+    # Forked: to import the library again takes longer than all that is measured. The children use no other thread.
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = context.Pipe(duplex=False)
-        path = os.path.join(folder, "store")
-        workers = [context.Process(target=_measure, args=(path, rank, sender), daemon=True) for rank in (0, 1)]
+        args = (os.path.join(folder, "store"), min(ranks, MOST_RANKS_MEASURED), cores, sender)
+        workers = [context.Process(target=_measure, args=(rank, *args), daemon=True) for rank in range(args[1])]
         for worker in workers:
             worker.start()
         try:
             if not receiver.poll(_DEADLINE_S):
-                raise RuntimeError("the link between two processes could not be measured; give --node-link")
-            return Link(*receiver.recv())
+                raise RuntimeError("the links between processes could not be measured; give --node-link")
+            return {size: Link(*found) for size, found in receiver.recv().items()}
         finally:
             for worker in workers:
                 worker.kill()
                 worker.join()
 
 
-def _measure(path: str, rank: int, sender: Connection) -> None:
+def _measure(rank: int, path: str, ranks: int, cores: int, sender: Connection) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(path, 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=_DEADLINE_S))
-    found = fitted_link(Group.of())
+    store = dist.FileStore(path, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=_DEADLINE_S))
+    found = group_links(cores)
     if rank == 0:
-        sender.send((found.latency_s, found.bytes_per_s))
+        sender.send({size: (link.latency_s, link.bytes_per_s) for size, link in found.items()})
     time.sleep(_DEADLINE_S)  # killed as soon as this is read; one that left earlier could fail the other
 
 
-def fitted_link(group: Group, device: torch.device | None = None) -> Link:
-    """Time all-reduces of two sizes in `group`, on all its ranks; of each the least of many, as load adds to them.
+def group_links(cores: int) -> dict[int, Link]:
+    """Time all-reduces between computations, in groups of each size that divides the world; on all ranks of it.
 
-    Latency and bandwidth are those with which a ring would take as long; every rank finds its own. On the host a
-    message takes at least what the processor does for it, which ranks that share cores have to wait for.
+    Latency and bandwidth are those with which a ring would add as much to the step. All groups of a size communicate at
+    a time, as replicas do. Where ranks are more than cores, what a message adds is divided by their ratio, as is what a
+    rank computes: whoever plans multiplies both.
     """
-    device = device or torch.device("cpu")
+    world = Group.of().size
+    found = {}
+    for size in (size for size in range(2, world + 1) if world % size == 0):
+        groups = MeshGroups(Mesh(world // size, 1, size))
+        short_s, long_s = (_added_s(groups.tensor_parallel, num_bytes, min(1.0, cores / world)) for num_bytes in _SIZES)
+        per_byte_s = max((long_s - short_s) / (_SIZES[1] - _SIZES[0]) / (2 * (size - 1) / size), 1e-12)
+        found[size] = Link(max(short_s / (2 * (size - 1)), 1e-7), 1 / per_byte_s)
+    return found
+
+
+def _added_s(group: Group, num_bytes: int, share: float) -> float:
+    """Return the seconds that an all-reduce adds to a computation; the median of a few rounds."""
+    tensor, matrix = torch.zeros(num_bytes // 4), torch.ones(_COMPUTED, _COMPUTED)
+    added = []
+    for _ in range(_ROUNDS):
+        begun, computed = time.perf_counter(), 0.0
+        for _ in range(_REPEATS):
+            before = time.process_time()
+            matrix @ matrix
+            computed += time.process_time() - before
+            comm.all_reduce_(tensor, group)
+        added.append((share * (time.perf_counter() - begun) - computed) / _REPEATS)
+    return max(statistics.median(added), 1e-6)
+
+
+def fitted_link(group: Group, device: torch.device) -> Link:
+    """Time all-reduces of two sizes in `group`, on all its ranks; of each the least of many, as load adds to them."""
     short_s, long_s = (_all_reduce_s(group, size, device) for size in _SIZES)
     steps = group.size - 1
     per_byte_s = max((long_s - short_s) / (_SIZES[1] - _SIZES[0]) / (2 * steps / group.size), 1e-12)
@@ -78,16 +109,14 @@ def fitted_link(group: Group, device: torch.device | None = None) -> Link:
 
 def _all_reduce_s(group: Group, num_bytes: int, device: torch.device) -> float:
     tensor = torch.zeros(num_bytes // 4, device=device)
-    taken, busy = [], []
+    taken = []
     for _ in range(_REPEATS):
-        begun, busy_before = time.perf_counter(), time.process_time()
+        begun = time.perf_counter()
         comm.all_reduce_(tensor, group)
         if device.type != "cpu":
             torch.accelerator.synchronize()
         taken.append(time.perf_counter() - begun)
-        busy.append(time.process_time() - busy_before)
-    # What threads of gloo do after the call belongs to the next one: the median has as much of it as each call causes.
-    return max(min(taken), statistics.median(busy) if device.type == "cpu" else 0.0)
+    return min(taken)
 
 
 def measure_link(group: Group, device: torch.device, sync_group: Group | None = None) -> Link:

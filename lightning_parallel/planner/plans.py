@@ -10,9 +10,9 @@ replica gets a batch as large as `batch`, or its share of `global_batch`.
 from __future__ import annotations
 
 import copy
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.measure import STATE_COPIES
-from lightning_parallel.planner.hardware import Cluster
+from lightning_parallel.planner.hardware import Cluster, clock_here, cores_busy
 from lightning_parallel.planner.layouts import Layout, LayoutSearch
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.planner.rehearsal import PrecisionName, Rehearsal, without_data
@@ -134,12 +134,18 @@ def plan(
         optimizers, note = optimizers_of(module)
         notes += [note] if note else []
     copies = optimizer_copies(optimizers) if optimizers else float(STATE_COPIES)
-    if rehearsal.measured and optimizers:
-        search.setdefault("optimizer_s", _update_s(optimizers))
-    layouts = LayoutSearch(rehearsal, copies, global_batch=global_batch, **search)
+    with cores_busy(_busy_cores(cluster)) if rehearsal.measured else nullcontext():
+        if rehearsal.measured and optimizers:
+            search.setdefault("optimizer_s", _update_s(optimizers))
+        layouts = LayoutSearch(rehearsal, copies, global_batch=global_batch, **search)
+        found = _search(layouts, cluster)
     alone = LayoutSearch(rehearsal, copies, **search).candidates(Mesh())[0]
-    found = _search(layouts, cluster)
     return LayoutPlan(_name(module), cluster, precision, found, alone, rehearsal.measured, tuple(notes))
+
+
+def _busy_cores(cluster: Cluster) -> int:
+    """Return the cores that other ranks use while one computes."""
+    return 0 if cluster.cores is None else min(cluster.ranks_per_node - 1, cluster.cores // cluster.threads - 1)
 
 
 def _check_step(rehearsal: Rehearsal, module: nn.Module) -> None:
@@ -227,9 +233,10 @@ def _timed_update(optimizer: Optimizer, tensors: Sequence[torch.Tensor]) -> floa
     probe.__dict__.pop("step", None)
     probe.param_groups = [{**optimizer.param_groups[0], "params": parameters}]
     probe.state = defaultdict(dict)
+    clock = clock_here()
     fastest = float("inf")
     for _ in range(4):  # the first one makes the state
-        begun = time.process_time()
+        begun = clock()
         type(probe).step(probe)
-        fastest = min(fastest, time.process_time() - begun)
+        fastest = min(fastest, clock() - begun)
     return fastest

@@ -6,7 +6,7 @@ hooks see the chosen mesh from the start.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Optional, Union
 
@@ -27,7 +27,7 @@ from lightning_parallel.mesh import DATA, PIPELINE, TENSOR
 from lightning_parallel.pipeline.simulate import Link
 from lightning_parallel.planner.hardware import Cluster, available_cores, device_here, measured_cpu
 from lightning_parallel.planner.layouts import Layout
-from lightning_parallel.planner.links import fitted_link
+from lightning_parallel.planner.links import MOST_RANKS_MEASURED, fitted_link, group_links
 from lightning_parallel.planner.plan_report import plan_text
 from lightning_parallel.planner.plans import LayoutPlan, plan
 from lightning_parallel.planner.rehearsal import without_data
@@ -95,11 +95,11 @@ class AutoParallelStrategy(HybridParallelStrategy):
             self.meet()
             with all_processes_as_default():
                 world = Group.of()
-                link = fitted_link(world, self.root_device) if world.size > 1 else Link()
-                self._take(comm.broadcast_from(lambda: self._planned(trainer, link), world))
+                links = self._links(world)
+                self._take(comm.broadcast_from(lambda: self._planned(trainer, links), world))
         super().setup_environment()
 
-    def _planned(self, trainer: Trainer, link: Link) -> LayoutPlan:
+    def _planned(self, trainer: Trainer, links: Mapping[int, Link]) -> LayoutPlan:
         """Plan on the first rank.
 
         Raises:
@@ -108,7 +108,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         with torch.random.fork_rng():
             batch = _early_batch(trainer)
             module = _whole_copy(self.module)
-            cluster = self._cluster(link)
+            cluster = self._cluster(links)
             before = torch.get_num_threads()
             torch.set_num_threads(cluster.threads)
             try:
@@ -128,15 +128,24 @@ class AutoParallelStrategy(HybridParallelStrategy):
             raise ValueError(f"no layout of {cluster.num_devices} devices can run `{found.model}`:\n{listed}")
         return found
 
-    def _cluster(self, link: Link) -> Cluster:
+    def _links(self, world: Group) -> dict[int, Link]:
+        """Measure the links of groups by their size, or that of the world; on all ranks."""
+        if world.size == 1:
+            return {}
+        if self.root_device.type == "cpu" and world.size == self.num_processes <= MOST_RANKS_MEASURED:
+            return group_links(available_cores())
+        return {world.size: fitted_link(world, self.root_device)}
+
+    def _cluster(self, links: Mapping[int, Link]) -> Cluster:
         ranks, per_node = self.world_size, self.num_processes
+        link = links[min(links)] if links else Link()
         limit = self.memory_limit_bytes or 0.0
         device = device_here(self.root_device)
         if device is not None:
             return Cluster(device, ranks, per_node, link, link, limit)
         cores = available_cores()
         threads = max(1, cores // per_node)
-        return Cluster(measured_cpu(threads), ranks, per_node, link, link, limit, cores, threads)
+        return Cluster(measured_cpu(threads), ranks, per_node, link, link, limit, cores, threads, links)
 
     def _take(self, found: LayoutPlan) -> None:
         """Run the best layout of a plan from now on."""
