@@ -11,7 +11,7 @@ cut is refused before anything is communicated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,7 +31,7 @@ from lightning_parallel.pipeline.layer_stack import (
 from lightning_parallel.pipeline.measure import count_parameters, measure
 from lightning_parallel.pipeline.module_use import ModuleUse, Step, trace_in_order, use_by_registration
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, device_of
-from lightning_parallel.pipeline.schedule import Schedule, activations_held, build_schedule
+from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activations_held, build_schedule
 from lightning_parallel.pipeline.search import Balance, cut_layers
 from lightning_parallel.pipeline.simulate import Cost, Link, validate
 from lightning_parallel.pipeline.skips import Skips
@@ -39,11 +39,14 @@ from lightning_parallel.pipeline.stage import InterceptedModel
 
 __all__ = ["analyze"]
 
+_WITH_CHUNKS = {"1f1b": "interleaved_1f1b", "zb_h1": "interleaved_zb", "zbv": "interleaved_zb"}
+"""What schedules with one stage on each rank, or with the last stage on the first, become with several passes."""
+
 
 def analyze(
     module: nn.Module,
     num_ranks: int,
-    schedule: str | Schedule | Callable[[Costs], Schedule] = "1f1b",
+    schedule: str | Schedule | Callable[[Costs, int], Schedule] = "1f1b",
     *,
     num_microbatches: int | None = None,
     virtual_stages: int | None = None,
@@ -60,7 +63,8 @@ def analyze(
     Args:
         module: The model, whole; its parameters may be on the meta device. It stays as it is.
         num_ranks: Ranks of the pipeline.
-        schedule: For as many ranks, by name or as it is, or a function that makes one, given the costs of the layers.
+        schedule: For as many ranks, by name or as it is, or a function that makes one, given the costs of the layers
+            and how often the stages follow each other.
         num_microbatches: For a schedule by name; by default four per rank.
         virtual_stages: For a schedule by name.
         example: A step and a microbatch for it, to trace where each module is used. Without it, modules registered
@@ -83,11 +87,12 @@ def analyze(
         device = device_of(module)
     # A schedule that is chosen later has at least one stage per rank.
     num_stages = num_ranks if callable(schedule) else schedule.num_stages
-    # Only a trace can tell whether several containers follow each other; without one, the user has to name them.
+    # Only a trace can tell whether several containers follow each other, and how often layers are called; without one,
+    # the user has to name them.
     if example is None:
         stacks = [find_layer_stack(module, num_stages, layers)]
     else:
-        stacks = find_layer_stacks(module, num_stages, layers)
+        stacks = find_layer_stacks(module, num_stages, layers, traced=True)
     analysis = _Analysis(module, num_ranks, schedule, example, balance, memory_limit_bytes, device, sync_group)
     # The first failure is reported: it is about the most likely layers, the others are attempts.
     failure: ValueError | None = None
@@ -106,7 +111,7 @@ class _Analysis:
 
     module: nn.Module
     num_ranks: int
-    schedule: Schedule | Callable[[Costs], Schedule]
+    schedule: Schedule | Callable[[Costs, int], Schedule]
     example: tuple[Step, Any] | None
     balance: Balance
     memory_limit_bytes: float | None
@@ -122,8 +127,12 @@ class _Analysis:
             stack, use = trace_in_order(module, stack, *self.example, self.device)
             stack = with_enough_layers(stack, self.num_ranks)
         costs = self._costs(stack, use)
-        schedule = self._schedule_for(stack, costs)
-        layers_per_stage = self._layers_per_stage(stack, costs, schedule)
+        passes = self._passes(stack)
+        if passes > 1:
+            costs = _held_once(costs, passes)
+        schedule = self._schedule_for(stack, costs, passes)
+        one_pass = stack.first_pass() if passes > 1 else stack
+        layers_per_stage = self._layers_per_stage(one_pass, _of_one_pass(costs, passes), schedule, passes) * passes
         stage_of = tuple(stage for stage, count in enumerate(layers_per_stage) for _ in range(count))
 
         def stages(layers: set[int]) -> tuple[int, ...]:
@@ -175,37 +184,55 @@ class _Analysis:
             )
         return costs
 
-    def _schedule_for(self, stack: LayerStack, costs: Costs) -> Schedule:
+    def _schedule_for(self, stack: LayerStack, costs: Costs, passes: int) -> Schedule:
         schedule = self.schedule
         if callable(schedule):
             # Chosen for the layers that can be cut apart, so that it gets no more stages than those.
             in_units = _summed(costs, cut_units(stack))
             has_enough = len(in_units.layers) >= self.num_ranks
-            schedule = schedule(in_units if has_enough else _summed(costs, stack.blocks))
+            schedule = schedule(in_units if has_enough else _summed(costs, stack.blocks), passes)
         if schedule.num_ranks != self.num_ranks:
             raise ValueError(
                 f"expected a schedule for the {self.num_ranks} ranks of the pipeline group, got one for "
                 f"{schedule.num_ranks}"
             )
+        if passes > 1:
+            schedule = _for_passes(schedule, passes)
         validate(schedule)
         return schedule
 
-    def _layers_per_stage(self, stack: LayerStack, costs: Costs, schedule: Schedule) -> tuple[int, ...]:
-        """Cut by cost; every stage gets parameters if there are enough layers with some."""
+    def _passes(self, stack: LayerStack) -> int:
+        """Return how often the cut of one pass through all layers is repeated, so that a rank holds few of them.
+
+        1 where a pass has too few layers for that: then one cut goes through all calls, and stages share layers.
+        """
+        return stack.passes if len(stack.blocks) // stack.passes >= self.num_ranks else 1
+
+    def _layers_per_stage(
+        self, stack: LayerStack, costs: Costs, schedule: Schedule, passes: int = 1
+    ) -> tuple[int, ...]:
+        """Cut by cost; every stage gets parameters if there are enough layers with some.
+
+        Args:
+            stack, costs: Of one pass.
+            schedule: Of all passes.
+            passes: How often the stages of a pass are repeated.
+        """
+        num_stages = schedule.num_stages // passes
         balance = "parameters" if self.balance == "auto" and not costs.are_measured else self.balance
         runs = cut_units(stack)
         # Layers without parameters are cut off by themselves only where there are too few others, or the user counted.
-        if len(runs) < schedule.num_stages or balance not in ("auto", "measured", "parameters"):
+        if len(runs) < num_stages or balance not in ("auto", "measured", "parameters"):
             runs = stack.blocks
         in_runs = _summed(costs, runs)
         counts = cut_layers(
             in_runs.layers,
-            schedule.num_stages,
+            num_stages,
             balance,
             prologue=in_runs.prologue,
             epilogue=in_runs.epilogue,
             memory_cap_bytes=self.memory_limit_bytes,
-            in_flight=_in_flight(schedule) if self.memory_limit_bytes is not None else None,
+            in_flight=_in_flight(schedule, num_stages) if self.memory_limit_bytes is not None else None,
         )
         ends = [0, *accumulate(counts)]
         return tuple(sum(runs[start:stop]) for start, stop in pairwise(ends))
@@ -218,20 +245,58 @@ def _summed(costs: Costs, runs: Sequence[int]) -> Costs:
     return Costs(layers, costs.prologue, costs.epilogue)
 
 
-def _in_flight(schedule: Schedule) -> list[int]:
-    """Return the most microbatches that each stage holds at once."""
+def _in_flight(schedule: Schedule, num_stages: int) -> list[int]:
+    """Return the most activations of microbatches that each stage of a pass holds at once, those of all passes."""
     peaks = []
-    for stage, rank in enumerate(schedule.stage_ranks):
-        row = [action for action in schedule.rows[rank] if action.stage == stage]
+    for stage in range(num_stages):
+        row = [action for action in schedule.rows[schedule.stage_ranks[stage]] if action.stage % num_stages == stage]
         peaks.append(max(activations_held(row), default=0))
     return peaks
+
+
+def _for_passes(schedule: Schedule, passes: int) -> Schedule:
+    """Return the schedule in which the stages follow each other as often as the layers are called.
+
+    Every rank then holds the same layers in each pass. Stages are numbered on from pass to pass, as those of chunks
+    are: a schedule that has a multiple of as many stages on a rank has them already.
+
+    Raises:
+        ValueError: If it is a table of actions with other stages.
+    """
+    virtual_stages = schedule.virtual_stages
+    chunks = virtual_stages if virtual_stages % passes == 0 else virtual_stages * passes
+    ranks = schedule.stage_ranks
+    if chunks == virtual_stages and ranks == ranks[: len(ranks) // passes] * passes:
+        return schedule
+    if schedule.name not in SCHEDULES:
+        raise ValueError(
+            f"the layers are called {passes} times in a step: expected a schedule that goes through the ranks as often "
+            f"in the same order, got stages on the ranks {list(ranks)}"
+        )
+    name = _WITH_CHUNKS.get(schedule.name, schedule.name)
+    return build_schedule(name, schedule.num_ranks, schedule.num_microbatches, chunks)
+
+
+def _held_once(costs: Costs, passes: int) -> Costs:
+    """Return the costs with what layers hold counted in the first pass alone."""
+    count = len(costs.layers) // passes
+    later = (replace(cost, resident_bytes=0.0) for cost in costs.layers[count:])
+    return replace(costs, layers=(*costs.layers[:count], *later))
+
+
+def _of_one_pass(costs: Costs, passes: int) -> Costs:
+    """Add up the costs of the calls of each layer."""
+    count = len(costs.layers) // passes
+    layers = tuple(Cost.in_sequence(costs.layers[first::count]) for first in range(count))
+    return replace(costs, layers=layers)
 
 
 def _buffer_stages(
     module: nn.Module, stack: LayerStack, stage_of: tuple[int, ...], module_stages: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Return the stages that hold each buffer; buffers of modules that contain the layers are on all stages."""
-    owners = {name: (stage_of[index],) for index, name in enumerate(stack.names)} | module_stages
+    places = {stack.names[mine[0]]: {stage_of[index] for index in mine} for mine in stack.places().values()}
+    owners = {name: tuple(sorted(stages)) for name, stages in places.items()} | module_stages
     everywhere = tuple(range(stage_of[-1] + 1))
     found = {}
     for name, _ in module.named_buffers():

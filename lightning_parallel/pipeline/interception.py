@@ -1,6 +1,6 @@
 """Intercept the calls of a model's modules, so that a pipeline can decide what happens at each of them.
 
-    intercept(layer, CallSite(active, "blocks.3", kind, index=3))
+    intercept(layer, CallSite(active, "blocks.3", kind, places=(3,)))
     active.handler = handler            # from now on `layer(x)` is `handler.layer(Call(site, layer, ..., (x,), {}))`
 
 A model is intercepted once; analysis, measurement and training differ in the handler only.
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.compat import PartialModule, class_in_place
 from lightning_parallel.compat.torch import buffers_of, forward_hooks_of, parameters_of, pytree
+from lightning_parallel.pipeline.attributes import SavedForwards, own_attributes, parameter_lists, replaced
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor, reveal
 from lightning_parallel.pipeline.random_streams import seed_all
 from lightning_parallel.pipeline.unknown_value import UnknownValue
@@ -31,16 +32,11 @@ __all__ = [
     "Call",
     "CallHandler",
     "CallSite",
-    "SavedAttributes",
-    "SavedForwards",
     "VARIANTS",
     "data_of",
     "fake_data",
     "has_listeners",
     "intercept",
-    "own_attributes",
-    "parameter_lists",
-    "replaced",
     "run_variant",
 ]
 
@@ -54,6 +50,7 @@ class Call:
         module: The module.
         function: Runs the module, hooks included, as if it were not intercepted.
         args, kwargs: What it was called with.
+        index: Which of the calls of repeated layers it is; None for a module outside of them.
     """
 
     site: CallSite
@@ -61,6 +58,18 @@ class Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    index: int | None = None
+
+    @property
+    def layer_index(self) -> int:
+        """Position among the calls of repeated layers.
+
+        Raises:
+            ValueError: If the module is not one of them.
+        """
+        if self.index is None:
+            raise ValueError(f"`{self.site.name}` is not one of the repeated layers")
+        return self.index
 
     def run(self) -> Any:
         """Run the module as it is."""
@@ -91,10 +100,12 @@ class ActiveHandler:
     Attributes:
         handler: Decides what calls do.
         outside: Runs a call outside of steps, with what this rank lacks; it returns `NotImplemented` in a step.
+        last: The last call of a repeated layer in this step, -1 before the first.
     """
 
     handler: CallHandler | None = None
     outside: Callable[[Call], Any] | None = None
+    last: int = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActiveHandler:
         # A copy of the module is on its own: nobody gathers what it lacks.
@@ -104,6 +115,7 @@ class ActiveHandler:
     def use(self, handler: CallHandler) -> Iterator[None]:
         """Pass calls to `handler` inside the block."""
         self.handler = handler
+        self.last = -1
         try:
             yield
         finally:
@@ -118,26 +130,19 @@ class CallSite:
         active: The model's current handler.
         name: Of the module in the model.
         kind: Modules of equal kind return outputs of equal shapes for inputs of equal shapes.
-        index: Of the layer in the stack; None for a module outside of it.
+        places: Positions of the layer in the stack, several if it is called several times; none for a module outside.
         present: Whether this rank holds the module.
     """
 
     active: ActiveHandler
     name: str
     kind: object
-    index: int | None = None
+    places: tuple[int, ...] = ()
     present: bool = True
 
-    @property
-    def layer_index(self) -> int:
-        """Position in the layer stack.
-
-        Raises:
-            ValueError: If the module is not one of its layers.
-        """
-        if self.index is None:
-            raise ValueError(f"`{self.name}` is not one of the repeated layers")
-        return self.index
+    def place_after(self, last: int) -> int:
+        """Return the next position of the layer after the call `last`; its last one if there is none."""
+        return next((place for place in self.places if place > last), self.places[-1])
 
     @property
     def provenance(self) -> str:
@@ -153,7 +158,10 @@ class CallSite:
         handler = self.active.handler
         call = Call(self, module, function, args, kwargs)
         if handler is not None:
-            return handler.outer_module(call) if self.index is None else handler.layer(call)
+            if not self.places:
+                return handler.outer_module(call)
+            self.active.last = self.place_after(self.active.last)
+            return handler.layer(replace(call, index=self.active.last))
         if self.active.outside is not None:
             result = self.active.outside(call)
             if result is not NotImplemented:
@@ -206,69 +214,6 @@ def intercept(module: nn.Module, site: CallSite) -> None:
 
 
 _PACKAGE = __name__.partition(".")[0]
-# Parameters, buffers, submodules and hooks: all that a module without attributes has.
-_REGISTRIES = frozenset(vars(nn.Module()))
-
-
-def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that `module` has besides parameters, buffers, submodules and hooks."""
-    return {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
-
-
-class SavedAttributes:
-    """Saves the attributes of a module and its submodules, lists and dicts among them with their entries."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.before = [(child, dict(own_attributes(child))) for child in module.modules()]
-        containers = [value for _, own in self.before for value in own.values() if type(value) in (list, dict)]
-        self.entries = [(value, value.copy()) for value in containers]
-
-    def restore(self) -> None:
-        """Restore the attributes as they were when this object was made."""
-        for child, own in self.before:
-            for name in own_attributes(child).keys() - own.keys():
-                del child.__dict__[name]
-            child.__dict__.update(own)
-        for value, entries in self.entries:
-            value.clear()
-            value.extend(entries) if isinstance(value, list) else value.update(entries)
-
-
-@contextmanager
-def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, Any]]) -> Iterator[None]:
-    """Set attributes of a module's submodules inside the block: they hide registered parameters of the same name.
-
-    Tensors that the module assigns to its attributes inside the block stay; its buffers are restored.
-
-    Args:
-        module: The module.
-        stand_ins: Returns the attributes of a submodule, called with its path and itself.
-    """
-    done = []
-    buffers = [(child, dict(buffers_of(child))) for child in module.modules()]
-    for path, child in module.named_modules():
-        attributes = stand_ins(path, child)
-        done.append((child, {name: vars(child)[name] for name in attributes if name in vars(child)}, attributes))
-        # `nn.Module.__getattr__` finds registered parameters, and is asked only for what `__dict__` lacks.
-        child.__dict__.update(attributes)
-    try:
-        yield
-    finally:
-        for child, before, attributes in done:
-            for name, stand_in in attributes.items():
-                # Something else is there if the module has assigned to it; lists are restored in any case.
-                if vars(child).get(name) is stand_in or isinstance(stand_in, list):
-                    child.__dict__.pop(name, None)
-                    child.__dict__.update({name: before[name]} if name in before else {})
-        for child, registered in buffers:
-            buffers_of(child).update(registered)
-
-
-def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, list[Any]]:
-    """Return the lists of parameters that `module` keeps, as recurrent layers do, with `stand_ins` put in by `id`."""
-    lists = [(name, value) for name, value in vars(module).items() if isinstance(value, list)]
-    lists = [(name, value) for name, value in lists if any(id(item) in stand_ins for item in value)]
-    return {name: [stand_ins.get(id(item), item) for item in value] for name, value in lists}
 
 
 def has_listeners(modules: list[nn.Module]) -> bool:
@@ -286,21 +231,6 @@ def has_listeners(modules: list[nn.Module]) -> bool:
 def _is_replaced(module: nn.Module) -> bool:
     # A bound method of the class may have been assigned to the instance by those who put a `forward` back.
     return getattr(module.forward, "__func__", None) is not type(module).forward
-
-
-class SavedForwards:
-    """Saves the `forward` attributes of a model's modules, to restore them after a step that was ended early."""
-
-    # Libraries that record outputs replace `forward` for one call and restore it afterwards; `StageExit` may skip that.
-    def __init__(self, module: nn.Module) -> None:
-        self.before = [(child, vars(child).get("forward")) for child in module.modules()]
-
-    def restore(self) -> None:
-        """Restore the attributes as they were when this object was made."""
-        for child, forward in self.before:
-            if vars(child).get("forward") is not forward:
-                del child.__dict__["forward"]
-                child.__dict__.update({} if forward is None else {"forward": forward})
 
 
 def _is_from_outside(hook: Callable[..., Any]) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -25,6 +26,9 @@ __all__ = [
 _REVERSED = "[::-1]"
 """After the name of a container whose layers are called from the last to the first."""
 
+_ORDERED = re.compile(r"\[([\d ]+)\]$")
+"""After the name of a container whose entries are called in this order, some of them several times: `[0 0 1 1]`."""
+
 # A container with at least this share of the parameters of the largest may be meant as well.
 _RIVAL_SHARE = 0.5
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -32,11 +36,11 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class LayerStack:
-    """The repeated layers of a model.
+    """The repeated layers of a model, in the order of their calls; what is called several times is there several times.
 
     Attributes:
         path: Name of their container in the model, followed by `[::-1]` if it is called from the last layer to the
-            first; several that follow each other are joined by commas.
+            first, or by the order of its entries; several that follow each other are joined by commas.
         names: Name of each layer in the model, in order.
         layers: The layers.
         blocks: How many layers each entry of the containers has: one, or those of a nested list.
@@ -52,36 +56,55 @@ class LayerStack:
         """Return the stack of the container at `path`, or of the containers.
 
         Raises:
-            ValueError: If there is no such module, it is not a container of layers, or a layer is in it twice.
+            ValueError: If there is no such module, it is not a container of layers, or lacks an entry that is named.
         """
-        entries = []
-        for part in path.split(","):
-            name = part.strip().removesuffix(_REVERSED)
+        entries: list[list[tuple[str, nn.Module]]] = []
+        for part in _parts(path):
+            name = _name_of(part)
             found = _entries(name, _container(module, name))
-            entries += found[::-1] if part.strip().endswith(_REVERSED) else found
-        layers = {name: layer for entry in entries for name, layer in entry}
-        seen: dict[nn.Module, str] = {}
-        for name, layer in layers.items():
-            if layer in seen:
-                raise ValueError(
-                    f"`{name}` is the same module as `{seen[layer]}`: a layer that is used several times is needed on "
-                    "several stages, so the pipeline cannot be cut there; name other layers: layers=..."
-                )
-            seen[layer] = name
-        return cls(path, tuple(layers), tuple(layers.values()), tuple(map(len, entries)))
+            order = [*map(int, match[1].split())] if (match := _ORDERED.search(part)) else list(range(len(found)))
+            if order and max(order) >= len(found):
+                raise ValueError(f"expected `{part}` to name entries of `{name}`, which has {len(found)}")
+            entries += [found[i] for i in (reversed(order) if part.endswith(_REVERSED) else order)]
+        layers = [layer for entry in entries for layer in entry]
+        # One that is registered under several names goes by its first.
+        names: dict[nn.Module, str] = {}
+        for name, layer in layers:
+            names.setdefault(layer, name)
+        modules = tuple(layer for _, layer in layers)
+        return cls(path, tuple(names[layer] for layer in modules), modules, tuple(map(len, entries)))
+
+    @property
+    def passes(self) -> int:
+        """How often all of its layers are called, one after the other; 1 if they are called in another order."""
+        in_pass = max(1, len(set(self.layers)))
+        passes, rest = divmod(len(self.layers), in_pass)
+        return passes if not rest and self.layers == self.layers[:in_pass] * passes else 1
+
+    def first_pass(self) -> LayerStack:
+        """Return the stack with the first call of each layer alone, where all are called one after the other."""
+        count, num_blocks = (len(found) // self.passes for found in (self.layers, self.blocks))
+        return LayerStack(self.path, self.names[:count], self.layers[:count], self.blocks[:num_blocks])
+
+    def places(self) -> dict[nn.Module, tuple[int, ...]]:
+        """Return the positions of each layer among the calls."""
+        found: dict[nn.Module, tuple[int, ...]] = {}
+        for index, layer in enumerate(self.layers):
+            found[layer] = (*found.get(layer, ()), index)
+        return found
 
     def in_order_of(self, calls: Sequence[int]) -> str:
         """Return the path of its containers in the order of calls of its layers, without those that are not called.
 
-        Where they are called in turns, or some layers only, its own path.
+        Where layers of an entry are called without the others, its own path.
+
+        Args:
+            calls: Positions in `layers`, each as often as it is called.
         """
+        owner_of = self._owners()
+        if len(set(calls)) < len(calls):
+            return self._in_order_of_repeated(calls, owner_of)
         starts = [0, *accumulate(self.blocks)]
-        parts = [part.strip() for part in self.path.split(",")]
-        owner_of = {}
-        for index, name in enumerate(self.names):
-            # Of several that fit, the longest: a container may lie in another one's namespace.
-            fitting = [part for part in parts if name.startswith(f"{part.removesuffix(_REVERSED)}.")]
-            owner_of[index] = max(fitting, key=len) if fitting else parts[0]
         found = []
         for part in dict.fromkeys(owner_of[index] for index in calls):
             mine = [index for index in calls if owner_of[index] == part]
@@ -95,6 +118,57 @@ class LayerStack:
                 return self.path
         in_turns = [index for _, mine in found for index in mine] != list(calls)
         return self.path if in_turns or not found else ", ".join(part for part, _ in found)
+
+    def _owners(self) -> dict[int, str]:
+        """Return the part of the path to which each layer belongs."""
+        parts = _parts(self.path)
+        owner_of = {}
+        for index, name in enumerate(self.names):
+            # Of several that fit, the longest: a container may lie in another one's namespace.
+            fitting = [part for part in parts if name.startswith(f"{_name_of(part)}.")]
+            owner_of[index] = max(fitting, key=len) if fitting else parts[0]
+        return owner_of
+
+    def _in_order_of_repeated(self, calls: Sequence[int], owner_of: dict[int, str]) -> str:
+        """Return the path for layers of which some are called several times."""
+        bounds = [0, *accumulate(self.blocks)]
+        entry_of = {
+            index: entry for entry, (start, stop) in enumerate(pairwise(bounds)) for index in range(start, stop)
+        }
+        called: list[int] = []
+        at = 0
+        while at < len(calls):
+            start, stop = bounds[entry_of[calls[at]]], bounds[entry_of[calls[at]] + 1]
+            if list(calls[at : at + stop - start]) != list(range(start, stop)):
+                return self.path
+            called.append(start)
+            at += stop - start
+        found = []
+        for part, mine in groupby(called, owner_of.__getitem__):
+            blocks = [start for start in bounds if owner_of.get(start) == part]
+            # As the user's module has them: the path may have turned them round.
+            own = blocks[::-1] if part.endswith(_REVERSED) else blocks
+            found += _passes(_name_of(part), [own.index(start) for start in mine], len(own))
+        return ", ".join(found)
+
+
+def _parts(path: str) -> list[str]:
+    return [part.strip() for part in path.split(",")]
+
+
+def _name_of(part: str) -> str:
+    """Return the name of the container in a part of a path."""
+    return _ORDERED.sub("", part.removesuffix(_REVERSED))
+
+
+def _passes(name: str, order: list[int], size: int) -> list[str]:
+    """Return the parts of the path that call the entries of a container in this order."""
+    whole = list(range(size))
+    for one, part in ((whole, name), (whole[::-1], name + _REVERSED)):
+        passes, rest = divmod(len(order), size)
+        if not rest and order == one * passes:
+            return [part] * passes
+    return [f"{name}[{' '.join(map(str, order))}]"]
 
 
 def find_layer_stack(module: nn.Module, num_stages: int, path: str = "auto") -> LayerStack:
@@ -110,7 +184,7 @@ def find_layer_stack(module: nn.Module, num_stages: int, path: str = "auto") -> 
     """
     stacks = find_layer_stacks(module, num_stages, path)
     if len(stacks) > 1:
-        sizes = {name: _repeated_size(_container(module, name)) for name in stacks[0].path.split(", ")}
+        sizes = {name: _repeated_size(_container(module, name)) for name in _parts(stacks[0].path)}
         listed = ", ".join(f"`{name}` ({size:,} parameters)" for name, size in sizes.items())
         raise ValueError(
             f"several modules could be the layers to cut: {listed}; name one, or several that follow each other: "
@@ -119,18 +193,30 @@ def find_layer_stack(module: nn.Module, num_stages: int, path: str = "auto") -> 
     return stacks[0]
 
 
-def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto") -> list[LayerStack]:
+def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto", traced: bool = False) -> list[LayerStack]:
     """Find the candidates: all similar containers in a row, and the largest alone.
+
+    Args:
+        module: The whole model.
+        num_stages: Stages to cut into; the containers must have as many layers.
+        path: As of `find_layer_stack`.
+        traced: Whether a trace will tell how often layers are called: a container may have too few, then.
 
     Raises:
         ValueError: If there is none; with how to name one.
     """
     if path != "auto":
-        return [with_enough_layers(LayerStack.at(module, path), num_stages)]
+        stack = LayerStack.at(module, path)
+        return [stack if traced else with_enough_layers(stack, num_stages)]
     sizes = {name: _repeated_size(container) for name, container in _containers(module)}
     # Of equal ones what is trained: a frozen teacher is as large as its student.
     trained = {name: any(value.requires_grad for value in module.get_submodule(name).parameters()) for name in sizes}
     candidates = sorted((name for name in sizes if sizes[name]), key=lambda name: (-sizes[name], not trained[name]))
+    if not candidates and traced:
+        # One layer for all of a model's, as in ALBERT. Of nested containers the outermost comes first.
+        single = [name for name, child in module.named_modules() if _holds_one_layer(child)]
+        if single:
+            return [LayerStack.at(module, single[0])]
     if not candidates:
         raise ValueError(
             f"found no `ModuleList` or `Sequential` with repeated layers in {type(module).__name__} to cut into "
@@ -145,7 +231,7 @@ def find_layer_stacks(module: nn.Module, num_stages: int, path: str = "auto") ->
     stacks = [LayerStack.at(module, path) for path in paths]
     enough = [stack for stack in stacks if len(stack.blocks) >= num_stages]
     # With too few layers everywhere, the error tells of the candidate with the most of them.
-    return enough or [with_enough_layers(stacks[0], num_stages)]
+    return enough or (stacks if traced else [with_enough_layers(stacks[0], num_stages)])
 
 
 def _containers_in_a_row(module: nn.Module, candidates: list[str], sizes: dict[str, int]) -> list[str]:
@@ -172,19 +258,21 @@ def layer_kinds(stack: LayerStack) -> list[int]:
     Two layers are of one kind if they have the same structure, parameter shapes and plain attributes. An attribute
     that counts the layers of a container (`layer_idx`) is left out.
     """
-    described = [_attributes(layer) for layer in stack.layers]
-    owners = [name.rpartition(".")[0] for name in stack.names]
+    first = {layer: name for name, layer in reversed([*zip(stack.names, stack.layers)])}
+    layers = list(dict.fromkeys(stack.layers))
+    described = [_attributes(layer) for layer in layers]
+    owners = [first[layer].rpartition(".")[0] for layer in layers]
     counting = {}
     for owner in set(owners):
         counting[owner] = _counting([attributes for attributes, other in zip(described, owners) if other == owner])
     numbers: dict[object, int] = {}
-    kinds = []
-    for layer, attributes, owner in zip(stack.layers, described, owners):
+    kinds = {}
+    for layer, attributes, owner in zip(layers, described, owners):
         shapes = tuple((name, tuple(value.shape), value.dtype) for name, value in layer.named_parameters())
         plain = tuple((key, value) for key, value in attributes.items() if key not in counting[owner])
         # `repr` has the structure, and what modules tell of themselves, such as a stride.
-        kinds.append(numbers.setdefault((repr(layer), shapes, plain), len(numbers)))
-    return kinds
+        kinds[layer] = numbers.setdefault((repr(layer), shapes, plain), len(numbers))
+    return [kinds[layer] for layer in stack.layers]
 
 
 def _counting(described: list[dict[str, object]]) -> set[str]:
@@ -280,6 +368,10 @@ def _containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_modules():
         if isinstance(child, _CONTAINERS) and len(child) > 1 and not _is_namespace(child):
             yield name, child
+
+
+def _holds_one_layer(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList) and len(module) == 1 and next(module.parameters(), None) is not None
 
 
 def _is_namespace(container: nn.Module) -> bool:

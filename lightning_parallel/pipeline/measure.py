@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel.compat.torch import buffers_of, has_data, parameters_of, pytree, storage_address
-from lightning_parallel.pipeline.interception import Call, has_listeners, parameter_lists, replaced
+from lightning_parallel.pipeline.attributes import parameter_lists, replaced
+from lightning_parallel.pipeline.interception import Call, has_listeners
 from lightning_parallel.pipeline.layer_stack import LayerStack, outer_modules
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.random_streams import seeded
@@ -202,7 +203,7 @@ class TruncatedModel:
             self._outputs[key] = output = pytree.tree_map_only(Tensor, cut_off, output)
         # Each layer gets a copy of its own, which it may write into.
         output = pytree.tree_map_only(Tensor, cut_off, output)
-        if call.site.layer_index == len(self.stack.layers) - 1:
+        if call.layer_index == len(self.stack.layers) - 1:
             self._load_end(1)
             self.enter_epilogue()
         return output
@@ -349,7 +350,7 @@ class _CostMeter(TruncatedModel):
 
     def layer(self, call: Call) -> Any:
         """Note the kind of each layer."""
-        self.keys[call.site.layer_index] = (call.site.kind, _shapes((call.args, call.kwargs)))
+        self.keys[call.layer_index] = (call.site.kind, _shapes((call.args, call.kwargs)))
         return super().layer(call)
 
     def run_layer(self, key: Any, call: Call) -> Any:

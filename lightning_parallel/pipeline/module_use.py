@@ -156,11 +156,11 @@ class _UseTracer:
 
     def layer(self, call: Call) -> Any:
         """Note which layer is called."""
-        index = call.site.layer_index
-        if index in self.called:
+        index = call.layer_index
+        if self.in_order and index in self.called:
             raise CutError(
-                f"`{call.site.name}` is called twice in one step; a pipeline runs each layer once per step. Join the "
-                "inputs along the sample dimension and call the model once"
+                f"`{call.site.name}` is called again after `{self.stack.names[self.position]}`, and not with all "
+                "layers of its entry in their container; put what is called together into one module"
             )
         if self.in_order and self.called and index < self.position:
             raise CutError(

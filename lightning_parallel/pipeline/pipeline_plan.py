@@ -105,8 +105,8 @@ class PipelinePlan:
 
     Attributes:
         model: Class of the model.
-        container: Dotted name of the layer stack; several, joined by commas, that follow each other.
-        layers: Name of each repeated layer, in order.
+        container: Path of the layer stack, see `LayerStack`.
+        layers: Name of each repeated layer, in the order of their calls.
         layers_per_stage: How many of them each stage gets.
         schedule: Actions of each rank.
         parameters: Where each parameter goes, by name.
@@ -167,8 +167,10 @@ class PipelinePlan:
         """
         held = 0.0
         new_gradient = 0.0
+        ranks = self.schedule.stage_ranks
         for parameter in self.parameters.values():
-            if stage in parameter.stages:
+            # Of several stages of a rank, the first holds it for all: those of a layer that is called several times.
+            if stage == next((other for other in parameter.stages if ranks[other] == ranks[stage]), None):
                 # A frozen parameter has neither a gradient nor a state.
                 held += parameter.num_bytes * (copies if parameter.is_trained else 1)
                 new_gradient = max(new_gradient, parameter.num_bytes * parameter.is_trained)
@@ -191,6 +193,14 @@ class PipelinePlan:
         """Return the names of the first and the last layer of a stage."""
         ends = [0, *accumulate(self.layers_per_stage)]
         return self.layers[ends[stage]], self.layers[ends[stage + 1] - 1]
+
+    def repeats_text(self, stage: int) -> str:
+        """Tell how often a stage calls its layers, if it or an earlier one calls some of them again; else empty."""
+        starts = [0, *accumulate(self.layers_per_stage)]
+        names = self.layers[starts[stage] : starts[stage + 1]]
+        if set(names) & {*self.layers[: starts[stage]]}:
+            return f" again ({len(names)} calls)" if len(set(names)) < len(names) else " again"
+        return f" ({len(names)} calls)" if len(set(names)) < len(names) else ""
 
     def outer_names(self, stage: int) -> list[str]:
         """Return the modules of a stage that have parameters outside of the layer stack."""
@@ -378,7 +388,9 @@ class PipelinePlan:
             place = f"stage {stage} on rank {schedule.stage_ranks[stage]}"
             if self.skips and self.skips[stage]:
                 outer += "".join(f", gets {skip}" for skip in self.skips[stage])
-            lines.append(f"  {place}: {first} .. {last}{outer}, {parameters:,} parameters{seconds}")
+            lines.append(
+                f"  {place}: {first} .. {last}{self.repeats_text(stage)}{outer}, {parameters:,} parameters{seconds}"
+            )
         return "\n".join(lines)
 
 

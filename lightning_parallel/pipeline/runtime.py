@@ -194,7 +194,7 @@ class ScheduleRun:
             reached = self.model.plan.layers[handler.last] if handler.last >= 0 else "none"
             raise RuntimeError(
                 f"the step ended on pipeline stage {stage} without running all its layers (last called: `{reached}`). "
-                f"Every step must run the layers of `{self.model.plan.container}` once, and must not catch "
+                f"Every step must run the layers of `{self.model.plan.container}` in this order, and must not catch "
                 "`BaseException`"
             )
 

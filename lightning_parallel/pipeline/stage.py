@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
+from lightning_parallel.pipeline.attributes import SavedAttributes, SavedForwards
 from lightning_parallel.pipeline.interception import (
     ActiveHandler,
     Call,
     CallHandler,
     CallSite,
-    SavedAttributes,
-    SavedForwards,
     intercept,
 )
 from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
@@ -133,7 +132,7 @@ class StageForward:
 
     def layer(self, call: Call) -> Any:
         """Infer, receive and run, run, or leave the step, by where the layer is."""
-        index = call.site.layer_index
+        index = call.layer_index
         # Before anything else: a layer called twice would be received for twice, and the neighbour sends once.
         self._require_order(call.site, index)
         stage = self.stage_of[index]
@@ -180,8 +179,8 @@ class StageForward:
         if index <= self.last:
             again = "again" if index == self.last else f"after layer {self.last}"
             raise CutError(
-                f"`{site.name}` is called {again} in one step; a pipeline runs each layer once per step, in order. "
-                "Join the inputs along the sample dimension and call the model once"
+                f"`{site.name}` is called {again} in this step; a pipeline runs the layers in every step as often, and "
+                "in the same order, as in the first one"
             )
         self.last = index
 
@@ -267,13 +266,15 @@ class InterceptedModel:
     ) -> None:
         self.module = module
         self.active = ActiveHandler()
-        self.intercepted = list(stack.layers)
         self.outer: list[CallSite] = []
         self._forwards = SavedForwards(module)
-        for index, (name, layer, kind) in enumerate(zip(stack.names, stack.layers, layer_kinds(stack))):
-            intercept(layer, CallSite(self.active, name, kind, index, is_here(index)))
+        places, kinds = stack.places(), layer_kinds(stack)
+        self.intercepted = list(places)
+        for layer, mine in places.items():
+            name, kind = stack.names[mine[0]], kinds[mine[0]]
+            intercept(layer, CallSite(self.active, name, kind, mine, any(map(is_here, mine))))
         for name, child in outer_modules(module, stack):
-            self.outer.append(CallSite(self.active, name, name, None, is_here(name)))
+            self.outer.append(CallSite(self.active, name, name, present=is_here(name)))
             self.intercepted.append(child)
             intercept(child, self.outer[-1])
 
@@ -440,9 +441,9 @@ class PipelineStages:
         freed = {key for key, name in names.items() if not self._is_here(self.plan.parameters[name].stages)}
         for child in self.module.modules():
             free_parameters(child, freed, self.device, names)
-        for index, layer in enumerate(stack.layers):
-            if self.stage_of[index] not in self.stages:
-                self._free_buffers(layer, stack.names[index], keep_constants=False)
+        for layer, places in stack.places().items():
+            if not any(map(self._holds, places)):
+                self._free_buffers(layer, stack.names[places[0]], keep_constants=False)
         for name, module in outer_modules(self.module, stack, with_parameters=False):
             if self.plan.module_stages.get(name) and not self._is_here(self.plan.module_stages[name]):
                 self._free_buffers(module, name, keep_constants=True)

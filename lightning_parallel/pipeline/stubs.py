@@ -23,16 +23,8 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
-from lightning_parallel.pipeline.interception import (
-    VARIANTS,
-    Call,
-    SavedAttributes,
-    has_listeners,
-    own_attributes,
-    parameter_lists,
-    replaced,
-    run_variant,
-)
+from lightning_parallel.pipeline.attributes import SavedAttributes, own_attributes, parameter_lists, replaced
+from lightning_parallel.pipeline.interception import VARIANTS, Call, has_listeners, run_variant
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers
 from lightning_parallel.pipeline.random_streams import random_state_kept
 from lightning_parallel.pipeline.unknown_value import UnknownValue

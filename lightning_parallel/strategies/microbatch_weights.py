@@ -127,7 +127,7 @@ class _Probe(TruncatedModel):
     def layer(self, call: Call) -> Any:
         """Multiply what the last layer returns by ones, by which the loss is differentiated."""
         output = super().layer(call)
-        if call.site.layer_index < len(self.stack.layers) - 1:
+        if call.layer_index < len(self.stack.layers) - 1:
             return output
 
         def scaled(tensor: Tensor) -> Tensor:

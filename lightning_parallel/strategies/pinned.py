@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -221,12 +221,13 @@ class StageStreams:
         plan = self._engine.plan
         module = self._engine.module
         hooks = []
-        first: dict[int, str] = {}
-        for name, stage in zip(plan.layers, plan.stage_of):
-            first.setdefault(stage, name)
-        for stage, name in first.items():
-            enter = self._entering(stage)
-            hooks.append(module.get_submodule(name).register_forward_pre_hook(enter, prepend=True))
+        # The stage that each call of a layer enters, if any: a layer may be called several times.
+        entered: dict[nn.Module, list[int | None]] = {}
+        for name, stage, before in zip(plan.layers, plan.stage_of, (None, *plan.stage_of)):
+            entered.setdefault(module.get_submodule(name), []).append(stage if stage != before else None)
+        for layer, stages in entered.items():
+            if any(stage is not None for stage in stages):
+                hooks.append(layer.register_forward_pre_hook(self._entering(stages), prepend=True))
         for name in self._engine.model.outer_names:
             hooks.append(module.get_submodule(name).register_forward_hook(self._after_outer_call))
         try:
@@ -248,8 +249,14 @@ class StageStreams:
             self._calls += 1
             self._seed(self._calls)
 
-    def _entering(self, stage: int) -> Callable[..., None]:
+    def _entering(self, stages: Sequence[int | None]) -> Callable[..., None]:
+        """Return the hook of a layer whose calls enter these stages, or None."""
+        calls = iter(stages)
+
         def enter(*_: Any) -> None:
+            stage = next(calls, None)
+            if stage is None:
+                return
             self._draws.check()
             if stage == 0:
                 self._held = random.getstate(), np.random.get_state(), self._engine.generators.states()

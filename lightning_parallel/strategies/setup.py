@@ -315,19 +315,26 @@ def _plan(
     if known is not None:
         return known
     counts = _microbatch_counts(options.num_microbatches, ranks, samples)
-    microbatches: Sequence[Any] = []
-    if example is not None:
-        microbatches = split_by(options.split_batch, example[1], counts[0])
+    microbatches = [] if example is None else split_by(options.split_batch, example[1], counts[0])
     # Now, when no rank is busy with anything else.
     link = measure_link(groups.pipeline_parallel, device, groups.world)
 
-    def choose(costs: Costs) -> Schedule:
+    def choose(costs: Costs, passes: int) -> Schedule:
         workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)
-        choice = choose_schedule(workload, ranks, counts, memory_limit_bytes=options.memory_limit_bytes)
+        # What goes through the layers several times has as many stages on every rank.
+        names = SCHEDULES if passes == 1 else ("gpipe", "interleaved_1f1b", "interleaved_zb")
+        choice = choose_schedule(
+            workload,
+            ranks,
+            counts,
+            schedules=tuple(names),
+            virtual_stages=[passes * chunks for chunks in (1, 2, 4)],
+            memory_limit_bytes=options.memory_limit_bytes,
+        )
         print_table(choice_table(choice))
         return choice.best.schedule
 
-    schedule: Schedule | Callable[[Costs], Schedule] = choose
+    schedule: Schedule | Callable[[Costs, int], Schedule] = choose
     if options.schedule != "auto":
         schedule = build_schedule(options.schedule, ranks, counts[0], options.stages_per_rank)
     planned = partial(

@@ -71,6 +71,7 @@ def _modules(plan: PipelinePlan, stage: int) -> str:
     shown = first
     if first != last:
         shown = f"{first} .. {number if first.startswith(f'{container}.') else last}"
+    shown += plan.repeats_text(stage)
     owners = plan.outer_names(stage)
     if len(owners) > _MOST_NAMES:
         owners = [*owners[: _MOST_NAMES - 1], f"{len(owners) - _MOST_NAMES + 1} more"]

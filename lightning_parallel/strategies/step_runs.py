@@ -356,7 +356,9 @@ class StepRuns:
         if self.engine is None:
             return set()
         plan = self.engine.plan
-        names = [name for name, stage in zip(plan.layers, plan.stage_of) if stage not in self.engine.stages]
+        # A layer that is called several times may be on several stages.
+        here = {name for name, stage in zip(plan.layers, plan.stage_of) if stage in self.engine.stages}
+        names = [name for name in plan.layers if name not in here]
         names += [
             name
             for name in self.engine.model.outer_names

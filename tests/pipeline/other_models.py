@@ -61,6 +61,20 @@ def albert():
     return _transformers("AlbertForMaskedLM", config, _text())
 
 
+def siamese():
+    """Compares two sentences by one encoder, called once for each."""
+    text = _text()
+    model, _, _ = _transformers("BertModel", ("BertConfig", {**_WIDE, **_NO_DROPOUT}), text)
+    batch = [text["input_ids"], text["input_ids"].flip(1), text["attention_mask"], torch.rand(6)]
+
+    def step(batch):
+        first, second, mask, wanted = batch
+        one, other = (model(ids, attention_mask=mask).last_hidden_state.mean(1) for ids in (first, second))
+        return F.mse_loss(F.cosine_similarity(one, other), wanted)
+
+    return model, step, batch
+
+
 def hidden_states():
     """Asks for the hidden states of all layers, and does not use them."""
     config = ("LlamaConfig", {**_WIDE, "num_key_value_heads": 1})

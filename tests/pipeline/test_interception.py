@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.pipeline.interception import ActiveHandler, CallSite, intercept
+from lightning_parallel.pipeline.interception import ActiveHandler, Call, CallSite, intercept
 from lightning_parallel.pipeline.schedule import build_schedule
 from tests.pipeline.models import built, pipeline
 
@@ -24,13 +24,13 @@ class Doubling:
         return call.args[0]
 
 
-@pytest.mark.parametrize(("index", "expected"), [(0, 6.0), (None, 1.0)])
-def test_the_active_handler_decides(index, expected):
+@pytest.mark.parametrize(("places", "expected"), [((0,), 6.0), ((), 1.0)])
+def test_the_active_handler_decides(places, expected):
     layer = nn.Linear(1, 1, bias=False)
     layer.weight.data.fill_(3.0)
     active = ActiveHandler()
-    intercept(layer, CallSite(active, "layer", "kind", index))
-    intercept(layer, CallSite(active, "layer", "kind", index))
+    intercept(layer, CallSite(active, "layer", "kind", places))
+    intercept(layer, CallSite(active, "layer", "kind", places))
     assert layer(torch.ones(1)) == 3.0
     with active.use(Doubling()):
         assert layer(torch.ones(1)) == expected
@@ -48,12 +48,12 @@ def test_a_handler_does_not_stay_after_an_error():
 
 def test_a_module_of_another_stage_cannot_be_called():
     layer = nn.Linear(1, 1)
-    site = CallSite(ActiveHandler(), "layers.3", "kind", 3, present=False)
+    site = CallSite(ActiveHandler(), "layers.3", "kind", (3,), present=False)
     intercept(layer, site)
     with pytest.raises(RuntimeError, match="`layers.3` is on another pipeline stage"):
         layer(torch.ones(1))
     with pytest.raises(ValueError, match="`head` is not one of the repeated layers"):
-        _ = CallSite(ActiveHandler(), "head", "head").layer_index
+        _ = Call(CallSite(ActiveHandler(), "head", "head"), layer, layer.forward, (), {}).layer_index
 
 
 def test_a_cut_module_can_be_copied_but_not_pickled():

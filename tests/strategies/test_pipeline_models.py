@@ -120,6 +120,7 @@ def expect_equal(module, trainer, expected, replicas):
         ("gpt2", "tensor 2 x pipeline 2"),
         ("llama", "tensor 2 x pipeline 2"),
         ("bert", "tensor 2 x pipeline 2"),
+        *(("siamese", layout) for layout in ("pipeline 2 x data 2", "tensor 2 x pipeline 2")),
     ],
 )
 @distributed(world_size=4)
@@ -131,7 +132,16 @@ def test_models(name, layout):
     "name",
     [
         *("qwen2", "t5", "vit", "deberta", "hidden_states", "resnet"),
-        *("lstm", "encoder_decoder", "module_dict", "nested_lists", "losses_in_a_list", "a_changing_hook"),
+        *(
+            "albert",
+            "one_layer_four_times",
+            "lstm",
+            "encoder_decoder",
+            "module_dict",
+            "nested_lists",
+            "losses_in_a_list",
+            "a_changing_hook",
+        ),
     ],
 )
 @distributed(world_size=2)

@@ -1,0 +1,92 @@
+"""The attributes of a model's modules: saved, restored, and replaced for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_parallel.compat.torch import buffers_of
+
+__all__ = ["SavedAttributes", "SavedForwards", "own_attributes", "parameter_lists", "replaced"]
+
+# Parameters, buffers, submodules and hooks: all that a module without attributes has.
+_REGISTRIES = frozenset(vars(nn.Module()))
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that `module` has besides parameters, buffers, submodules and hooks."""
+    return {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
+
+
+class SavedAttributes:
+    """Saves the attributes of a module and its submodules, lists and dicts among them with their entries."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.before = [(child, dict(own_attributes(child))) for child in module.modules()]
+        containers = [value for _, own in self.before for value in own.values() if type(value) in (list, dict)]
+        self.entries = [(value, value.copy()) for value in containers]
+
+    def restore(self) -> None:
+        """Restore the attributes as they were when this object was made."""
+        for child, own in self.before:
+            for name in own_attributes(child).keys() - own.keys():
+                del child.__dict__[name]
+            child.__dict__.update(own)
+        for value, entries in self.entries:
+            value.clear()
+            value.extend(entries) if isinstance(value, list) else value.update(entries)
+
+
+@contextmanager
+def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, Any]]) -> Iterator[None]:
+    """Set attributes of a module's submodules inside the block: they hide registered parameters of the same name.
+
+    Tensors that the module assigns to its attributes inside the block stay; its buffers are restored.
+
+    Args:
+        module: The module.
+        stand_ins: Returns the attributes of a submodule, called with its path and itself.
+    """
+    done = []
+    buffers = [(child, dict(buffers_of(child))) for child in module.modules()]
+    for path, child in module.named_modules():
+        attributes = stand_ins(path, child)
+        done.append((child, {name: vars(child)[name] for name in attributes if name in vars(child)}, attributes))
+        # `nn.Module.__getattr__` finds registered parameters, and is asked only for what `__dict__` lacks.
+        child.__dict__.update(attributes)
+    try:
+        yield
+    finally:
+        for child, before, attributes in done:
+            for name, stand_in in attributes.items():
+                # Something else is there if the module has assigned to it; lists are restored in any case.
+                if vars(child).get(name) is stand_in or isinstance(stand_in, list):
+                    child.__dict__.pop(name, None)
+                    child.__dict__.update({name: before[name]} if name in before else {})
+        for child, registered in buffers:
+            buffers_of(child).update(registered)
+
+
+def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, list[Any]]:
+    """Return the lists of parameters that `module` keeps, as recurrent layers do, with `stand_ins` put in by `id`."""
+    lists = [(name, value) for name, value in vars(module).items() if isinstance(value, list)]
+    lists = [(name, value) for name, value in lists if any(id(item) in stand_ins for item in value)]
+    return {name: [stand_ins.get(id(item), item) for item in value] for name, value in lists}
+
+
+class SavedForwards:
+    """Saves the `forward` attributes of a model's modules, to restore them after a step that was ended early."""
+
+    # Libraries that record outputs replace `forward` for one call and restore it afterwards; `StageExit` may skip that.
+    def __init__(self, module: nn.Module) -> None:
+        self.before = [(child, vars(child).get("forward")) for child in module.modules()]
+
+    def restore(self) -> None:
+        """Restore the attributes as they were when this object was made."""
+        for child, forward in self.before:
+            if vars(child).get("forward") is not forward:
+                del child.__dict__["forward"]
+                child.__dict__.update({} if forward is None else {"forward": forward})
