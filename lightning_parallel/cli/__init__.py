@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Words after the program's name; by default those it was started with.
 
     Returns:
-        The exit status: 0, 1 for a damaged checkpoint, or 2 for a mistake in the arguments.
+        The exit status: 0, 1 for a damaged checkpoint or a plan in which no layout can be run, or 2 for a mistake in
+        the arguments.
     """
     parser = argparse.ArgumentParser(prog="lightning-parallel", description="Tools around lightning_parallel.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -97,10 +98,10 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_plan)
 
 
-def _plan(options: argparse.Namespace) -> None:
+def _plan(options: argparse.Namespace) -> int:
     from lightning_parallel.cli.plan_command import run_plan
 
-    run_plan(options)
+    return run_plan(options)
 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:

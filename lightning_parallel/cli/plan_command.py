@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,14 +37,15 @@ from lightning_parallel.planner.plan_picture import draw_plan, plan_page
 from lightning_parallel.planner.plan_report import plan_text
 from lightning_parallel.planner.plans import LayoutPlan, plan
 from lightning_parallel.planner.rehearsal import PRECISIONS
+from lightning_parallel.strategies.auto_parallel import accumulated_batches
 
 __all__ = ["run_plan"]
 
 _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-def run_plan(options: argparse.Namespace) -> None:
-    """Plan, print, and write what the options ask for."""
+def run_plan(options: argparse.Namespace) -> int:
+    """Plan, print, and write what the options ask for; returns the exit status, 1 if no layout can be run."""
     _check(options)
     project = _project(options)
     cluster = _cluster(options, project.trainer)
@@ -63,12 +65,18 @@ def run_plan(options: argparse.Namespace) -> None:
             cluster,
             precision=precision,  # type: ignore[arg-type]
             global_batch=options.global_batch,
+            accumulated=accumulated_batches(
+                project.trainer.get("accumulate_grad_batches"), project.trainer.get("callbacks")
+            ),
             sequence_parallel=options.sequence_parallel,
             layers=options.layers,
         )
     finally:
         torch.set_num_threads(before)
     _show(found, options)
+    if found.obstacle:
+        print(f"lightning-parallel plan: {found.obstacle}", file=sys.stderr)
+    return 1 if found.obstacle else 0
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -138,7 +146,7 @@ def _with_links(cluster: Cluster, options: argparse.Namespace) -> Cluster:
     if options.link:
         link = Link(link.latency_s, parse_bandwidth(options.link))
     if options.latency is not None:
-        link = Link(options.latency * 1e-6, link.bytes_per_s)
+        link = replace(link, latency_s=options.latency * 1e-6)
     return replace(cluster, node_link=node_link, link=link)
 
 

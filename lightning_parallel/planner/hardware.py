@@ -234,6 +234,10 @@ def _fastest(call: object, seconds: float) -> float:
     return fastest
 
 
+class _AssumedLink(Link):
+    """A link whose bandwidth nobody has given or measured."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Devices, as many on each node, and the links between them.
@@ -242,8 +246,8 @@ class Cluster:
         device: Each of them.
         num_devices: All together, one rank on each.
         per_node: On one node.
-        node_link: Between two devices of a node, in one direction.
-        link: Between two nodes, in one direction, as far as one device of a node can use it.
+        node_link: Between two devices of a node, in one direction; assumed if not given, see `assumed_links`.
+        link: Between two nodes, in one direction, as far as one device of a node can use it; likewise.
         memory_bytes: Most bytes that a rank may hold.
         cores: Of a node, which its ranks share; None where each rank has a device of its own.
         threads: Of each rank, where cores are shared.
@@ -256,8 +260,8 @@ class Cluster:
     device: Device
     num_devices: int
     per_node: int
-    node_link: Link = field(default_factory=lambda: Link(5e-6, 100e9))
-    link: Link = field(default_factory=lambda: Link(15e-6, 12.5e9))
+    node_link: Link = field(default_factory=lambda: _AssumedLink(5e-6, 100e9))
+    link: Link = field(default_factory=lambda: _AssumedLink(15e-6, 12.5e9))
     memory_bytes: float = 0.0
     cores: int | None = None
     threads: int = 1
@@ -281,6 +285,20 @@ class Cluster:
     @property
     def ranks_per_node(self) -> int:
         return min(self.per_node, self.num_devices)
+
+    @property
+    def assumed_links(self) -> str:
+        """Say which bandwidths of the links that ranks use were not given; empty if none."""
+        used = {
+            "between devices of a node (--node-link)": self.node_link if self.ranks_per_node > 1 else None,
+            "between nodes, for each device (--link)": self.link if self.num_nodes > 1 else None,
+        }
+        listed = (
+            f"{link.bytes_per_s / 1e9:g} GB/s and {link.latency_s * 1e6:g} us {where}"
+            for where, link in used.items()
+            if isinstance(link, _AssumedLink)
+        )
+        return ", ".join(listed)
 
     def is_inside_node(self, stride: int, size: int) -> bool:
         """Tell whether the ranks 0, stride, 2 stride, ... (`size` of them) and their likes are on one node each."""

@@ -39,7 +39,7 @@ SCHEDULE_CHOICES: dict[str, tuple[int, ...]] = {
 """Schedules to try, with their stages per rank; of equally fast ones the first is taken."""
 
 STEP_OPERATIONS, ACTION_OPERATIONS = 3000, 1000
-"""What the Trainer and a strategy do on the host in each step, and the pipeline's runtime for each action, in small
+"""What the Trainer and a strategy do on the host for each batch, and the pipeline's runtime for each action, in small
 operations of torch: they grow and shrink with the speed of the interpreter. Fitted to runs of `benchmarks/plan.py`; on
 GPUs the device computes meanwhile."""
 
@@ -135,10 +135,11 @@ class LayoutSearch:
         copies: See `optimizer_copies`.
         optimizer_s: Seconds of an update, for (bytes of trained parameters, tensors).
         global_batch: Samples of an optimizer step of all replicas; None: as many as the replicas' loaders give.
+        accumulated: Batches of each replica in an optimizer step; a global batch decides it itself.
         schedules: Names to try.
         microbatches: Values to try; None: by the size of the pipeline and the batch.
         action_s: What the pipeline's runtime takes for each action; by default `ACTION_OPERATIONS` on processors.
-        step_s: What the Trainer takes for each step; by default `STEP_OPERATIONS` on processors.
+        step_s: What the Trainer takes for each batch; by default `STEP_OPERATIONS` on processors.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class LayoutSearch:
         *,
         optimizer_s: tuple[float, float] | None = None,
         global_batch: int | None = None,
+        accumulated: int = 1,
         schedules: Sequence[str] = tuple(SCHEDULE_CHOICES),
         microbatches: Sequence[int] | None = None,
         action_s: float | None = None,
@@ -157,6 +159,7 @@ class LayoutSearch:
         self.cluster: Cluster = rehearsal.cluster
         self.copies = copies
         self.global_batch = global_batch
+        self.accumulated = accumulated
         self.schedules = schedules
         self.microbatches = microbatches
         small_s = 0.0 if self.cluster.cores is None else self.cluster.device.launch_s
@@ -211,7 +214,7 @@ class LayoutSearch:
         """Return the samples of a replica's batch, and how many of them are accumulated."""
         loaded = self.rehearsal.samples
         if self.global_batch is None:
-            return loaded, 1
+            return loaded, self.accumulated
         share, rest = divmod(self.global_batch, mesh.data_parallel)
         if rest or not share:
             raise ValueError(f"{self.global_batch} samples cannot be shared by {mesh.data_parallel} replicas")
@@ -269,7 +272,7 @@ class LayoutSearch:
             accumulated * (shared_s - makespan_s),
             reduction_s,
             optimizer_s,
-            crowd * self.step_s,
+            crowd * accumulated * self.step_s,
         )
         memories = self._memories(mesh, schedule, together, costs.compute.epilogue, held, accumulated)
         found = Layout(
@@ -283,7 +286,7 @@ class LayoutSearch:
             max(memories, key=lambda memory: memory.total),
             memories,
             step,
-            self._processor_s(mesh, accumulated * schedule.num_microbatches * sum(work), held),
+            self._processor_s(mesh, schedule.num_microbatches * sum(work), held, accumulated),
         )
         return replace(found, refusal=self._over(found), warnings=tuple(self._warnings(found)))
 
@@ -345,11 +348,11 @@ class LayoutSearch:
         makespan_s = shared_makespan_s(played, stages, link, self._cores, copies, self.action_s)
         return max(alone_s, makespan_s + (count - played.num_microbatches) * each_s)
 
-    def _processor_s(self, mesh: Mesh, work_s: float, held: list[Held]) -> float:
-        """Return the seconds of all ranks together, given those of one rank of each stage."""
+    def _processor_s(self, mesh: Mesh, work_s: float, held: list[Held], accumulated: int) -> float:
+        """Return the seconds of a step of all ranks together, given those of a batch on one rank of each stage."""
         copies = mesh.data_parallel * mesh.tensor_parallel
-        ends_s = sum(self._reduction_s(mesh, one, 0.0) + self._update_s(one) + self.step_s for one in held)
-        return copies * (work_s + ends_s)
+        ends_s = sum(self._reduction_s(mesh, one, 0.0) + self._update_s(one) for one in held)
+        return copies * (accumulated * (work_s + len(held) * self.step_s) + ends_s)
 
     def _work(self, schedule: Schedule, stages: list[Cost]) -> list[float]:
         """Return the seconds in which each rank works on a microbatch."""

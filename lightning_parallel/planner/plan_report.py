@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -30,13 +30,21 @@ _MEANINGS = {
 
 def plan_text(plan: LayoutPlan, rows: int = 20, with_yaml: bool = True) -> RenderableType:
     """Return tables and text for a terminal; of the best layouts with YAML, or of the best one without."""
-    parts: list[RenderableType] = [_alone(plan), _table(plan, rows)]
+    described = plan.best if with_yaml else plan.best[:1]
+    shown = plan.layouts[:rows]
+    possible = [layout for layout in shown if not layout.refusal]
+    parts: list[RenderableType] = [_alone(plan), *([_table(plan, possible)] if possible else [])]
+    refused = [(layout, layout.refusal) for layout in shown if layout.refusal]
+    # Those of the layouts that are described below are told there.
+    warned = [(layout, text) for layout in possible if layout not in described for text in layout.warnings]
+    parts += [Text(line, style="yellow") for line in _listed("warnings", warned)]
+    parts += [Text(line, style="dim") for line in _listed("impossible", refused)]
+    if len(plan.layouts) > rows:
+        parts.append(Text(f"and {len(plan.layouts) - rows} more layouts (`--rows`)", style="dim"))
     parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
-    if not plan.best:
-        parts.append(
-            Text("No layout can be run: more devices, smaller batches, or smaller precision.", style="bold red")
-        )
-    for place, layout in enumerate(plan.best if with_yaml else plan.best[:1], 1):
+    if plan.obstacle:
+        parts.append(Text(plan.obstacle, style="bold red"))
+    for place, layout in enumerate(described, 1):
         parts += [Text(f"\n{place}. {layout.name}", style="bold green"), Text(reason(plan, layout))]
         parts += [Text(f"   warning: {warning}", style="yellow") for warning in layout.warnings]
         if with_yaml:
@@ -60,38 +68,49 @@ def _alone(plan: LayoutPlan) -> Text:
     )
 
 
-def _table(plan: LayoutPlan, rows: int) -> Table:
+_COLUMNS = ("data x pipeline\nx tensor", "schedule", "memory", "step", "bubble", "messages", "samples/s")
+
+
+def _table(plan: LayoutPlan, layouts: Sequence[Layout]) -> Table:
+    """Show layouts in a row of figures each, in at most 80 columns."""
     cluster = plan.cluster
     source = "its parts measured here" if plan.measured else "by the roofline model"
     table = Table(
         title=f"{plan.model} on {cluster.num_devices} x {cluster.device.name}, {source}",
         box=box.SIMPLE_HEAD,
         title_justify="left",
-        caption_justify="left",
+        padding=0,
+        show_edge=False,
     )
-    for header in ("data", "pipeline", "tensor", "schedule", "memory", "step", "bubble", "messages", "samples/s", ""):
-        table.add_column(header, justify="left" if header in ("schedule", "") else "right", overflow="fold")
-    for layout in plan.layouts[:rows]:
-        table.add_row(*_row(plan, layout), style="green" if layout in plan.best else "dim" if layout.refusal else None)
-    if len(plan.layouts) > rows:
-        table.caption = f"and {len(plan.layouts) - rows} more (`--rows`)"
+    for header in _COLUMNS:
+        is_long = header == "schedule"
+        table.add_column(header, justify="left" if is_long else "right", overflow="fold", no_wrap=not is_long)
+    for layout in layouts:
+        table.add_row(*_row(layout), style="green" if layout in plan.best else None)
     return table
 
 
-def _row(plan: LayoutPlan, layout: Layout) -> Iterator[str]:
-    yield from map(str, layout.mesh.shape)
-    if layout.refusal:
-        yield from ("", bytes_text(layout.memory.total) if layout.memory.total else "", "", "", "", "", layout.refusal)
-        return
+def _row(layout: Layout) -> Iterator[str]:
     step = layout.step
-    chunks = f" V={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
-    yield f"{layout.schedule}{chunks} m={layout.microbatches}" if layout.mesh.pipeline_parallel > 1 else ""
+    yield " x ".join(map(str, layout.mesh.shape))
+    chunks = f"V={layout.virtual_stages} " if layout.virtual_stages > 1 else ""
+    yield f"{layout.schedule} {chunks}m={layout.microbatches}" if layout.mesh.pipeline_parallel > 1 else ""
     yield bytes_text(layout.memory.total)
     yield seconds_text(step.total)
     yield f"{step.pipeline / step.total:.0%}"
     yield f"{(step.tensor + step.reduction) / step.total:.0%}"
     yield count_text(layout.samples_per_s)
-    yield "; ".join(layout.warnings)
+
+
+def _listed(title: str, told: Sequence[tuple[Layout, str]]) -> Iterator[str]:
+    """Yield a line for each text, with all layouts of which it is told."""
+    layouts: dict[str, list[Layout]] = {}
+    for layout, text in told:
+        layouts.setdefault(text, []).append(layout)
+    if layouts:
+        yield f"{title}:"
+    for text, same in layouts.items():
+        yield f"  {', '.join(' x '.join(map(str, layout.mesh.shape)) for layout in same)}: {text}"
 
 
 def reason(plan: LayoutPlan, layout: Layout) -> str:
@@ -108,7 +127,8 @@ def reason(plan: LayoutPlan, layout: Layout) -> str:
         more = layout.samples_per_s / plan.best[1].samples_per_s - 1
         against = f", {more:.0%} more than the next"
     return (
-        f"   {count_text(layout.samples_per_s)} samples/s{against}; a step of {seconds_text(layout.step.total)}:"
+        f"   {count_text(layout.samples_per_s)} samples/s{against}; a step of {layout.samples:,} in"
+        f" {seconds_text(layout.step.total)}:"
         f" {', '.join(shares)}.\n   {bytes_text(layout.memory.total)} of {bytes_text(plan.cluster.memory_bytes)} on the"
         f" fullest rank, most of it {memory[0][0]} ({bytes_text(memory[0][1])})."
     )
@@ -140,7 +160,7 @@ def layout_yaml(plan: LayoutPlan, layout: Layout) -> str:
         f"  num_nodes: {cluster.num_nodes}",
         f"  precision: {plan.precision}",
     ]
-    if layout.accumulated > 1:
+    if layout.accumulated != plan.accumulated:
         lines.append(f"  accumulate_grad_batches: {layout.accumulated}")
     if layout.mesh.world_size == 1:
         return "\n".join([*lines, "  strategy: auto"])

@@ -21,12 +21,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel.mesh import Mesh
+from lightning_parallel.pipeline.layer_stack import LayerStack
 from lightning_parallel.pipeline.measure import STATE_COPIES
 from lightning_parallel.planner.hardware import Cluster, clock_here, cores_busy
 from lightning_parallel.planner.layouts import Layout, LayoutSearch
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.planner.rehearsal import PrecisionName, Rehearsal, without_data
 from lightning_parallel.tensor.plan import UserPlan
+from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = ["LayoutPlan", "optimizers_of", "plan"]
 
@@ -49,6 +51,7 @@ class LayoutPlan:
         alone: The model on one device.
         measured: Whether the parts of the model were run here.
         notes: What was assumed.
+        accumulated: Batches of each replica in an optimizer step, as the project has it.
     """
 
     model: str
@@ -58,6 +61,7 @@ class LayoutPlan:
     alone: Layout
     measured: bool
     notes: tuple[str, ...] = ()
+    accumulated: int = 1
 
     @property
     def possible(self) -> tuple[Layout, ...]:
@@ -68,6 +72,26 @@ class LayoutPlan:
     def best(self) -> tuple[Layout, ...]:
         """The three with most samples per second."""
         return self.possible[:3]
+
+    @property
+    def obstacle(self) -> str:
+        """Say why no layout can be run, and what to do; empty if one can."""
+        if self.possible:
+            return ""
+        cluster = self.cluster
+        remedy = "see what each of them lacks"
+        over = [layout for layout in self.layouts if layout.memory.total > cluster.memory_bytes]
+        if over:
+            least = min(over, key=lambda layout: layout.memory.total)
+            remedy = (
+                f"`{least.name}` lacks least, {bytes_text(least.memory.total - cluster.memory_bytes)} of"
+                f" {bytes_text(least.memory.total)} on a rank: take more devices or larger ones, smaller batches, or a"
+                " smaller precision"
+            )
+        return (
+            f"expected a layout of {cluster.num_devices} x {cluster.device.name} that can run `{self.model}`, found"
+            f" none among {len(self.layouts)}; {remedy}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as values that JSON can hold."""
@@ -83,6 +107,7 @@ class LayoutPlan:
             "memory_bytes": limit,
             "precision": self.precision,
             "measured": self.measured,
+            "accumulate_grad_batches": self.accumulated,
             "layouts": rows,
             "notes": list(self.notes),
         }
@@ -97,6 +122,7 @@ def plan(
     step: Callable[[nn.Module, Any], Any] | None = None,
     optimizers: Sequence[Optimizer] | None = None,
     global_batch: int | None = None,
+    accumulated: int = 1,
     tensor_plan: UserPlan = "auto",
     sequence_parallel: bool = False,
     layers: str = "auto",
@@ -112,24 +138,30 @@ def plan(
         precision: As Lightning names it.
         step: Runs the step of a module on a batch; by default its `training_step`.
         optimizers: By default those of the module's `configure_optimizers`; Adam where that fails.
-        global_batch: Samples of an optimizer step; None: those of all loaders.
+        global_batch: Samples of an optimizer step; None: those of all loaders, `accumulated` batches of each.
+        accumulated: Batches of each replica in an optimizer step, the project's `accumulate_grad_batches`.
         tensor_plan, sequence_parallel, layers: See `HybridParallelStrategy`.
         measured: Whether parts of the model are run here; None: on a cluster of processors like this one, if they are
             small.
         search: Further arguments of `LayoutSearch`.
 
     Raises:
-        ValueError: If the model's step cannot be run on the batch, or `global_batch` has no samples.
+        ValueError: If the model's step cannot be run on the batch, `layers` names none of its modules, `global_batch`
+            has no samples, or a step no batches.
     """
     if global_batch is not None and global_batch < 1:
         raise ValueError(f"expected a global batch of at least one sample, got {global_batch}")
+    if accumulated < 1:
+        raise ValueError(f"expected at least one batch in an optimizer step, got {accumulated}")
+    if layers != "auto":
+        LayerStack.at(module, layers)
     options: dict[str, Any] = {"step": step, "precision": precision, "plan": tensor_plan, "layers": layers}
     rehearsal = Rehearsal(module, batch, cluster, sequence_parallel=sequence_parallel, **options)
     _check_step(rehearsal, module)
     rehearsal.measured = _is_measurable(rehearsal) if measured is None else measured
     if rehearsal.measured:
         rehearsal.forget()
-    notes = []
+    notes = [f"assumed links: {cluster.assumed_links}"] if cluster.assumed_links else []
     if optimizers is None:
         optimizers, note = optimizers_of(module)
         notes += [note] if note else []
@@ -137,10 +169,10 @@ def plan(
     with cores_busy(_busy_cores(cluster)) if rehearsal.measured else nullcontext():
         if rehearsal.measured and optimizers:
             search.setdefault("optimizer_s", _update_s(optimizers))
-        layouts = LayoutSearch(rehearsal, copies, global_batch=global_batch, **search)
+        layouts = LayoutSearch(rehearsal, copies, global_batch=global_batch, accumulated=accumulated, **search)
         found = _search(layouts, cluster)
-    alone = LayoutSearch(rehearsal, copies, **search).candidates(Mesh())[0]
-    return LayoutPlan(_name(module), cluster, precision, found, alone, rehearsal.measured, tuple(notes))
+    alone = LayoutSearch(rehearsal, copies, accumulated=accumulated, **search).candidates(Mesh())[0]
+    return LayoutPlan(_name(module), cluster, precision, found, alone, rehearsal.measured, tuple(notes), accumulated)
 
 
 def _busy_cores(cluster: Cluster) -> int:

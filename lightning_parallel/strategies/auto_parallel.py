@@ -34,7 +34,7 @@ from lightning_parallel.planner.rehearsal import without_data
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
 from lightning_parallel.strategies.stage_table import print_table
 
-__all__ = ["AutoParallelStrategy", "first_of_loaders"]
+__all__ = ["AutoParallelStrategy", "accumulated_batches", "first_of_loaders"]
 
 
 class AutoParallelStrategy(HybridParallelStrategy):
@@ -117,15 +117,16 @@ class AutoParallelStrategy(HybridParallelStrategy):
                     batch,
                     cluster,
                     precision=trainer.precision,  # type: ignore[arg-type]
+                    accumulated=accumulated_batches(trainer.accumulate_grad_batches, trainer.callbacks),  # type: ignore[attr-defined]
                     tensor_plan=self.tensor_options.plan,
                     sequence_parallel=self.tensor_options.sequence_parallel,
                     layers=self.pipeline_options.layers if self.pipeline_options is not None else "auto",
                 )
             finally:
                 torch.set_num_threads(before)
-        if not found.possible:
+        if found.obstacle:
             listed = "\n".join(f"  {layout.name}: {layout.refusal}" for layout in found.layouts)
-            raise ValueError(f"no layout of {cluster.num_devices} devices can run `{found.model}`:\n{listed}")
+            raise ValueError(f"{found.obstacle}:\n{listed}")
         return found
 
     def _links(self, world: Group) -> dict[int, Link]:
@@ -178,6 +179,14 @@ def _early_batch(trainer: Trainer) -> Any:
     if loader is None:
         raise ValueError("AutoParallelStrategy plans by a batch, but the run has no training loader")
     return first_of_loaders(loader)
+
+
+def accumulated_batches(count: int | None, callbacks: Any) -> int:
+    """Return the batches of a replica in an optimizer step as a run begins, of a Trainer with these arguments."""
+    for callback in callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]:
+        if hasattr(callback, "get_accumulate_grad_batches"):  # `GradientAccumulationScheduler` of either package
+            return int(callback.get_accumulate_grad_batches(0))
+    return count or 1
 
 
 def first_of_loaders(loaders: Any) -> Any:

@@ -1,5 +1,6 @@
 """The planner: units and closed forms, what a rehearsal counts against a real division, layouts and why not."""
 
+import io
 import json
 import re
 from functools import partial
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 import yaml
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -26,11 +29,11 @@ from lightning_parallel.planner.collective_costs import collective_s, flat_colle
 from lightning_parallel.planner.hardware import Device, parse_bandwidth, parse_bytes
 from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.plan_picture import draw_plan
-from lightning_parallel.planner.plan_report import layout_yaml, strategy_arguments
+from lightning_parallel.planner.plan_report import layout_yaml, plan_text, strategy_arguments
 from lightning_parallel.planner.rank_memory import Held, state_variants
 from lightning_parallel.planner.rehearsal import Rehearsal, training_step
 from lightning_parallel.planner.shared_cores import shared_makespan_s
-from lightning_parallel.strategies.auto_parallel import first_of_loaders
+from lightning_parallel.strategies.auto_parallel import accumulated_batches, first_of_loaders
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import apply_plan
 from tests.harness import distributed, recorded_communication
@@ -246,7 +249,9 @@ def test_auto_parallel_takes_the_layout_that_fits_and_trains_as_one_process(grou
     assert all_gather_object(strategy.layout.name, group) == [strategy.layout.name] * 2
     for name, value in one.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
-    with pytest.raises((ValueError, RuntimeError), match="no layout of 2 devices can run `Model`"):
+    with pytest.raises(
+        (ValueError, RuntimeError), match="expected a layout of 2 x CPU that can run `Model`, found none"
+    ):
         trainer_for(AutoParallelStrategy(memory_limit_bytes=1e3), 2).fit(Model(), loader())
 
 
@@ -314,13 +319,17 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     files = [f"examples/gpt/{name}.yaml" for name in ("base", "pipeline")]  # of four devices on one node
     words = ["plan", "--script", "examples/gpt/main.py", "--config", *files, "--device", "H100"]
     outputs = [f"--output={tmp_path / name}" for name in ("plan.html", "plan.json")]
-    status = main([*words, "--devices", "8", "--link", "400Gbit/s", "--width", "140", *outputs])
+    given = ["--script-args", "--trainer.accumulate_grad_batches", "2"]
+    status = main([*words, "--devices", "8", "--link", "400Gbit/s", "--width", "140", *outputs, *given])
     shown = capsys.readouterr()
     assert status == 0, shown.err
     assert "ByteGPT fits one H100" in shown.out
     assert "class_path: lightning_parallel.HybridParallelStrategy" in shown.out
     assert re.search(r"devices: 8\n +num_nodes: 1", shown.out)
-    assert len(json.loads((tmp_path / "plan.json").read_text())["layouts"]) == 10
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert len(written["layouts"]) == 10
+    assert written["accumulate_grad_batches"] == 2
+    assert {layout["accumulated"] for layout in written["layouts"] if not layout["refusal"]} == {2}
     assert "<svg" in (tmp_path / "plan.html").read_text()
     for wrong, message in (
         (["--link", "400"], "in bits or bytes per second"),
@@ -331,5 +340,73 @@ def test_the_command_plans_a_project_from_its_script(tmp_path, capsys):
     ):
         assert main([*words, "--devices", "4", *wrong]) == 2
         assert message in capsys.readouterr().err
-    assert main(["plan", "--model", "tests.planner.test_planner:Model", "--devices", "2", "--device", "T4"]) == 2
+    words = ["plan", "--model", "tests.planner.test_planner:Model", "--devices", "2", "--device", "T4"]
+    assert main(words) == 2
     assert "expected a batch" in capsys.readouterr().err
+    words += ["--batch", "8x6:int64"]
+    assert main([*words, "--layers", "nope"]) == 2
+    assert "expected `layers` to name a module, got `nope`" in (error := capsys.readouterr().err)
+    assert "containers: `blocks`" in error
+    assert main([*words, "--memory", "1GiB"]) == 1
+    shown = capsys.readouterr()
+    assert re.search(r"expected a layout of 2 x T4 .* found none among 3; `.* 2` lacks least.* take more", shown.err)
+    assert "class_path" not in shown.out
+
+
+def test_the_plan_is_read_on_eighty_columns_and_names_what_was_assumed():
+    found = plan(Model(layers=16), tokens(), Cluster(device_named("T4"), 16, 8), measured=False)
+    shown = text_of(found, 80)
+    rows = [line for line in shown.splitlines() if re.match(r" *\d+ x \d+ x \d+  ?", line)]
+    assert len(rows) == len(found.possible) > 5
+    for row, layout in zip(rows, found.possible):
+        cells = row.split()
+        assert cells[:5] == " x ".join(map(str, layout.mesh.shape)).split()
+        assert cells[-1].replace(",", "") == f"{layout.samples_per_s:.0f}"
+        assert not layout.schedule or layout.mesh.pipeline_parallel == 1 or layout.schedule in row
+    assert max(map(len, shown.splitlines())) <= 80
+    for word in ("schedule", "memory", "step", "bubble", "messages", "samples/s"):
+        assert word in shown
+    assumed = (
+        "assumed links: 100 GB/s and 5 us between devices of a node (--node-link), 12.5 GB/s and 15 us between nodes"
+    )
+    assert assumed in one_line(shown)
+    given = plan(Model(layers=2), tokens(), cluster(8, 4, memory_bytes=2e6), measured=False)
+    shown = one_line(text_of(given, 80))
+    assert "assumed" not in shown
+    assert "1 x 4 x 2: 2 layers for 4 stages" in shown
+    assert re.search(r"warnings: .*1 x 1 x 8: .*the tensor axis crosses nodes", shown)
+
+
+def test_accumulated_batches_share_one_reduction_and_one_update():
+    alone, four = (plan(Model(), tokens(), cluster(), measured=False, accumulated=count) for count in (1, 4))
+    once = {layout.mesh: layout for layout in alone.possible}
+    for layout in four.possible:
+        single = once[layout.mesh]
+        if layout.schedule == single.schedule and layout.microbatches == single.microbatches:
+            assert layout.samples == 4 * single.samples
+            for kind, seconds in layout.step.by_kind().items():
+                times = 1 if kind in ("reduction", "optimizer") else 4
+                assert seconds == pytest.approx(times * single.step.by_kind()[kind]), kind
+    data = next(layout for layout in four.possible if layout.mesh == Mesh(4, 1, 1))
+    assert data.step.reduction > 0
+    assert data.samples == 4 * 4 * SAMPLES
+    assert "accumulate_grad_batches" not in layout_yaml(four, data), "the project has it"
+    # As large a step: fewer batches of each replica than the project accumulates.
+    equal = plan(Model(), tokens(), cluster(), measured=False, accumulated=4, global_batch=4 * SAMPLES)
+    data = next(layout for layout in equal.possible if layout.mesh == Mesh(4, 1, 1))
+    assert yaml.safe_load(layout_yaml(equal, data))["trainer"]["accumulate_grad_batches"] == data.accumulated == 1
+    assert accumulated_batches(None, None) == 1
+    assert accumulated_batches(3, [object()]) == 3
+    assert accumulated_batches(None, GradientAccumulationScheduler({0: 2, 5: 8})) == 2
+    with pytest.raises(ValueError, match="at least one batch in an optimizer step"):
+        plan(Model(), tokens(), cluster(), accumulated=0)
+
+
+def text_of(found, width):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(plan_text(found))
+    return console.file.getvalue()
+
+
+def one_line(text):
+    return " ".join(text.split())
