@@ -3,28 +3,29 @@
 import io
 import json
 import re
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import AutoParallelStrategy, HybridParallelStrategy
+from lightning_parallel import AutoParallelStrategy, HybridParallelStrategy, MemoryProfiler
 from lightning_parallel.cli import main
 from lightning_parallel.cli.projects import parsed_batch
 from lightning_parallel.comm import Group, all_gather, all_gather_object, all_reduce
-from lightning_parallel.mesh import TENSOR, Mesh
+from lightning_parallel.compat import patched
+from lightning_parallel.mesh import DATA, PIPELINE, TENSOR, Mesh
 from lightning_parallel.pipeline import analysis
 from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.schedule import build_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
-from lightning_parallel.planner import Cluster, RankMemory, device_named, plan
+from lightning_parallel.planner import Cluster, RankMemory, device_named, plan, plans
 from lightning_parallel.planner.collective_costs import collective_s, flat_collective_s
 from lightning_parallel.planner.hardware import Device, parse_bandwidth, parse_bytes
 from lightning_parallel.planner.layouts import LayoutSearch
@@ -36,7 +37,8 @@ from lightning_parallel.planner.shared_cores import shared_makespan_s
 from lightning_parallel.strategies.auto_parallel import accumulated_batches, first_of_loaders
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.plan import apply_plan
-from tests.harness import distributed, recorded_communication
+from tests.examples.test_gpt import GPT, on_every_rank
+from tests.harness import distributed, recorded_communication, run
 from tests.strategies.models import trainer_for
 
 WIDTH, HEADS, TOKENS, SAMPLES, CLASSES = 32, 4, 6, 8, 16
@@ -255,6 +257,58 @@ def test_auto_parallel_takes_the_layout_that_fits_and_trains_as_one_process(grou
         trainer_for(AutoParallelStrategy(memory_limit_bytes=1e3), 2).fit(Model(), loader())
 
 
+def test_auto_parallel_resumes_what_another_layout_has_saved(tmp_path):
+    run(resumes, 2, folder=str(tmp_path))
+
+
+def resumes(folder):
+    def fit(strategy, devices, epochs, saved=None):
+        model = Model()
+        if saved is not None:
+            nn.init.zeros_(model.head.weight)  # the checkpoint's values are found in the end, or others
+        trainer = trainer_for(strategy, devices, max_epochs=epochs)
+        trainer.fit(model, loader(), ckpt_path=saved)
+        return trainer, model
+
+    _, one = fit("auto", 1, 2)
+    divided, _ = fit(HybridParallelStrategy(tensor_parallel_size=2), 2, 1)
+    divided.save_checkpoint(f"{folder}/saved.ckpt")
+    alone, _ = fit("auto", 1, 1)
+    alone.save_checkpoint(f"{folder}/one.ckpt")
+    for path in (f"{folder}/saved.ckpt", f"{folder}/one.ckpt"):
+        strategy = AutoParallelStrategy()
+        with patched(plans, "meshes", lambda _: iter([Mesh(1, 2, 1)])):  # as if it were the fastest
+            resumed, model = fit(strategy, 2, 2, path)
+        assert strategy.mesh == Mesh(1, 2, 1)
+        assert resumed.global_step == 4, "it went on from the second epoch"
+        for name, value in one.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("shape", [(1, 2, 1), (1, 1, 2), (2, 1, 1)])
+def test_a_run_holds_what_was_planned(group, shape):
+    torch.set_default_dtype(torch.float32)
+    mesh = Mesh(*shape)
+    search = LayoutSearch(Rehearsal(Model(), tokens(), cluster()), copies=3.0, schedules=["1f1b"], microbatches=[4])
+    (layout,) = search.candidates(mesh)
+    profiler = MemoryProfiler(show_table=False)
+    strategy = HybridParallelStrategy(**strategy_arguments(layout))
+    trainer_for(strategy, 2, max_epochs=1, callbacks=[profiler]).fit(Momentum(), loader())
+    found = all_gather_object(profiler.report(), group)[0]["ranks"]
+    for rank, sizes in enumerate(found):
+        planned = layout.memories[mesh.coordinate(rank).pipeline_parallel]
+        assert sizes["parameters"] == planned.parameters
+        assert sizes["optimizer"] == planned.optimizer
+        assert sizes["gradients"] <= planned.gradients <= 1.3 * sizes["gradients"]
+        assert planned.activations + planned.logits == pytest.approx(sizes["activations_peak"], rel=0.15)
+
+
+class Momentum(Model):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
 def loader():
     generator = torch.Generator().manual_seed(0)
     return DataLoader(torch.randint(CLASSES, (2 * SAMPLES, TOKENS), generator=generator), SAMPLES)
@@ -294,6 +348,41 @@ def test_what_is_pasted_is_what_was_planned():
     strategy = HybridParallelStrategy(**trainer["strategy"]["init_args"])
     assert strategy.pipeline_options.balance == layout.layers_per_stage
     assert strategy.pipeline_options.num_microbatches == layout.microbatches
+
+
+def test_yaml_that_was_printed_runs_in_the_project_as_planned(tmp_path, capsys):
+    base = str(GPT / "base.yaml")
+    sizes = ["--model.width=32", "--model.layers=4", "--data.training_bytes=100000"]
+    words = ["plan", "--script", str(GPT / "main.py"), "--config", base, "--device", "cpu", "--devices", "2"]
+    assert main([*words, "--node-link", "1GB/s", "--width", "80", "--script-args", *sizes]) == 0
+    printed = re.findall(r"^trainer:\n(?:[ #].*\n)+", capsys.readouterr().out, re.MULTILINE)
+    pasted = next(text for text in printed if "schedule" in text)
+    (tmp_path / "plan.yaml").write_text(pasted)
+    short = [f"--trainer.{name}=2" for name in ("limit_train_batches", "limit_val_batches", "val_check_interval")]
+    command = ["fit", "--config", base, "--config", str(tmp_path / "plan.yaml"), *sizes, *short, "--report.length=2"]
+    options = yaml.safe_load(pasted)["trainer"]["strategy"]["init_args"]
+    for layout, balance, steps in run(fitted, 2, command=command, folder=str(tmp_path)):
+        assert layout == {name: options[name] for name in layout}
+        assert balance == options["balance"]
+        assert steps == 2
+
+
+def fitted(command, folder):
+    """Run the example by its own command line; returns what its strategy has run, and the steps."""
+    trainers, fit = [], Trainer.fit
+
+    @wraps(fit)
+    def noted(trainer, *args, **kwargs):
+        trainers.append(trainer)
+        fit(trainer, *args, **kwargs)
+
+    with patched(Trainer, "fit", noted):
+        on_every_rank(command, folder)
+    (trainer,) = trainers
+    ran = trainer.strategy.engine.plan
+    layout = {f"{axis}_size": size for axis, size in zip((DATA, PIPELINE, TENSOR), trainer.strategy.mesh.shape)}
+    layout |= {"schedule": ran.schedule.name, "num_microbatches": ran.schedule.num_microbatches}
+    return layout, list(ran.layers_per_stage), trainer.global_step
 
 
 def test_a_batch_that_cannot_be_planned_by_is_refused():
