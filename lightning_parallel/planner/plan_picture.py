@@ -14,6 +14,7 @@ from lightning_parallel.tracing.spans import bytes_text, count_text, seconds_tex
 __all__ = ["draw_plan", "plan_page"]
 
 _WIDTH, _MARGIN, _LABEL, _GAP, _ROW, _BAR, _FIGURE = 1320.0, 28.0, 250.0, 40.0, 40.0, 20.0, 80.0
+_LETTER = 6.6  # of an entry of the legend, in wide fonts
 _MOST_LIMITS = 2.5  # where bars end that are longer: those that fit are to be told apart
 _LIMIT = "#d6336c"
 _FONT = "Inter, system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
@@ -80,7 +81,7 @@ def draw_plan(plan: LayoutPlan, most: int = 12) -> str:
     bottom = 140 + _ROW * len(shown)
     if limit <= most_bytes:
         x = left + bars * limit / most_bytes
-        line = {"x1": f"{x:.1f}", "x2": f"{x:.1f}", "y1": "130", "y2": f"{bottom:g}"}
+        line = {"x1": f"{x:.1f}", "x2": f"{x:.1f}", "y1": "134", "y2": f"{bottom:g}"}
         SubElement(svg, "line", line | {"stroke": _LIMIT, "stroke-width": "1.5", "stroke-dasharray": "4 3"})
         svg_text(svg, x, bottom + 16, f"limit {bytes_text(limit)}", 12, _LIMIT, "middle")
     else:
@@ -112,14 +113,18 @@ def _label(svg: Element, layout: Layout, y: float) -> None:
 def _legend(
     svg: Element, x: float, room: float, title: str, colours: Mapping[str, str], bars: Sequence[Mapping[str, float]]
 ) -> None:
-    svg_text(svg, x, 94, title, 13, bold=True)
-    at = x
+    """Name the kinds that some bar has, in two rows where one is not wide enough."""
+    svg_text(svg, x, 88, title, 13, bold=True)
+    at, y = x, 97.0
     for kind, colour in colours.items():
         if any(bar[kind] for bar in bars):
             name = _NAMES.get(kind, kind)
-            svg_rect(svg, (at, 105, 11, 11), colour)
-            svg_text(svg, at + 16, 115, name, 11, MUTED)
-            at += 24 + 5.7 * len(name)
+            length = 16 + _LETTER * len(name)
+            if at + length > x + room:
+                at, y = x, y + 16
+            svg_rect(svg, (at, y, 11, 11), colour)
+            svg_text(svg, at + 16, y + 10, name, 11, MUTED)
+            at += length + 12
 
 
 def _bar(

@@ -4,6 +4,8 @@ import io
 import json
 import re
 from functools import partial, wraps
+from itertools import pairwise
+from xml.etree.ElementTree import fromstring
 
 import pytest
 import torch
@@ -464,6 +466,21 @@ def test_the_plan_is_read_on_eighty_columns_and_names_what_was_assumed():
     assert "assumed" not in shown
     assert "1 x 4 x 2: 2 layers for 4 stages" in shown
     assert re.search(r"warnings: .*1 x 1 x 8: .*the tensor axis crosses nodes", shown)
+
+
+def test_the_legend_stays_in_its_half_of_the_picture():
+    # All kinds of both: replicas, pipelines and tensor axes that share two cores.
+    found = plan(Model(), tokens(), cluster(8, 8, cores=2, memory_bytes=1e9), measured=False)
+    texts = fromstring(draw_plan(found)).iter("{http://www.w3.org/2000/svg}text")
+    small = [text for text in texts if text.get("font-size") == "11"]
+    places = [(float(text.get("x")), float(text.get("y")), text.text) for text in small]
+    legend = [(x, y, name) for x, y, name in places if 95 < y < 140]
+    assert {name for _, _, name in legend} >= {"parameters", "buckets", "gradient reduction", "waiting for cores"}
+    halves = [[entry for entry in legend if (entry[0] > 800) == right] for right in (False, True)]
+    for half, end in zip(halves, (800, 1320 - 28)):
+        for (x, y, name), (x2, y2, _) in pairwise([*half, (end, half[-1][1], "")]):
+            assert x + 6.6 * len(name) <= (x2 if y2 == y else end), name
+    assert len({y for _, y, _ in halves[1]}) == 2
 
 
 def test_accumulated_batches_share_one_reduction_and_one_update():
