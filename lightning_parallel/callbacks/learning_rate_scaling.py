@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from math import isclose, sqrt
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import isclose, isfinite, log2, sqrt
 from typing import Any, Literal, Optional
 from weakref import WeakKeyDictionary
 
@@ -31,6 +31,7 @@ _OPTIONS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 _CAPTURED = ("base_lrs", "max_lrs", "min_lrs", "delta_lrs", "org_lrs", "eta_min", "min_lr", "max_lr", "_last_lr")
 
 _TRIED_STEPS = 24
+_LAST_TRIED_STEP = 2**22
 
 Rate = Any
 """A number or a tensor."""
@@ -49,7 +50,7 @@ def scale_learning_rates(trainer: Trainer, factor: float) -> None:
     """
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     for scheduler in schedulers:
-        follows = _follows(scheduler, factor)
+        follows = _follows(scheduler, factor, (trainer, trainer.lightning_module))
         if follows is False:
             raise ValueError(
                 f"learning rates are to be multiplied by {factor:g}, but `{type(scheduler).__name__}` sets others than"
@@ -95,15 +96,16 @@ def _parts(scheduler: Any) -> Iterator[Any]:
         yield from _parts(inner)
 
 
-def _follows(scheduler: Any, factor: float) -> bool | None:
+def _follows(scheduler: Any, factor: float, shared: Sequence[object] = ()) -> bool | None:
     """Tell whether a copy of a scheduler whose rates were multiplied sets multiplied ones; None if it cannot be tried.
 
-    Whatever its class: everybody writes a warm-up.
+    Whatever its class: everybody writes a warm-up. Copies do not copy the objects in `shared`, whose methods a
+    scheduler may call.
     """
     if isinstance(scheduler, ReduceLROnPlateau):
         return True  # it waits for metrics, and multiplies
 
-    def tried(scale: float) -> list[float]:
+    def tried(scale: float, far: bool) -> list[float]:
         optimizer = scheduler.optimizer
         groups = [
             {**copy.deepcopy({key: value for key, value in group.items() if key != "params"}), "params": [one]}
@@ -111,27 +113,111 @@ def _follows(scheduler: Any, factor: float) -> bool | None:
             for one in [nn.Parameter(torch.zeros(1))]
         ]
         stand_in = SGD(groups, lr=1.0)
-        clone = copy.deepcopy(scheduler, {id(optimizer): stand_in})
+        clone = copy.deepcopy(scheduler, {id(optimizer): stand_in, **{id(one): one for one in shared}})
         _scale([stand_in], [clone], scale)
-        found: list[float] = []
-        for _ in range(_TRIED_STEPS):
-            stand_in.step()
-            try:
-                clone.step()
-            except ValueError:  # a schedule of fewer steps is over
-                break
-            found += [float(group["lr"]) for group in stand_in.param_groups]
-        return found
+        return _far_rates(stand_in, clone) if far else _next_rates(stand_in, clone)
 
+    # By a power of two, rates are multiplied to the bit, however a scheduler computes them.
+    power = 2.0 ** (round(log2(factor)) or 1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the order of the copies' steps
-            plain, multiplied = tried(1.0), tried(factor)
+            pairs = [(tried(1.0, far), tried(one, far), one) for one, far in ((factor, False), (power, True))]
     except Exception:
         return None
-    return len(plain) == len(multiplied) and all(
-        isclose(rate * factor, other, rel_tol=1e-5, abs_tol=1e-30) for rate, other in zip(plain, multiplied)
+    return all(
+        len(plain) == len(multiplied)
+        and all(
+            isclose(rate * scale, other, rel_tol=1e-5, abs_tol=1e-30)
+            for rate, other in zip(plain, multiplied)
+            if isfinite(rate) or isfinite(other)
+        )
+        for plain, multiplied, scale in pairs
     )
+
+
+def _next_rates(optimizer: Optimizer, scheduler: Any) -> list[float]:
+    """Return the rates of the next steps."""
+    found: list[float] = []
+    for _ in range(_TRIED_STEPS):
+        optimizer.step()
+        try:
+            scheduler.step()
+        except ValueError:  # a schedule of fewer steps is over
+            break
+        found += [float(group["lr"]) for group in optimizer.param_groups]
+    return found
+
+
+def _far_rates(optimizer: Optimizer, scheduler: Any) -> list[float]:
+    """Return rates at steps further and further away: an absolute floor may come after a long time.
+
+    They need not be those of a run that gets there, as many schedulers go by the rate before.
+    """
+    found: list[float] = []
+    step = 2 * _TRIED_STEPS
+    while step <= _LAST_TRIED_STEP:
+        for one in _parts(scheduler):
+            if isinstance(vars(one).get("last_epoch"), int):
+                one.last_epoch = step
+        try:
+            for _ in range(2):
+                optimizer.step()
+                scheduler.step()
+                found += [float(group["lr"]) for group in optimizer.param_groups]
+        except Exception:  # the schedule is over, or a list of the user's
+            break
+        step *= 2
+    return found
+
+
+class _RateWatch:
+    """Warns of rates that other code sets than the schedulers with which a run began: they are used as they are.
+
+    Args:
+        trainer: Its rates are multiplied.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self._known: dict[int, float] = {}
+        self._is_silent = False
+        self.remember()
+
+    def remember(self) -> None:
+        """Take present rates for known."""
+        self._known = dict(self._rates())
+
+    def look(self, factor: float) -> None:
+        """Warn, once, if there are others."""
+        if self._is_silent:
+            return
+        now = [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        set_by_schedulers = [rate for outer in now for one in _parts(outer) for rate in vars(one).get("_last_lr", ())]
+        found = ""
+        for group, rate in self._rates():
+            if group not in self._known:
+                found = f"a parameter group was added with a learning rate of {rate:.6g}"
+            elif rate != self._known[group] and not any(isclose(rate, float(one)) for one in set_by_schedulers):
+                found = f"a learning rate of {self._known[group]:.6g} was set to {rate:.6g}"
+        for scheduler in now:
+            if not any(scheduler is one for one in self._schedulers):
+                found = f"`{type(scheduler).__name__}` was made"
+        if found:
+            self._is_silent = True
+            rank_zero_warn(
+                f"LearningRateScaling: {found} by other code than the schedulers with which the run began (the module,"
+                f" or a callback). It is used as it is, and not multiplied by {factor:g}: make sure that this code goes"
+                " by the rates that it finds, or multiplies by itself"
+            )
+
+    def _rates(self) -> Iterator[tuple[int, float]]:
+        for optimizer in self._trainer.optimizers:
+            for group in optimizer.param_groups:
+                # Reading one from a device would wait for all that it has to do.
+                if not isinstance(group["lr"], Tensor) or group["lr"].device.type == "cpu":
+                    yield id(group), float(group["lr"])
 
 
 class LearningRateScaling(Callback):
@@ -145,7 +231,7 @@ class LearningRateScaling(Callback):
     Once only: a checkpoint says by how much its rates are multiplied. A run that is resumed with other replicas goes on
     with the rates for these; rates of a checkpoint that was saved without this callback are taken for unscaled. Where
     `GradientAccumulationScheduler` changes a step, rates follow. Beside it, `AutoResume` scales nothing by itself.
-    It cannot see what you scale in your own code: it prints what it does.
+    It cannot see what you scale in your own code: it prints what it does, and warns of rates that are set past it.
 
     Under `LocalSGDStrategy` replicas do not count, since a local step is one of one replica's samples.
 
@@ -189,6 +275,7 @@ class LearningRateScaling(Callback):
         self._restored: dict[str, Any] | None = None
         self._from_checkpoint = False
         self._patches = Patches()
+        self._watch: _RateWatch | None = None
         self._held: list[tuple[dict[str, Any], Rate, Rate]] = []  # of the warm-up: group, its rate, what it has now
 
     # ---------------------------------------------------------------------------------------------------- checkpoint
@@ -222,9 +309,11 @@ class LearningRateScaling(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.factor, self._began = self._applied(trainer)
         self._adapt(trainer, is_start=True)
+        self._watch = _RateWatch(trainer)
         if self.warmup_steps:
-            step = trainer.strategy.optimizer_step
+            step, loop = trainer.strategy.optimizer_step, trainer.fit_loop.epoch_loop
             self._patches.replace(trainer.strategy, "optimizer_step", self._warmed(trainer, step))
+            self._patches.replace(loop, "update_lr_schedulers", self._released(loop.update_lr_schedulers))
 
     def _applied(self, trainer: Trainer) -> tuple[float, int]:
         """Return by how much the present rates are multiplied, and the step from which on they are."""
@@ -239,17 +328,16 @@ class LearningRateScaling(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # `GradientAccumulationScheduler` changes it at the start of an epoch, perhaps after this callback's hook.
         if not self._held:
+            self._look()
             self._adapt(trainer)
+            self._remember()
         # So that all see it who look at the rate of this step; but schedulers must not.
         if self.warmup_steps and pl_module.automatic_optimization:
             self._hold_back(trainer)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        # Of a batch that was only accumulated: checkpoints have the rates without warm-up.
-        self._release()
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._look()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -265,7 +353,16 @@ class LearningRateScaling(Callback):
 
     def _leave(self) -> None:
         self._release()
+        self._watch = None
         self._patches.undo()
+
+    def _look(self) -> None:
+        if self._watch is not None:
+            self._watch.look(self.factor)
+
+    def _remember(self) -> None:
+        if self._watch is not None:
+            self._watch.remember()
 
     # -------------------------------------------------------------------------------------------------------- scaling
 
@@ -322,11 +419,24 @@ class LearningRateScaling(Callback):
 
         return optimizer_step
 
+    def _released(self, update: Callable[..., None]) -> Callable[..., None]:
+        """Let schedulers go by the rates without warm-up, and checkpoints have them.
+
+        Also after a batch that was only accumulated, or whose `on_train_batch_start` ended the epoch.
+        """
+
+        def update_lr_schedulers(*args: Any, **kwargs: Any) -> None:
+            self._release()
+            update(*args, **kwargs)
+
+        return update_lr_schedulers
+
     def _hold_back(self, trainer: Trainer) -> None:
         """Set the rates of the coming step."""
         done = trainer.global_step - self._began
         if self._held or done >= self.warmup_steps:
             return
+        self._look()
         # A line from 1 to the factor, over the factor.
         share = (1.0 + (self.factor - 1.0) * done / self.warmup_steps) / self.factor
         for optimizer in trainer.optimizers:
@@ -339,8 +449,12 @@ class LearningRateScaling(Callback):
                 else:
                     group["lr"] = rate * share
                     self._held.append((group, rate, group["lr"]))
+        self._remember()
 
     def _release(self) -> None:
+        if not self._held:
+            return
+        self._look()
         for group, before, held in self._held:
             # What somebody else has set meanwhile stays.
             if bool(group["lr"] == held):
@@ -349,6 +463,7 @@ class LearningRateScaling(Callback):
                 else:
                     group["lr"] = before
         self._held.clear()
+        self._remember()
 
 
 def _replicas(number: int) -> str:

@@ -5,7 +5,7 @@ import tempfile
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch.optim import lr_scheduler
 
@@ -31,6 +31,13 @@ class Absolute(lr_scheduler.LRScheduler):
         return [0.001 * (self.last_epoch + 1) for _ in self.optimizer.param_groups]
 
 
+class LateFloor(lr_scheduler.LRScheduler):
+    """Falls to a rate that it knows by itself, after many steps."""
+
+    def get_lr(self):
+        return [max(rate * (1 - self.last_epoch / 4000), 0.03) for rate in self.base_lrs]
+
+
 SCHEDULERS = {
     "none": None,
     "one cycle": lambda one: lr_scheduler.OneCycleLR(one, max_lr=0.4, total_steps=40),
@@ -46,6 +53,7 @@ SCHEDULERS = {
     ),
     "plateau": lambda one: lr_scheduler.ReduceLROnPlateau(one, patience=0, factor=0.1, min_lr=0.05),
     "absolute": Absolute,
+    "late floor": LateFloor,
 }
 
 
@@ -68,6 +76,80 @@ class Scheduled(Net):
         return [optimizer], [{**scheduler, "monitor": "worse"} if self.kind == "plateau" else scheduler]
 
 
+class ByHand(Scheduled):
+    def on_train_batch_start(self, batch, index):
+        self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1 * 0.9**self.global_step
+
+
+class OwnWarmUp(Scheduled):
+    def optimizer_step(self, epoch, index, optimizer, closure):
+        optimizer.step(closure=closure)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, (self.global_step + 1) / 4)
+
+
+class Late(Callback):
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1:
+            trainer.optimizers[0].add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.01})
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_rates_that_are_set_past_it_are_told(warmup_steps):
+    """They are used as they are, whatever was printed at the start."""
+    made = {
+        "set to": lambda: (ByHand(), ()),
+        "was set to 0.025": lambda: (OwnWarmUp(), ()),
+        "parameter group was added with a learning rate of 0.01": lambda: (Net(), [Late()]),
+        "`SWALR` was made": lambda: (Scheduled(), [StochasticWeightAveraging(0.01, 1)]),
+    }
+    for words, make in made.items():
+        module, others = make()
+        scaling = LearningRateScaling(base_replicas=1, warmup_steps=warmup_steps)
+        options = {"max_epochs": 3, "limit_train_batches": 4, "accumulate_grad_batches": 2}
+        with pytest.warns(UserWarning, match=words) as told:
+            trainer_for(callbacks=[scaling, *others], **options).fit(module.double(), loader())
+        assert sum("LearningRateScaling" in str(one.message) for one in told) == 1
+
+
+def test_a_schedule_that_is_a_method_is_tried_without_a_copy_of_the_module():
+    copies = []
+
+    class Own(Scheduled):
+        def __deepcopy__(self, memo):
+            copies.append(self)
+            return self
+
+        def decayed(self, step):
+            return 0.9**step
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [lr_scheduler.LambdaLR(optimizer, self.decayed)]
+
+    module = Own().double()
+    trainer_for(callbacks=[LearningRateScaling(base_batch_size=4)], limit_train_batches=1).fit(module, loader())
+    assert module.rates == pytest.approx([0.2, 0.18])
+    assert not copies
+
+
+def test_an_epoch_that_ends_early_in_warm_up():
+    class Ending(Scheduled):
+        def on_train_batch_start(self, batch, index):
+            return -1 if index == 2 else None
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    rates = []
+    for callbacks in ([], [LearningRateScaling(base_batch_size=4, warmup_steps=4)]):
+        module = Ending().double()
+        trainer_for(callbacks=callbacks, max_epochs=3).fit(module, loader())
+        rates.append(module.rates)
+    assert rates[1] == pytest.approx([rate * line for rate, line in zip(rates[0], [1.0, 1.25, 1.5, 1.75, 2.0, 2.0])])
+
+
 class Worse(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         trainer.callback_metrics["worse"] = torch.tensor(float(trainer.global_step))
@@ -84,7 +166,7 @@ def train(kind="none", callbacks=(), strategy="auto", devices=1, ckpt_path=None,
     return module.rates
 
 
-@pytest.mark.parametrize("kind", [name for name in SCHEDULERS if name != "absolute"])
+@pytest.mark.parametrize("kind", [name for name in SCHEDULERS if name not in ("absolute", "late floor")])
 def test_all_that_a_scheduler_does_is_multiplied(kind):
     plain = train(kind, accumulate_grad_batches=2, max_steps=4)
     scaling, as_tensor = [LearningRateScaling(base_batch_size=4)], kind == "none"
@@ -96,6 +178,8 @@ def test_what_would_be_scaled_wrongly_is_refused():
     scaling = LearningRateScaling(base_replicas=2)
     with pytest.raises(ValueError, match="`Absolute` sets others than those that it was made with"):
         train("absolute", [scaling])
+    with pytest.raises(ValueError, match="`LateFloor` sets others than those that it was made with"):
+        train("late floor", [scaling])
     assert train("absolute", [LearningRateScaling()]) == pytest.approx([0.001 * step for step in range(1, 9)])
     with pytest.raises(ValueError, match="use one of them"):
         train(callbacks=[scaling, LearningRateFinder()])
