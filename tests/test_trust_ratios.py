@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -92,9 +93,9 @@ def test_norms_of_sixteen_bits_and_what_is_refused():
             LARS([parameter], **wrong)
 
 
-def network():
+def network(hidden=7):
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    return nn.Sequential(nn.Linear(5, hidden), nn.Tanh(), nn.Linear(hidden, 3)).double()
 
 
 class Language(LightningModule):
@@ -141,6 +142,23 @@ def test_shards_that_two_ranks_hold(group):
     norms = ShardNorms({id(parameters[0]): "qk"}, {"qk": rule}, group)
     found = norms(parameters, parameters, [None, 2 * whole])
     torch.testing.assert_close(found, whole.norm() * torch.tensor([[1.0, 1.0], [0.0, 2.0]], dtype=torch.float64))
+
+
+@distributed(world_size=4)
+def test_shards_of_fsdp_over_tensor_parallelism(group):
+    """Both dimensions of the mesh divide the first of a weight, which torch then calls a strided shard."""
+    x, expected, module = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5), network(8), network(8)
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(module, mesh=mesh["data"])
+    optimizers = [OPTIMIZERS["lamb vectors"](each.parameters()) for each in (expected, module)]
+    for _ in range(2):
+        for each, optimizer in zip((expected, module), optimizers):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+    whole = {name: value.full_tensor() for name, value in module.state_dict().items()}
+    torch.testing.assert_close(whole, dict(expected.state_dict()), rtol=1e-10, atol=1e-12)
 
 
 @distributed(world_size=2)

@@ -42,7 +42,8 @@ class WholeNorms:
         return tuple(
             Group.of(mesh.get_group(dim), f"dimension {dim} of a DTensor")
             for dim, placement in enumerate(parameter.placements)
-            if placement.is_shard() and mesh.size(dim) > 1
+            # And not `is_shard`: of FSDP2 over torch's tensor parallelism, shards are strided, which it denies.
+            if not placement.is_replicate() and mesh.size(dim) > 1
         )
 
     def part(self, parameter: Tensor, shard: Tensor) -> Tensor:
