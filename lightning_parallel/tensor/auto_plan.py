@@ -23,6 +23,7 @@ from lightning_parallel.compat.initialization import tensor_parallel_plan_of
 from lightning_parallel.compat.torch import forward_hooks_of
 from lightning_parallel.tensor.attention import divide_by_heads
 from lightning_parallel.tensor.dataflow import NOT_RUN, RegionFinder
+from lightning_parallel.tensor.experts import Experts, plan_experts
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,
     has_hooks_inside,
@@ -164,6 +165,7 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
     found = Plan()
     for path, model in _hugging_face_models(module):
         found.add(path, _hugging_face_plan(model, group))
+    plan_experts(module, found, verifier, group)
     search = _Search(verifier, RegionFinder(group), group, {id(child): path for path, child in module.named_modules()})
     _plan_by_structure(module, found, search)
     search.add_what_was_left(found)
@@ -289,6 +291,8 @@ class _Search:
 
 def _plan_by_structure(module: nn.Module, plan: Plan, search: _Search, path: str = "") -> None:
     """Plan the modules inside `module`, innermost first, as far as the verifier accepts it."""
+    if isinstance(plan.styles.get(path), Experts):
+        return
     for kind in ("transformer_layer", "attention"):
         if _applies(STYLES[kind], module):
             if kind == "transformer_layer" and has_hooks_inside(module):

@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from lightning_parallel.tensor.attention import Attention, TransformerLayer
+from lightning_parallel.tensor.experts import Experts
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
 from lightning_parallel.tensor.per_head import PerHead
 from lightning_parallel.tensor.plan import Sharding
@@ -89,7 +90,7 @@ def _style_name(style: Style) -> str:
         return "column, gathered" if style.gather_output else "column"
     if isinstance(style, Row):
         return "row, input split" if style.split_input else "row"
-    names = {Vocab: "vocab", Attention: "heads", PerHead: "heads", TransformerLayer: "heads, mlp"}
+    names = {Vocab: "vocab", Attention: "heads", PerHead: "heads", TransformerLayer: "heads, mlp", Experts: "experts"}
     return names.get(type(style), type(style).__name__)
 
 

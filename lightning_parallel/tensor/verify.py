@@ -93,12 +93,14 @@ class PlanVerifier:
             torch.manual_seed(0)
             # Kernels of attention may know half precision only: the difference of a wrong division is larger still.
             for dtype in TOLERANCES:
+                lacks_precision = False
                 with _computing_in(dtype):
                     for x in possible_inputs(block):
                         expected = self._run_together(partial(_run_copy, block, x))
                         if expected is not None:
                             return self._first_right(block, given, candidates, all_outputs, x, expected)
-                if not self._lacks_precision:
+                        lacks_precision |= self._lacks_precision
+                if not lacks_precision:
                     break
         return None
 
@@ -201,6 +203,9 @@ class PlanVerifier:
 def possible_inputs(block: nn.Module) -> Iterator[Tensor]:
     """Yield random inputs (2, length, features) that `block` may be made for, the likeliest first."""
     sizes = [sizes_of(child)[0] for child in block.modules() if is_linear(child)]
+    # Without a linear layer: what most weights have in common, and then as one of their dimensions.
+    weights = [parameter.shape for parameter in block.parameters() if parameter.dim() > 1]
+    sizes = sizes or [size for shape in weights for size in reversed(shape)]
     features = list(dict.fromkeys([sizes[0], max(sizes, key=sizes.count)]))
     # Tables of positions fix the length of the sequence: that of a window, of an image.
     others = [child for child in block.modules() if not is_linear(child)]
