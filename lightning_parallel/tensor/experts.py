@@ -18,7 +18,7 @@ Source: Megatron-LM, section 3, https://arxiv.org/abs/1909.08053, for each exper
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any, Literal
@@ -105,7 +105,7 @@ class ExpertsModule(nn.Module):
 
         args, kwargs = pytree.tree_map(enter, (args, kwargs))
         draws = RandomRegion.draws
-        with self._added_once(), self._random_numbers():
+        with self._added_once(), self._random_numbers((args, kwargs)):
             output = super().forward(*args, **kwargs)
         if RandomRegion.draws > draws:
             raise RuntimeError(
@@ -114,24 +114,28 @@ class ExpertsModule(nn.Module):
             )
         return pytree.tree_map(lambda leaf: reduce_from_group(leaf, self.group) if _is_floating(leaf) else leaf, output)
 
-    def _random_numbers(self) -> Any:
-        device = next(self.parameters()).device
-        return self.region.scope(device) if self.region is not None and self.training else nullcontext()
+    def _random_numbers(self, given: Any) -> AbstractContextManager[None]:
+        """Switch to this rank's stream on the device of the inputs, where a draw is noticed."""
+        devices = [leaf.device for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+        return self.region.scope(devices[0]) if self.region is not None and self.training and devices else nullcontext()
 
     @contextmanager
     def _added_once(self) -> Iterator[None]:
         """Let the parameters that are added to the sum over the ranks be zero on all of them but the first."""
-        owners = {name: self.get_submodule(name.rpartition(".")[0]) for name in self.added}
-        whole = {name: self.get_parameter(name) for name in self.added}
+        replaced: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        for path in self.added if self.group.rank > 0 else ():
+            owner, _, name = path.rpartition(".")
+            held = parameters_of(self.get_submodule(owner))
+            if isinstance(parameter := held.get(name), nn.Parameter):  # other pipeline stages do not hold it
+                replaced.append((held, name, parameter))
         try:
-            if self.group.rank > 0:
-                for name, owner in owners.items():
-                    # Multiplied, and not left out: it has a gradient, of zero, to be summed like that of the first.
-                    parameters_of(owner)[name.rpartition(".")[2]] = whole[name] * 0  # type: ignore[assignment]
+            for held, name, parameter in replaced:
+                # Multiplied, and not left out: it has a gradient, of zero, to be summed with that of the first rank.
+                held[name] = parameter * 0  # type: ignore[assignment]
             yield
         finally:
-            for name, owner in owners.items():
-                parameters_of(owner)[name.rpartition(".")[2]] = whole[name]
+            for held, name, parameter in replaced:
+                held[name] = parameter
 
 
 def _is_floating(leaf: Any) -> bool:

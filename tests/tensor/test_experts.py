@@ -8,8 +8,6 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.experts import Experts
@@ -69,16 +67,24 @@ MODELS = {
 IMPLEMENTATIONS = {"eager": torch.float64, "batched_mm": torch.float64, "grouped_mm": torch.float32}
 
 
-class InDouble(TorchFunctionMode):
-    """Lets models that compute some steps in single precision (norms, routers, losses) do them in double, too."""
+@contextlib.contextmanager
+def in_double():
+    """Let models that compute some steps in single precision (norms, routers, losses) do them in double, too."""
+    before = Tensor.float, Tensor.to, Tensor.type, F.softmax
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is Tensor.float:
-            return args[0].double()
-        args, kwargs = pytree.tree_map(
-            lambda leaf: torch.float64 if leaf is torch.float32 else leaf, (args, dict(kwargs or {}))
-        )
-        return func(*args, **kwargs)
+    def doubled(function):
+        def run(*args, **kwargs):
+            given = [torch.float64 if value is torch.float32 else value for value in args]
+            named = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+            return function(*given, **named)
+
+        return run
+
+    Tensor.float, (Tensor.to, Tensor.type, F.softmax) = Tensor.double, map(doubled, before[1:])
+    try:
+        yield
+    finally:
+        Tensor.float, Tensor.to, Tensor.type, F.softmax = before
 
 
 def hugging_face(name, experts="eager", **changes):
@@ -107,7 +113,7 @@ def train(model, sharding=None, group=None, steps=2):
     for step in range(steps):
         optimizer.zero_grad()
         double = next(model.parameters()).dtype == torch.float64
-        with InDouble() if double else contextlib.nullcontext():
+        with in_double() if double else contextlib.nullcontext():
             loss = _loss(model, step)
         loss.backward()
         if sharding is not None:

@@ -1,0 +1,75 @@
+"""Mixture-of-Experts models in every layout: gradients by name, weights and checkpoints of one process."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_parallel import HybridParallelStrategy, comm
+from tests.harness import distributed
+from tests.strategies.models import trainer_for
+from tests.strategies.test_pipeline_models import Rows, Wrapped
+from tests.tensor.test_experts import MODELS, VOCABULARY, hugging_face, in_double
+
+LAYOUTS = {
+    "one process": None,
+    "tensor 2 x pipeline 2": ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 1),
+    "tensor 2 x data 2": ({"tensor_parallel_size": 2, "checkpoint_format": "sharded"}, 2),
+}
+
+
+def fit(name, layout, devices, epochs=1, **options):
+    """Train on one batch an epoch, whole or as a part of the ranks sees it; the step is proven first."""
+    replicas, strategy = 1, "auto"
+    if LAYOUTS[layout] is not None:
+        sizes, replicas = LAYOUTS[layout]
+        strategy = HybridParallelStrategy(num_microbatches=2, **sizes)
+    model = hugging_face(name, output_router_logits=False)  # the auxiliary loss is no mean over samples
+
+    def step(batch):
+        with in_double():
+            return model(input_ids=batch, labels=batch).loss
+
+    module = Wrapped(model, step)
+    tokens = torch.randint(3, VOCABULARY, (4, 7), generator=torch.Generator().manual_seed(1))
+    rows = Rows(tokens, replicas, comm.Group.of().rank // (devices // replicas) if devices > 1 else 0)
+    trainer = trainer_for(
+        strategy, devices if strategy != "auto" else 1, True, max_epochs=epochs, use_distributed_sampler=False
+    )
+    trainer.fit(module, DataLoader(rows, batch_size=len(rows)), **options)
+    return module, trainer
+
+
+def expect_gradients(module, trainer, expected):
+    """Compare the gradients of the last step by name; those of this rank's stage and shard."""
+    rules = getattr(trainer.strategy, "rules", {})
+    found = module.gradients[-1]
+    for name, gradient in found.items():
+        whole = expected[name]
+        if name in rules:
+            whole = rules[name].split(whole, trainer.strategy.groups.tensor_parallel.rank)
+        torch.testing.assert_close(gradient, whole, rtol=1e-9, atol=1e-11, msg=f"gradient of {name}")
+    names = {name for held in comm.all_gather_object(list(found), comm.Group.of()) for name in held}
+    assert names == expected.keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@distributed(world_size=4)
+def test_each_layout_goes_on_from_the_checkpoint_of_another(group, name):
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    ring = ["tensor 2 x data 2", "tensor 2 x pipeline 2", "one process", "tensor 2 x pipeline 2"]
+    expected, _ = fit(name, "one process", 1, len(ring))
+    path = None
+    for epoch, layout in enumerate(ring):
+        module, trainer = fit(name, layout, 4, epoch + 1, ckpt_path=path)
+        expect_gradients(module, trainer, expected.gradients[epoch])
+        path = folder / f"{epoch}.ckpt"
+        if layout != "one process" or group.rank == 0:
+            trainer.save_checkpoint(path)
+        comm.barrier(group)
+    if group.rank == 0:
+        saved = torch.load(path, weights_only=False)["state_dict"]
+        for key, tensor in expected.state_dict().items():
+            torch.testing.assert_close(saved[key], tensor, rtol=1e-9, atol=1e-11, msg=key)
