@@ -60,6 +60,7 @@ from lightning_parallel.compat import Patches
 
 __all__ = [
     "BUFFERS",
+    "MODULES",
     "CPU_FLASH_ATTENTION",
     "CPU_FLASH_ATTENTION_BACKWARD",
     "DisableTorchFunctionSubclass",
@@ -123,6 +124,7 @@ __all__ = [
 # Keys of these registries in `vars(module)`, to take a whole one out and put another in its place.
 PARAMETERS = "_parameters"
 BUFFERS = "_buffers"
+MODULES = "_modules"
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.autograd import copy_to_group, gather_from_group, reduce_from_group
+from lightning_parallel.tensor.conversion import convert, shard_parameters
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,
     describe,
@@ -32,8 +33,6 @@ from lightning_parallel.tensor.layers import (
     Row,
     RowLinear,
     Style,
-    convert,
-    shard_parameters,
 )
 from lightning_parallel.tensor.linear import SharedInputs, column_linear, shared_inputs
 from lightning_parallel.tensor.low_rank import layer_sizes, low_rank_of
@@ -47,12 +46,19 @@ __all__ = [
     "TransformerLayer",
     "divide_by_heads",
     "guard_fast_path",
+    "transformer_styles",
 ]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Divides the heads of an `nn.MultiheadAttention`."""
+    """Divides the heads of an `nn.MultiheadAttention`.
+
+    Args:
+        sequence_dim: With sequence parallelism, the dimension along which its inputs and its output are divided.
+    """
+
+    sequence_dim: int | None = None
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`.
@@ -78,7 +84,9 @@ class Attention:
 
     def partial(self, module: nn.Module) -> frozenset[str]:
         """See `Style`."""
-        return frozenset()
+        bias = "out_proj.bias"
+        is_partial = self.sequence_dim is not None and any(name == bias for name, _ in module.named_parameters())
+        return frozenset({bias}) if is_partial else frozenset()
 
     def apply(self, module: nn.Module, group: Group) -> None:
         """See `Style`."""
@@ -86,12 +94,12 @@ class Attention:
         layer = convert(module, ParallelAttention)
         heads = rules["out_proj.weight"]
         layer.group = group
-        layer.inputs = shared_inputs(group, None)
+        layer.inputs = shared_inputs(group, self.sequence_dim)
         layer.region = None
         layer.head_counts = tuple(size // layer.head_dim for size in heads.sizes)
         layer.first_head = heads.ranges[group.rank][0][0] // layer.head_dim
         # By whole heads too: it takes in the features of the heads that this rank computes.
-        Row(unit=layer.head_dim).apply(layer.out_proj, group)
+        Row(unit=layer.head_dim, sequence_dim=self.sequence_dim).apply(layer.out_proj, group)
         shard_parameters(layer, {name: rule for name, rule in rules.items() if name != "out_proj.weight"}, group)
 
 
@@ -103,7 +111,7 @@ class TransformerLayer:
         """See `Style`."""
         return {
             f"{child}.{name}": rule
-            for child, style in _transformer_styles(module).items()
+            for child, style in transformer_styles(module).items()
             for name, rule in style.rules(module.get_submodule(child), ranks).items()
         }
 
@@ -114,7 +122,7 @@ class TransformerLayer:
     def apply(self, module: nn.Module, group: Group) -> None:
         """See `Style`."""
         self.rules(module, group.size)  # refuse before anything has changed
-        for child, style in _transformer_styles(module).items():
+        for child, style in transformer_styles(module).items():
             style.apply(module.get_submodule(child), group)
         guard_fast_path(module)
 
@@ -128,7 +136,12 @@ ELEMENTWISE = {
 }
 
 
-def _transformer_styles(module: nn.Module) -> dict[str, Style]:
+def transformer_styles(module: nn.Module) -> dict[str, Style]:
+    """Return the styles of the modules in one of torch's own transformer layers.
+
+    Raises:
+        TypeError: If it is none, or computes otherwise.
+    """
     if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         raise TypeError(f"`TransformerLayer` applies to torch's own transformer layers, found {describe(module)}")
     base = nn.TransformerEncoderLayer if isinstance(module, nn.TransformerEncoderLayer) else nn.TransformerDecoderLayer

@@ -182,7 +182,7 @@ def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mappin
     if kind == "_ColumnLinearFunctionBackward":
         gradient = node.gradient
         # Input, weight, bias: the gradient of the input alone is summed over the ranks.
-        return [gradient is not None and gradient.inputs.lengths is not None, *[True] * (edges - 1)]
+        return [gradient is not None and gradient.layout is not None, *[True] * (edges - 1)]
     if kind in JOINS and not along_sequence:
         if inside:
             raise RuntimeError(

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import buffers_of, parameters_of
+from lightning_parallel.tensor.inputs import NarrowInput, whole_input
 from lightning_parallel.tensor.inspection import structure_of
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
-from lightning_parallel.tensor.linear import NarrowInput, whole_input
 from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor, PerHead, set_local_values
 from lightning_parallel.tensor.plan import Plan

@@ -17,15 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat import PartialModule, class_in_place
 from lightning_parallel.compat.torch import assert_on_device, has_data, parameters_of
 from lightning_parallel.tensor.autograd import (
     gather_from_group,
@@ -33,13 +31,14 @@ from lightning_parallel.tensor.autograd import (
     reduce_scatter_to_group,
     scatter_to_group,
 )
+from lightning_parallel.tensor.conversion import convert, shard_parameters
+from lightning_parallel.tensor.inputs import DividedInput, whole_input
 from lightning_parallel.tensor.inspection import (
     describe,
     full_shape,
     is_linear,
     is_native,
     is_transposed,
-    only_wraps,
 )
 from lightning_parallel.tensor.linear import (
     SequenceLengths,
@@ -47,7 +46,6 @@ from lightning_parallel.tensor.linear import (
     column_linear,
     row_linear,
     shared_inputs,
-    whole_input,
 )
 from lightning_parallel.tensor.low_rank import LowRankLinear, low_rank_of
 from lightning_parallel.tensor.regions import RandomRegion
@@ -62,11 +60,7 @@ __all__ = [
     "Style",
     "Vocab",
     "VocabEmbedding",
-    "convert",
-    "shard_parameters",
 ]
-
-L = TypeVar("L", bound=nn.Module)
 
 
 class Style(Protocol):
@@ -106,6 +100,7 @@ class Column:
         parts: The parts of the output features that are split one by one: heads, or fused projections.
         unit: Number of consecutive features that stay on one rank, if `parts` is not given.
         sequence_dim: With sequence parallelism, the dimension along which the input is divided.
+        in_sublayer: Whether the module around stands for whole sequences with its input; see `inputs.DividedInput`.
 
     Raises:
         ValueError: If gathered features would be computed by several ranks.
@@ -115,6 +110,7 @@ class Column:
     parts: tuple[ShardPart | int, ...] | None = None
     unit: int = 1
     sequence_dim: int | None = None
+    in_sublayer: bool = False
 
     def __post_init__(self) -> None:
         # The gathered output would hold shared features more than once.
@@ -149,6 +145,7 @@ class Column:
         layer.gather_output = self.gather_output
         layer.group = group
         layer.inputs = shared_inputs(group, self.sequence_dim)
+        layer.in_sublayer = self.in_sublayer
         layer.region = None
         shard_parameters(layer, rules, group)
 
@@ -163,12 +160,14 @@ class Row:
         parts: As for `Column`: the parts of the layer that produces the input.
         unit: As for `Column`.
         sequence_dim: With sequence parallelism, the dimension along which the output is divided.
+        in_sublayer: As for `Column`.
     """
 
     split_input: bool = False
     parts: tuple[ShardPart | int, ...] | None = None
     unit: int = 1
     sequence_dim: int | None = None
+    in_sublayer: bool = False
 
     def rules(self, module: nn.Module, ranks: int) -> dict[str, Shard]:
         """See `Style`."""
@@ -202,6 +201,7 @@ class Row:
         layer.split_input = self.split_input
         layer.group = group
         layer.lengths = shared_inputs(group, self.sequence_dim).lengths
+        layer.in_sublayer = self.in_sublayer
         layer.region = None
         shard_parameters(layer, rules, group)
 
@@ -308,6 +308,7 @@ class _ParallelLinear(nn.Module):
     transposed: bool
     feature_rule: Shard
     group: Group
+    in_sublayer: bool
     region: RandomRegion | None
 
     __repr__ = nn.Module.__repr__  # that of transformers' Conv1D would not show the sharding
@@ -328,7 +329,12 @@ class ColumnLinear(_ParallelLinear):
     @torch.compiler.disable  # the collectives cannot be traced into a graph
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out / ranks), or to (..., out) if the output is gathered."""
-        y = column_linear(whole_input(input), self.weight, self.bias, self.inputs, self.transposed)
+        x, inputs = whole_input(input), self.inputs
+        if isinstance(x, DividedInput):
+            x = x.gathered() if inputs.lengths is None else x.piece
+        elif self.in_sublayer:  # made by code that needed all positions
+            inputs = shared_inputs(self.group, None)
+        y = column_linear(x, self.weight, self.bias, inputs, self.transposed)
         if self.gather_output:
             return _gather_features(y, self.feature_rule, self.group)
         if self.region is not None and self.training:  # dropout draws in training only
@@ -356,10 +362,14 @@ class RowLinear(_ParallelLinear):
         """Map (..., in / ranks), or (..., in) if the layer divides its input, to (..., out)."""
         if self.region is not None:
             self.region.close()  # the output is equal on all ranks again, and so must be the dropout that follows
-        x = input
+        x = input.gathered() if isinstance(input, DividedInput) else input
         if self.split_input:
             x = _split_features(x, self.feature_rule, self.group)
-        return row_linear(x, self.weight, self.bias, self.group, self.lengths, self.transposed)
+        lengths = self.lengths
+        if lengths is not None and (lengths.suspended or (self.in_sublayer and lengths.is_flat(x))):
+            lengths = None
+        y = row_linear(x, self.weight, self.bias, self.group, lengths, self.transposed)
+        return DividedInput.of(y, lengths) if lengths is not None and self.in_sublayer else y
 
     @property
     def region_end(self) -> Literal["closes"] | None:
@@ -440,61 +450,3 @@ def _split_features(x: Tensor, rule: Shard, group: Group) -> Tensor:
     if not rule.consecutive:
         x = torch.cat([rule.split(x, rank) for rank in range(group.size)], -1)
     return scatter_to_group(x, group, -1, rule.sizes)
-
-
-# ---------------------------------------------------------------------------------------------------------- conversion
-
-
-def convert(module: nn.Module, layer: type[L]) -> L:
-    """Make `module` an instance of both `layer` and its original class, in place.
-
-    An overridden `forward` that calls the inherited one then calls that of `layer` instead. The conversion is not
-    undone: a module that has been divided stays divided.
-    """
-    module.__class__ = _subclass(layer, type(module))  # type: ignore[arg-type]
-    assert isinstance(module, layer)
-    return module
-
-
-class _Divided(PartialModule):
-    """First base of the class of every converted module."""
-
-    def _what_is_missing(self) -> str:
-        return f"this `{type(self).__name__}` is divided over the tensor-parallel ranks, and each holds its shard only"
-
-
-# Cached, so that all converted modules of a class share one class again.
-@cache
-def _subclass(layer: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    if issubclass(layer, original):
-        return layer
-    name = layer.__name__ if original.__module__.startswith("torch.nn.") else f"{layer.__name__}[{original.__name__}]"
-    for native in (nn.Linear, nn.Embedding):
-        if issubclass(original, native) and original.forward is not native.forward and only_wraps(original, native):
-            # The user's forward goes first and its `super().forward` finds that of `layer`, not that of `native`.
-            bases: tuple[type, ...] = (original, _subclass(layer, native))  # type: ignore[arg-type]
-            return type(name, bases, {"__module__": layer.__module__})
-    bases = (_Divided, layer, original)
-    return class_in_place(name, bases, {"__module__": layer.__module__})
-
-
-def shard_parameters(module: nn.Module, rules: Mapping[str, Shard], group: Group) -> None:
-    """Reduce the data (and gradients) of the named parameters of `module` to this rank's shards.
-
-    The rule is kept with the parameter, as `shard_rule`. A parameter that has one already, because it is tied to a
-    parameter of another module, is left unchanged. Parameters on the meta device get the shard's shape.
-
-    Raises:
-        ValueError: If the parameter was divided by a different rule.
-    """
-    for name, rule in rules.items():
-        parameter = module.get_parameter(name)
-        known = getattr(parameter, "shard_rule", None)
-        if known is not None and known != rule:
-            raise ValueError(f"`{name}` is tied to a parameter that is divided in another way: {known}, not {rule}")
-        if known is None:
-            # The object stays: optimizers, hooks and tied modules hold references to it.
-            parameter.data = rule.split(parameter.data, group.rank)
-            if parameter.grad is not None:
-                parameter.grad = rule.split(parameter.grad, group.rank)
-            parameter.shard_rule = rule  # type: ignore[attr-defined]

@@ -24,19 +24,17 @@ from torch.autograd.function import once_differentiable
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending
-from lightning_parallel.compat.torch import current_graph_task_id, pytree, version_of
+from lightning_parallel.compat.torch import current_graph_task_id, version_of
 from lightning_parallel.tensor.autograd import no_view
 from lightning_parallel.tensor.sharding import balanced
 
 __all__ = [
-    "NarrowInput",
     "SequenceLengths",
     "SharedInputs",
     "column_linear",
     "compute_dtype",
     "row_linear",
     "shared_inputs",
-    "whole_input",
 ]
 
 
@@ -111,11 +109,19 @@ class SequenceLengths:
     The full length does not follow from a part's length (5 and 6 both give rank 0 of 2 a part of 3), so the layer that
     divides a sequence records its length here and the layer that gathers it looks it up. Of several full lengths with
     equal parts on this rank, the one divided last counts.
+
+    Attributes:
+        suspended: Whether layers compute on whole sequences for now, as evaluation does: it keeps no activations, and
+            may have one position only.
+        stream: Shape of this rank's part of the hidden states, where known: a layer may get it with samples and
+            positions in one dimension.
     """
 
     def __init__(self, group: Group, dim: int) -> None:
         self.group = group
         self.dim = dim
+        self.suspended = False
+        self.stream: torch.Size | None = None
         self._full: dict[int, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceLengths:
@@ -140,6 +146,28 @@ class SequenceLengths:
             )
         return balanced(self._full[local], self.group.size)
 
+    def is_flat(self, x: Tensor) -> bool:
+        """Return whether samples and positions are one dimension of `x`, unlike in the hidden states."""
+        return self.stream is not None and x.dim() < len(self.stream)
+
+    def of_piece(self, x: Tensor) -> tuple[int, list[int]]:
+        """Return along which dimension `x` is this rank's part, and the extent of each rank's."""
+        if not self.is_flat(x):
+            return self.dim, self.parts(x.shape[self.dim])
+        return 0, self._of_flat()
+
+    def of_whole(self, y: Tensor) -> tuple[int, list[int]]:
+        """Return along which dimension the whole `y` is to be divided, and the extent of each rank's part."""
+        if not self.is_flat(y):
+            return self.dim, self.divide(y.shape[self.dim])
+        return 0, self._of_flat()
+
+    def _of_flat(self) -> list[int]:
+        # Then it must be a function of each position, to which their order does not matter.
+        assert self.stream is not None
+        samples = self.stream[:-1].numel() // max(self.stream[self.dim], 1)
+        return [samples * size for size in self.parts(self.stream[self.dim])]
+
 
 class SharedInputs:
     """Remembers the last input of a group's column-parallel layers, so that all layers that read it share its gradient.
@@ -162,13 +190,14 @@ class SharedInputs:
     def enter(self, x: Tensor) -> tuple[Tensor, _InputGradient | None]:
         """Return the tensor to compute on, and the collector of its gradient; None if no gradient is needed."""
         dtype = compute_dtype(x)
+        layout = self._layout(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
-            return self._whole(x.to(dtype)), None
+            return self._whole(x.to(dtype), layout), None
         # The same tensor object is another input once it was changed in place (version), or if activation
         # checkpointing recomputes during backward (graph task): that builds a separate graph, with its own gradient.
         key = (version_of(x), dtype, current_graph_task_id())
         if self._entry is None or self._source is None or self._source() is not x or self._key != key:
-            gradient = _InputGradient(self, self._sizes(x))
+            gradient = _InputGradient(self, layout)
             # Weakly: this cache must not keep an activation alive that the model has dropped.
             # The copy is held until `x` is gone, its gradient is known, or another input comes.
             self._source = weakref.ref(x, self._forget)
@@ -177,13 +206,11 @@ class SharedInputs:
         self._entry[1].expected += 1  # each layer that reads the input adds a part in backward
         return self._entry
 
-    def _sizes(self, x: Tensor) -> list[int] | None:
-        return None if self.lengths is None else self.lengths.parts(x.shape[self.lengths.dim])
+    def _layout(self, x: Tensor) -> tuple[int, list[int]] | None:
+        return None if self.lengths is None or self.lengths.suspended else self.lengths.of_piece(x)
 
-    def _whole(self, x: Tensor) -> Tensor:
-        if self.lengths is None:
-            return x
-        return no_view(comm.all_gather(x, self.group, self.lengths.dim, self._sizes(x)))
+    def _whole(self, x: Tensor, layout: tuple[int, list[int]] | None) -> Tensor:
+        return x if layout is None else no_view(comm.all_gather(x, self.group, *layout))
 
     def _forget(self, source: object) -> None:
         if source is self._source:
@@ -208,9 +235,9 @@ class _InputGradient:
     graph determines when all have contributed; the count only starts the all-reduce before the last weight gradient.
     """
 
-    def __init__(self, inputs: SharedInputs, sizes: list[int] | None) -> None:
+    def __init__(self, inputs: SharedInputs, layout: tuple[int, list[int]] | None) -> None:
         self.inputs = inputs
-        self.sizes = sizes
+        self.layout = layout
         self.expected = 0
         self._clear()
 
@@ -238,11 +265,10 @@ class _InputGradient:
 
     def _start(self, total: Tensor) -> Pending:
         group = self.inputs.group
-        lengths = self.inputs.lengths
-        if lengths is None:
+        if self.layout is None:
             return comm.all_reduce_(total, group, async_op=True)
         # With sequence parallelism a rank needs the gradient of its part of the sequence only.
-        return comm.reduce_scatter(total, group, lengths.dim, self.sizes, async_op=True)
+        return comm.reduce_scatter(total, group, *self.layout, async_op=True)
 
     def collect(self, shape: torch.Size) -> Tensor | None:
         """Return the full gradient; None if no layer has contributed."""
@@ -264,7 +290,7 @@ class _ColumnInputFunction(Function):
         ctx.set_materialize_grads(False)
         ctx.gradient = gradient
         ctx.dtype = x.dtype
-        whole = gradient.inputs._whole(x.to(dtype))
+        whole = gradient.inputs._whole(x.to(dtype), gradient.layout)
         ctx.shape = whole.shape
         return x.detach() if whole is x else whole  # shares the version of `x`, but does not keep it alive
 
@@ -326,8 +352,8 @@ class _RowLinearFunction(Function):
         if lengths is None:
             y = comm.all_reduce_(y, group)
         else:
-            ctx.sizes = lengths.divide(y.shape[lengths.dim])
-            y = no_view(comm.reduce_scatter(y, group, lengths.dim, ctx.sizes))
+            ctx.layout = lengths.of_whole(y)
+            y = no_view(comm.reduce_scatter(y, group, *ctx.layout))
         # After the sum over the ranks, as each rank holds the full bias.
         return y if bias is None else y.add_(bias.to(y.dtype))
 
@@ -339,7 +365,7 @@ class _RowLinearFunction(Function):
         local = grad.reshape(-1, grad.shape[-1])
         rows = local
         if ctx.lengths is not None:
-            rows = comm.all_gather(grad, ctx.group, ctx.lengths.dim, ctx.sizes).reshape(-1, grad.shape[-1])
+            rows = comm.all_gather(grad, ctx.group, *ctx.layout).reshape(-1, grad.shape[-1])
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (rows @ (matrix.t() if ctx.transposed else matrix)).view(ctx.shape).to(ctx.input_dtype)
@@ -366,48 +392,3 @@ def _parameter_gradients(
         dw = (inputs.t() @ rows if ctx.transposed else rows.t() @ inputs).to(ctx.weight_dtype)
     db = rows.sum(0).to(ctx.bias_dtype) if bias and ctx.needs_input_grad[2] else None
     return dw, db
-
-
-# -------------------------------------------------------------------------------------------------------- input sizes
-
-_SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement}  # type: ignore[attr-defined]
-
-
-class NarrowInput(Tensor):
-    """Input (..., E) of an attention, whole, whose last size reads as that of this rank's heads.
-
-    Code such as `x.view(b, t, heads, x.shape[-1] // heads)` takes the width of its heads from its input. Functions
-    compute on the whole tensor, and what they make of it is narrow again if it has as many features.
-    """
-
-    whole: Tensor
-
-    @staticmethod
-    def of(whole: Tensor, features: int) -> NarrowInput:
-        """Let the last size of `whole` read as `features`."""
-        # Its own values are read by nothing; if they are, NaN shows it.
-        empty = whole.detach().new_full((1,), float("nan")).expand(*whole.shape[:-1], features)
-        narrow = empty.as_subclass(NarrowInput)
-        narrow.whole = whole
-        return narrow
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _SIZES:
-            return super().__torch_function__(func, types, args, kwargs)
-        narrow = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, NarrowInput))
-        features, local = narrow.whole.shape[-1], narrow.shape[-1]
-        args, kwargs = pytree.tree_map(whole_input, (args, kwargs))
-        result = func(*args, **kwargs)
-
-        def again(leaf: Any) -> Any:
-            is_wide = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[-1] == features
-            return NarrowInput.of(leaf, local) if is_wide else leaf
-
-        return pytree.tree_map(again, result)
-
-
-def whole_input(value: Any) -> Any:
-    """Return the tensor that a `NarrowInput` stands for; anything else as it is."""
-    return value.whole if isinstance(value, NarrowInput) else value

@@ -30,7 +30,8 @@ from lightning_parallel.tensor.inspection import (
 )
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style, Vocab
 from lightning_parallel.tensor.per_head import set_local_values
-from lightning_parallel.tensor.regions import connect_random_regions, divide_stack
+from lightning_parallel.tensor.regions import connect_random_regions
+from lightning_parallel.tensor.sequence_regions import SequenceRegion, divide_region
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "apply_plan",
     "materialize_shards",
     "parse_plan",
+    "region_around",
     "resolve_ties",
     "style_named",
 ]
@@ -79,14 +81,15 @@ class Plan:
         styles: The style of each divided module, by path.
         attributes: Local values, such as the number of heads, for `per_head.set_local_values`: `{path: {name: value}}`.
         notes: Why a module is divided less well than it could be, or not at all, by path.
-        sequence_regions: Where activations are divided along the sequence: (path of the module around, of the first
-            block, of the last block).
+        sequence_regions: Where activations are divided along the sequence.
+        whole_sequences: Why they are not, in stacks of blocks, by path.
     """
 
     styles: dict[str, Style] = field(default_factory=dict)
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
-    sequence_regions: list[tuple[str, str, str]] = field(default_factory=list)
+    sequence_regions: list[SequenceRegion] = field(default_factory=list)
+    whole_sequences: dict[str, str] = field(default_factory=dict)
 
     def under(self, prefix: str) -> Plan:
         """Return the part of the plan inside the module at `prefix`, with paths relative to it."""
@@ -259,7 +262,7 @@ def _leave_whole(plan: Plan, paths: Iterable[str], note: str) -> None:
         # A whole column layer hands all features to a row layer that expects this rank's, so the whole region must be
         # left undivided, and an attention in it has all of its heads again.
         if _is_paired(style):
-            around = _region(plan, path, Row if isinstance(style, Column) else Column)
+            around = region_around(plan, path, Row if isinstance(style, Column) else Column)
             for other in [other for other in plan.styles if other.startswith(around)]:
                 if _is_paired(plan.styles[other]):
                     del plan.styles[other]
@@ -274,7 +277,7 @@ def _is_paired(style: Style | None) -> bool:
     return (isinstance(style, Column) and not style.gather_output) or (isinstance(style, Row) and not style.split_input)
 
 
-def _region(plan: Plan, path: str, partner: type) -> str:
+def region_around(plan: Plan, path: str, partner: type) -> str:
     """Return the prefix of the paths in the smallest module around `path` that also holds its partner."""
     around = path
     while around:
@@ -336,7 +339,7 @@ def apply_plan(module: nn.Module, plan: Plan, group: Group) -> Sharding:
     # After all layers: a region is found by the divided layers inside one module.
     connect_random_regions(module, group)
     for region in plan.sequence_regions:
-        divide_stack(modules, region, group)
+        divide_region(modules, region, group)
     if any(isinstance(owner, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) for owner in modules.values()):
         guard_fast_path(module)
     return Sharding(shards, partial, plan, shapes, full_attributes)

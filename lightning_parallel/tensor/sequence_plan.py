@@ -4,64 +4,176 @@
     rank 1   positions 4..7
 
 What is between the divided layers, norms and dropout, takes each position by itself: a rank computes its own positions,
-and the gradients of the parameters there are sums over the ranks. A stack is divided as a whole or not at all.
+and the gradients of the parameters there are sums over the ranks. Whether a block allows that is tried: called as its
+model calls it, it must compute what it computed before. Blocks in a row that do are one region.
 
 Source: https://arxiv.org/abs/2205.05198, section 4.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
 
+from lightning_parallel.tensor.attention import Attention, TransformerLayer, transformer_styles
+from lightning_parallel.tensor.block_calls import block_call
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
-from lightning_parallel.tensor.plan import Plan
-from lightning_parallel.tensor.verify import PlanVerifier
+from lightning_parallel.tensor.per_head import PerHead
+from lightning_parallel.tensor.plan import Plan, region_around
+from lightning_parallel.tensor.sequence_regions import SequenceRegion
+from lightning_parallel.tensor.verify import BlockCall, PlanVerifier
 
 __all__ = ["divide_sequences", "sequence_parallel_styles"]
 
+CANNOT_RUN = "its blocks cannot be run alone to compare them"
+DIFFERS = "its blocks compute something else with some of the positions"
+WHOLE = "its layers are not divided"
+
 
 def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> None:
-    """Divide the sequence along the stacks of blocks whose results this does not change."""
+    """Divide the sequence along the stacks of blocks whose results this does not change.
+
+    Raises:
+        ValueError: If there is none.
+    """
     modules = dict(module.named_modules())
     for path, stack in modules.items():
-        if not isinstance(stack, (nn.ModuleList, nn.Sequential)) or len(stack) == 0 or not path:
+        if not isinstance(stack, (nn.ModuleList, nn.Sequential)):
             continue
-        blocks = [f"{path}.{name}" for name, _ in stack.named_children()]
-        # All blocks of a stack or none: the sequence is divided before the first and gathered after the last.
-        divided = [_sequence_plan(modules[block], plan.under(block), verifier) for block in blocks]
-        accepted = [part for part in divided if part is not None]
-        if len(accepted) == len(blocks):
-            for block, part in zip(blocks, accepted):
-                plan.add(block, part)
-            plan.sequence_regions.append((path.rpartition(".")[0], blocks[0], blocks[-1]))
+        blocks = [f"{path}.{name}".lstrip(".") for name, _ in stack.named_children()]
+        known = [block for region in plan.sequence_regions for block in region.blocks]
+        inside_of_another = any(path.startswith(f"{block}.") for block in known)
+        if not inside_of_another and any(_is_divided(modules[block], _inside(plan, block)) for block in blocks):
+            _divide_stack(module, path, blocks, plan, verifier)
     if not plan.sequence_regions:
+        reasons = "".join(f"\n  `{path}`: {reason}" for path, reason in plan.whole_sequences.items())
         raise ValueError(
             f"`sequence_parallel=True` finds no stack of blocks in `{type(module).__name__}` whose activations can be"
-            " divided along the sequence (dimension 1): blocks must take one tensor (batch, sequence, features), and"
-            " lengths from their projections, not from the input. Use `sequence_parallel=False`."
+            " divided along the sequence: blocks in a `ModuleList` or `Sequential` must take hidden states (batch,"
+            " sequence, features), compute each position by itself outside of their attention and MLP, and return"
+            f" hidden states of the same shape. Use `sequence_parallel=False`.{reasons}"
         )
 
 
-def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier) -> Plan | None:
-    if not any(isinstance(style, Column) for style in inside.styles.values()):
-        return None
-    try:
-        styles = sequence_parallel_styles(block, inside.styles)
-    except ValueError:
-        return None
-    return verifier.first_verified(block, inside, [Plan(styles, sequence_regions=[("", "", "")])])
+def _is_divided(block: nn.Module, inside: Plan) -> bool:
+    kinds = (Attention, TransformerLayer, Column, Row)
+    is_container = isinstance(block, (nn.ModuleList, nn.ModuleDict))
+    return not is_container and any(isinstance(style, kinds) for style in inside.styles.values())
 
 
-def sequence_parallel_styles(block: nn.Module, styles: Mapping[str, Style], dim: int = 1) -> dict[str, Style]:
+def _inside(plan: Plan, block: str) -> Plan:
+    """Return the part of the plan inside of a block, with the style of the block itself."""
+    found = plan.under(block)
+    return Plan(found.styles | ({"": plan.styles[block]} if block in plan.styles else {}), found.attributes)
+
+
+def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, verifier: PlanVerifier) -> None:
+    """Divide the sequence along the blocks in a row that allow it, of the stack at `path`."""
+    run: list[SequenceRegion] = []
+    call = block_call(root, blocks[0], verifier.group)
+    for block in blocks:
+        found = _sequence_plan(root.get_submodule(block), _inside(plan, block), verifier, call)
+        if isinstance(found, str):
+            plan.whole_sequences[path] = found
+            _add_region(plan, path, run)
+            run = []
+            continue
+        for inside in [name for name in plan.styles if name == block or name.startswith(f"{block}.")]:
+            del plan.styles[inside]
+        plan.add(block, found)
+        region = found.sequence_regions[0]
+        sublayers, gathered = (
+            tuple(f"{block}.{name}" for name in names) for names in (region.sublayers, region.gathered)
+        )
+        run.append(SequenceRegion("", (block,), sublayers, gathered, region.dim))
+    _add_region(plan, path, run)
+
+
+def _add_region(plan: Plan, path: str, run: list[SequenceRegion]) -> None:
+    if run:
+        plan.sequence_regions.append(
+            SequenceRegion(
+                path.rpartition(".")[0],
+                tuple(block for part in run for block in part.blocks),
+                tuple(inside for part in run for inside in part.sublayers),
+                tuple(inside for part in run for inside in part.gathered),
+                run[0].dim,
+            )
+        )
+
+
+def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier, call: BlockCall | None) -> Plan | str:
+    """Return how the sequence is divided in one block, or why it is not, in a few words."""
+    if not _is_divided(block, inside):
+        return WHOLE
+    shape = None if call is None else call.hidden.shape
+    if shape is not None and len(shape) < 3:
+        return "its hidden states have no dimension of positions"
+    dim = 0 if _has_positions_first(block) or (shape is not None and shape[0] > shape[1]) else 1
+    candidates = list(_candidates(block, inside, dim))
+    given = Plan(attributes=inside.attributes)  # the candidates have the styles of all layers
+    found = verifier.first_verified(block, given, candidates, source="sequence", call=call)
+    if found is not None:
+        return found
+    runs = verifier.first_verified(block, inside, [Plan()], source="alone", call=call) is not None
+    return DIFFERS if runs else CANNOT_RUN
+
+
+def _has_positions_first(block: nn.Module) -> bool:
+    return any(isinstance(child, nn.MultiheadAttention) and not child.batch_first for child in block.modules())
+
+
+def _candidates(block: nn.Module, inside: Plan, dim: int) -> Iterator[Plan]:
+    """Yield ways to divide the sequence in `block`, the best first."""
+    around = [region_around(inside, path, Column).rstrip(".") for path in inside.styles if _is_row(inside.styles[path])]
+    sublayers = tuple(dict.fromkeys(filter(None, around)))
+    # What takes or makes whole features by itself needs whole sequences, too; with the layers beside it.
+    alone = [path for path, style in inside.styles.items() if _is_gathered(style) and not _is_inside(path, sublayers)]
+    modules = tuple(dict.fromkeys(_parent(block, path) for path in alone))
+    # A sublayer that mixes positions otherwise than by its divided layers (a router) computes on whole sequences.
+    for gathered in ((), *((path,) for path in sublayers if len(sublayers) > 1)):
+        divided = tuple(path for path in sublayers if path not in gathered)
+        region = SequenceRegion("", ("",), divided, (*gathered, *modules), dim)
+        styles = sequence_parallel_styles(block, inside.styles, dim, divided, region.gathered)
+        yield Plan(styles, sequence_regions=[region])
+
+
+def _parent(block: nn.Module, path: str) -> str:
+    """Return the path of the module that calls the one at `path`; of that one itself if it is the block."""
+    parent = path.rpartition(".")[0]
+    is_called = parent and not isinstance(block.get_submodule(parent), (nn.ModuleList, nn.ModuleDict))
+    return parent if is_called else path
+
+
+def _is_row(style: Style) -> bool:
+    return isinstance(style, Row) and not style.split_input
+
+
+def _is_gathered(style: Style) -> bool:
+    return bool(getattr(style, "gather_output", False) or getattr(style, "split_input", False))
+
+
+def _is_inside(path: str, modules: Collection[str]) -> bool:
+    return any(path == module or path.startswith(f"{module}.") for module in modules)
+
+
+def sequence_parallel_styles(
+    block: nn.Module,
+    styles: Mapping[str, Style],
+    dim: int = 1,
+    sublayers: Collection[str] = (),
+    gathered: Collection[str] = (),
+) -> dict[str, Style]:
     """Return the styles of a `block` whose input and output are divided along the sequence.
 
     Args:
         block: The full module.
         styles: The styles of its layers without sequence parallelism, by path inside it.
         dim: Dimension of the sequence.
+        sublayers: Paths of the modules whose inputs stand for whole sequences.
+        gathered: Paths of the modules that compute on whole sequences.
 
     Returns:
         The same styles with sequence parallelism, and partial gradients for all other parameters of the block.
@@ -70,15 +182,32 @@ def sequence_parallel_styles(block: nn.Module, styles: Mapping[str, Style], dim:
         ValueError: If a style cannot be combined with sequence parallelism.
     """
     result: dict[str, Style] = {}
+    styles = _inner_styles(block, styles)
     for path, style in styles.items():
-        gathered = isinstance(style, Column) and style.gather_output
-        split = isinstance(style, Row) and style.split_input
-        if gathered or split or not isinstance(style, (Column, Row, Replicate)):
+        inside = _is_inside(path, sublayers)
+        if _is_inside(path, gathered) or isinstance(style, (Replicate, PerHead)) or (inside and _is_gathered(style)):
+            result[path] = style
+        elif isinstance(style, Attention):
+            result[path] = replace(style, sequence_dim=dim)
+        elif isinstance(style, (Column, Row)) and not _is_gathered(style):
+            result[path] = replace(style, sequence_dim=dim, in_sublayer=inside)
+        else:
             raise ValueError(f"`{path}` cannot be sequence-parallel with {style}; use `Column()` and `Row()` in pairs")
-        result[path] = style if isinstance(style, Replicate) else replace(style, sequence_dim=dim)
-    divided = tuple(f"{path}." for path, style in styles.items() if isinstance(style, (Column, Row)))
+    known = [path for path, style in styles.items() if not isinstance(style, (Replicate, PerHead))]
     for path, module in block.named_modules():
         # Norms and other layers see this rank's positions only.
-        if any(True for _ in module.parameters(recurse=False)) and not f"{path}.".startswith(divided):
+        whole = _is_inside(path, known) or _is_inside(path, gathered) or isinstance(styles.get(path), PerHead)
+        if any(True for _ in module.parameters(recurse=False)) and not whole:
             result[path] = Replicate(partial_gradient=True)
+    return result
+
+
+def _inner_styles(block: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Return the styles with those of torch's own transformer layers replaced by those of the modules inside."""
+    result: dict[str, Style] = {}
+    for path, style in styles.items():
+        inner = (
+            {"": style} if not isinstance(style, TransformerLayer) else transformer_styles(block.get_submodule(path))
+        )
+        result |= {f"{path}.{name}".strip("."): found for name, found in inner.items()}
     return result

@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -22,7 +23,7 @@ from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 
-__all__ = ["DropoutOff", "PlanVerifier", "copy_in_double", "devices_in_use", "possible_inputs"]
+__all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "copy_in_double", "devices_in_use", "possible_inputs"]
 
 # Of the largest value, by the precision of the trial; what computes in single precision inside stays below the first.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2}
@@ -55,7 +56,12 @@ class PlanVerifier:
         self._verdicts: dict[object, bool | None] = {}
 
     def first_verified(
-        self, block: nn.Module, given: Plan, candidates: Iterable[Plan], source: str = ""
+        self,
+        block: nn.Module,
+        given: Plan,
+        candidates: Iterable[Plan],
+        source: str = "",
+        call: BlockCall | None = None,
     ) -> Plan | None:
         """Return the first candidate that does not change the results of `block`; None if there is none.
 
@@ -64,13 +70,14 @@ class PlanVerifier:
             given: What is divided in addition to each candidate.
             candidates: Plans for the block, the likeliest first.
             source: How they were found: a block that refused those of one source may accept those of another.
+            call: How the model calls the block, if that is known; otherwise it is called with one tensor.
         """
         candidates = list(candidates)
         kind = (type(block), source, tuple(candidates[0].styles) if candidates else ())
-        described = [(plan.styles, plan.attributes) for plan in candidates]
+        described = [(plan.styles, plan.attributes, plan.sequence_regions) for plan in candidates]
         key = (structure_of(block), source, repr(given.styles), repr(described))
         if key not in self._known:
-            self._known[key] = None if kind in self._refused else self._run_all(block, given, candidates)
+            self._known[key] = None if kind in self._refused else self._run_all(block, given, candidates, call)
         if self._known[key] is None:
             # Blocks of one kind may feed each other, so a division that is wrong for one is used for none.
             self._refused.add(kind)
@@ -82,11 +89,18 @@ class PlanVerifier:
         if key not in self._verdicts:
             runs = self.first_verified(block, Plan(), [Plan()]) is not None
             self._verdicts[key] = (
-                (self._run_all(block, Plan(), [plan], all_outputs=False) is not None) if runs else None
+                (self._run_all(block, Plan(), [plan], None, all_outputs=False) is not None) if runs else None
             )
         return self._verdicts[key]
 
-    def _run_all(self, block: nn.Module, given: Plan, candidates: list[Plan], all_outputs: bool = True) -> Plan | None:
+    def _run_all(
+        self,
+        block: nn.Module,
+        given: Plan,
+        candidates: list[Plan],
+        call: BlockCall | None,
+        all_outputs: bool = True,
+    ) -> Plan | None:
         if any(parameter.is_meta for parameter in block.parameters()):
             block = _with_random_values(block)
         with torch.random.fork_rng(devices_in_use()):
@@ -95,7 +109,7 @@ class PlanVerifier:
             for dtype in TOLERANCES:
                 lacks_precision = False
                 with _computing_in(dtype):
-                    for x in possible_inputs(block):
+                    for x in _trial_inputs(block, call):
                         expected = self._run_together(partial(_run_copy, block, x))
                         if expected is not None:
                             return self._first_right(block, given, candidates, all_outputs, x, expected)
@@ -110,7 +124,7 @@ class PlanVerifier:
         given: Plan,
         candidates: list[Plan],
         all_outputs: bool,
-        x: Tensor,
+        x: _TrialInput,
         expected: _Result,
     ) -> Plan | None:
         # A branch on `self.training` shows only there. None where the block draws random numbers of its own.
@@ -131,7 +145,7 @@ class PlanVerifier:
         return None
 
     def _agrees(
-        self, block: nn.Module, plan: Plan, x: Tensor, expected: _Result, all_outputs: bool, training: bool
+        self, block: nn.Module, plan: Plan, x: _TrialInput, expected: _Result, all_outputs: bool, training: bool
     ) -> bool:
         try:
             divided = copy_in_double(block)
@@ -165,7 +179,7 @@ class PlanVerifier:
             right = right and _close(gradient, mine, SMALL * largest)
         return all(comm.all_gather_object(right, self.group))
 
-    def _draws_alike(self, block: nn.Module, plan: Plan, x: Tensor) -> bool:
+    def _draws_alike(self, block: nn.Module, plan: Plan, x: _TrialInput) -> bool:
         """Return whether, with dropout, what is whole on all ranks is the same there.
 
         Where each rank draws for its own features, what it computes whole must not depend on the draws.
@@ -175,7 +189,10 @@ class PlanVerifier:
         divided = copy_in_double(block)
         sharding = apply_plan(divided, plan, self.group)
         torch.manual_seed(0)
-        outputs, gradients = _run(divided.train(), x)
+        result = self._run_together(lambda: _run(divided.train(), x))
+        if result is None:
+            return False
+        outputs, gradients = result
         reduced = {name: gradients[name] for name in sorted(sharding.partial & gradients.keys())}
         reduce_partial_(reduced, sharding.shards, self.group)
         whole = [*outputs[:2], *(gradient for name, gradient in gradients.items() if name not in sharding.shards)]
@@ -198,6 +215,47 @@ class PlanVerifier:
         found = comm.all_gather_object((result is not None, bool(_ABOUT_PRECISION.search(error))), self.group)
         self._lacks_precision = any(is_about for _, is_about in found)
         return result if all(is_there for is_there, _ in found) else None
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """How a model calls one of its blocks.
+
+    Attributes:
+        args: The positional arguments, with tensors of any values.
+        kwargs: The arguments by name.
+        hidden: The tensor among them that stands for the hidden states.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hidden: Tensor
+
+    def __call__(self, block: nn.Module, hidden: Tensor) -> Any:
+        """Call `block` in the same way with other hidden states."""
+
+        def adapted(leaf: Any) -> Any:
+            if leaf is self.hidden:
+                return hidden
+            if not isinstance(leaf, Tensor):
+                return copy.deepcopy(leaf)  # a cache, which a call fills
+            return leaf.to(hidden.device, hidden.dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
+
+        args, kwargs = pytree.tree_map(adapted, (self.args, self.kwargs))
+        return block(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _TrialInput:
+    hidden: Tensor
+    call: Callable[[nn.Module, Tensor], Any]
+
+
+def _trial_inputs(block: nn.Module, call: BlockCall | None) -> Iterator[_TrialInput]:
+    if call is not None:
+        yield _TrialInput(torch.randn(call.hidden.shape, dtype=torch.float64).to(_device(), _computing), call)
+    for x in possible_inputs(block):
+        yield _TrialInput(x, lambda module, hidden: module(hidden))
 
 
 def possible_inputs(block: nn.Module) -> Iterator[Tensor]:
@@ -256,50 +314,50 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _run_copy(block: nn.Module, x: Tensor) -> _Result:
+def _run_copy(block: nn.Module, x: _TrialInput) -> _Result:
     return _run(copy_in_double(block), x)
 
 
-def _run(block: nn.Module, x: Tensor) -> _Result:
+def _run(block: nn.Module, x: _TrialInput) -> _Result:
     """Run forward and backward, from a random weighting of the outputs; the first outputs are the main one and dx."""
-    x = x.clone().requires_grad_(True)
-    outputs = [leaf for leaf in pytree.tree_leaves(block(x)) if isinstance(leaf, Tensor)]
+    hidden = x.hidden.clone().requires_grad_(True)
+    outputs = [leaf for leaf in pytree.tree_leaves(x.call(block, hidden)) if isinstance(leaf, Tensor)]
     floating = [leaf for leaf in outputs if leaf.is_floating_point()]
     generator = torch.Generator().manual_seed(1)
     main = floating[0]
     total = (main * torch.randn(main.shape, generator=generator, dtype=main.dtype).to(main.device)).sum()
     total.backward()
-    if x.grad is None:
+    if hidden.grad is None:
         raise ValueError("the output of the block does not depend on its input")
     gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
     others = [leaf.detach().to(torch.float64) for leaf in outputs if leaf is not main]
-    return [main.detach(), x.grad, *others], {**gradients}
+    return [main.detach(), hidden.grad, *others], {**gradients}
 
 
-def _run_without_chance(block: nn.Module, x: Tensor) -> _Result:
+def _run_without_chance(block: nn.Module, x: _TrialInput) -> _Result:
     """Run a block in training without its dropout.
 
     Raises:
         ValueError: If it draws other random numbers, of which a divided block would draw others.
     """
     with DropoutOff():
-        before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+        before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.hidden.is_cuda else torch.empty(0)
         result = _run(block, x)
-        after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+        after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.hidden.is_cuda else torch.empty(0)
     if not all(map(torch.equal, before, after)):
         raise ValueError("the block draws random numbers")
     return result
 
 
-def _run_with_chance(block: nn.Module, x: Tensor) -> _Result:
+def _run_with_chance(block: nn.Module, x: _TrialInput) -> _Result:
     """Run a block in training with its dropout.
 
     Raises:
         ValueError: If it has none.
     """
-    before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+    before = torch.get_rng_state(), torch.cuda.get_rng_state() if x.hidden.is_cuda else torch.empty(0)
     result = _run(copy_in_double(block).train(), x)
-    after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.is_cuda else torch.empty(0)
+    after = torch.get_rng_state(), torch.cuda.get_rng_state() if x.hidden.is_cuda else torch.empty(0)
     if all(map(torch.equal, before, after)):
         raise ValueError("the block draws no random numbers")
     return result

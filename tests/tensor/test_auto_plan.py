@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_parallel import comm
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.inspection import structure_of
 from lightning_parallel.tensor.layers import Column, Row
@@ -294,7 +295,7 @@ def test_torch_transformer_encoder(group):
 @distributed(world_size=2)
 def test_sequence_parallel(group):
     plan, model = _compare(group, lambda: _own(ChunkAttention), rtol=1e-10, sequence_parallel=True)
-    assert plan.sequence_regions == [("", "blocks.0", "blocks.1")]
+    assert [region.blocks for region in plan.sequence_regions] == [("blocks.0", "blocks.1")]
     lengths = []
     model.blocks[0].mlp_norm.register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
     _loss(model)
@@ -302,9 +303,37 @@ def test_sequence_parallel(group):
 
 
 @distributed(world_size=2)
-def test_sequence_parallel_is_refused_where_blocks_read_lengths_from_the_stream(group):
-    with pytest.raises(ValueError, match="finds no stack of blocks"):
-        make_plan(_own(ViewAttention), "auto", group, sequence_parallel=True)
+def test_sequence_parallel_where_blocks_read_lengths_from_the_stream(group):
+    plan, _ = _compare(group, lambda: _own(ViewAttention), rtol=1e-10, sequence_parallel=True)
+    assert [len(region.blocks) for region in plan.sequence_regions] == [2]
+
+
+SEQUENCE_PARALLEL = (
+    *("GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM", "BertForMaskedLM", "OPTForCausalLM"),
+    *("GPTNeoXForCausalLM", "ViTForImageClassification", "Phi3ForCausalLM", "T5ForConditionalGeneration"),
+)
+
+
+@pytest.mark.parametrize("name", SEQUENCE_PARALLEL)
+@distributed(world_size=2)
+def test_sequence_parallel_hugging_face_models(group, name):
+    plan, model = _compare(group, lambda: _hugging_face(name), 1e-10, sequence_parallel=True)
+    stacks = 2 if name.startswith("T5") else 1
+    assert [len(region.blocks) for region in plan.sequence_regions] == [2] * stacks
+    gathered = [region.gathered for region in plan.sequence_regions if region.gathered]
+    assert bool(gathered) == (name in ("Phi3ForCausalLM", "T5ForConditionalGeneration")), "its layers are not pairs"
+    norms = [
+        child
+        for path, child in model.named_modules()
+        if path.startswith(plan.sequence_regions[0].blocks[0]) and "norm" in type(child).__name__.lower()
+    ]
+    lengths = []
+    norms[-1].register_forward_hook(lambda _, args, __: lengths.append(args[0].numel()))
+    _loss(model)
+    everywhere = comm.all_gather_object(lengths[-1], group)
+    full = (5 if "ViT" in name else 7) * 2 * 32
+    assert sum(everywhere) == full
+    assert max(everywhere) < full
 
 
 class Functional(nn.Module):

@@ -13,8 +13,8 @@ from lightning_parallel import comm
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.layers import Column, Replicate, Row
 from lightning_parallel.tensor.plan import apply_plan
-from lightning_parallel.tensor.regions import divide_sequence
 from lightning_parallel.tensor.sequence_plan import sequence_parallel_styles
+from lightning_parallel.tensor.sequence_regions import divide_sequence
 from lightning_parallel.tensor.sharding import ShardPart
 from tests.harness import distributed, recorded_communication, run
 from tests.tensor.oracle import divide, finish_gradients, same_by_name
@@ -61,7 +61,7 @@ def build(group, p=0.0):
             f"blocks.{i}.{path}".rstrip("."): style for path, style in sequence_parallel_styles(block, STYLES).items()
         }
     rules, partial = divide(model, styles, group)
-    divide_sequence(model, model.blocks[0], model.blocks[-1], group)
+    divide_sequence(model, list(model.blocks), group)
     return model, whole, rules, partial
 
 

@@ -1,0 +1,146 @@
+"""How a model calls its blocks: seen in a run of its forward without data, up to the first of them.
+
+A copy of the model on the meta device computes shapes only, so that it costs neither memory nor time. What it is given
+(tokens, hidden states, an image) is tried; the values of what its code makes of that, and gives to the block beside
+the hidden states, such as rotations and masks, do not matter to a comparison: they are random.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import BUFFERS, MODULES, PARAMETERS, buffers_of, children_of, parameters_of, pytree
+from lightning_parallel.tensor.inspection import is_linear, sizes_of
+from lightning_parallel.tensor.verify import INPUT_SHAPE, BlockCall, devices_in_use
+
+__all__ = ["block_call"]
+
+SIDES = (32, 64, 224)  # of images
+MOST_CHANNELS = 16
+
+
+class _CalledError(Exception):
+    """The block is called; carries its arguments."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = args, kwargs
+
+
+def block_call(root: nn.Module, path: str, group: Group) -> BlockCall | None:
+    """Return how the modules of `root` call the one at `path`; None if that cannot be seen.
+
+    Args:
+        root: The whole model.
+        path: Path of the block, in a container.
+        group: The tensor-parallel group; all its ranks must call this.
+    """
+    found = None
+    with torch.random.fork_rng(devices_in_use()):
+        around = path
+        while found is None and around:
+            around = around.rpartition(".")[0]
+            owner = root.get_submodule(around)
+            if not isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
+                found = _call_by(owner, path.removeprefix(f"{around}.").lstrip("."))
+        torch.manual_seed(0)
+        call = None if found is None else _with_values(*found)
+    leaves = [] if call is None else pytree.tree_leaves((call.args, call.kwargs))
+    described = [(leaf.shape, str(leaf.dtype)) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
+    # Ranks that try different calls would wait for each other.
+    everywhere = comm.all_gather_object(described, group)
+    return call if all(other == described for other in everywhere) else None
+
+
+def _call_by(owner: nn.Module, path: str) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments, without data, that the forward of `owner` gives to the block at `path` inside of it."""
+    for given in _possible_arguments(owner, owner.get_submodule(path)):
+        hollow = _without_data(owner, {})
+
+        def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            raise _CalledError(*copy.deepcopy((args, kwargs)))
+
+        hollow.get_submodule(path).register_forward_pre_hook(called, with_kwargs=True)
+        try:
+            with torch.no_grad():
+                hollow(given)
+        except _CalledError as call:
+            if _hidden(call.arguments) is not None:
+                return call.arguments
+        except Exception:  # the user's code on an input it may not be made for
+            continue
+    return None
+
+
+def _without_data(module: nn.Module, known: dict[int, Any]) -> nn.Module:
+    """Return a copy of `module` whose tensors are on the meta device, without its hooks."""
+    if id(module) in known:
+        return known[id(module)]
+    hollow = known[id(module)] = copy.copy(module)
+    for name in [name for name in vars(hollow) if name.endswith("_hooks")]:
+        vars(hollow)[name] = type(vars(hollow)[name])()
+
+    def meta(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        found = known.setdefault(id(tensor), tensor.detach().to("meta"))
+        return nn.Parameter(found, found.is_floating_point()) if isinstance(tensor, nn.Parameter) else found
+
+    vars(hollow)[PARAMETERS] = {name: meta(tensor) for name, tensor in parameters_of(module).items()}
+    vars(hollow)[BUFFERS] = {name: meta(tensor) for name, tensor in buffers_of(module).items()}
+    children = {name: child and _without_data(child, known) for name, child in children_of(module).items()}
+    vars(hollow)[MODULES] = children
+    return hollow
+
+
+def _possible_arguments(owner: nn.Module, block: nn.Module) -> Iterator[Tensor]:
+    """Yield tensors without data that the forward of `owner` may take, the likeliest first."""
+    dtype = next((parameter.dtype for parameter in owner.parameters() if parameter.is_floating_point()), None)
+    if any(isinstance(child, nn.Embedding) for child in owner.modules()):
+        yield torch.zeros(INPUT_SHAPE, dtype=torch.long, device="meta")
+    widths = [sizes_of(child)[0] for child in block.modules() if is_linear(child)]
+    if widths:
+        yield torch.empty(*INPUT_SHAPE, widths[0], dtype=dtype, device="meta")
+    for child in owner.modules():
+        if isinstance(child, nn.Conv2d) and child.in_channels <= MOST_CHANNELS:
+            told = [getattr(getattr(owner, "config", None), "image_size", None)]
+            for side in [side for side in told if isinstance(side, int)] or SIDES:
+                yield torch.empty(INPUT_SHAPE[0], child.in_channels, side, side, dtype=dtype, device="meta")
+            return
+
+
+def _hidden(arguments: Any) -> Tensor | None:
+    leaves = pytree.tree_leaves(arguments)
+    return next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
+
+
+def _with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+    """Give values to arguments that have none; those of the hidden states are of no interest."""
+    values: dict[int, Tensor] = {}
+
+    def filled(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_meta:
+            return leaf
+        return values.setdefault(id(leaf), _values_of(leaf))
+
+    hidden = _hidden((args, kwargs))
+    args, kwargs = pytree.tree_map(filled, (args, kwargs))
+    assert hidden is not None
+    return BlockCall(args, kwargs, values.get(id(hidden), hidden))
+
+
+def _values_of(like: Tensor) -> Tensor:
+    if like.is_floating_point():
+        return torch.randn(like.shape, dtype=torch.float64).to(like.dtype)
+    if like.dtype == torch.bool:
+        is_square = like.dim() > 1 and like.shape[-1] == like.shape[-2]
+        mask = torch.ones(like.shape, dtype=torch.bool)
+        return mask.tril() if is_square else mask
+    return torch.arange(like.shape[-1] if like.dim() else 1, dtype=like.dtype).expand(like.shape).clone()

@@ -1,0 +1,184 @@
+"""Inputs whose sizes read otherwise than what this rank holds, for code that takes lengths and widths from its input.
+
+    NarrowInput    whole values, the features of this rank's heads in its shape    x.view(b, t, heads, c // heads)
+    DividedInput   this rank's positions, those of all ranks in its shape          b, t, c = x.shape
+
+Layers that know of the division take what stands behind it (`whole_input`, `DividedInput.piece`). With sequence
+parallelism, functions that take each position by itself compute on this rank's positions; for any other function the
+sequence is gathered, which is right but slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, pytree
+from lightning_parallel.tensor.autograd import gather_from_group
+from lightning_parallel.tensor.linear import SequenceLengths
+
+__all__ = ["DividedInput", "NarrowInput", "whole_input"]
+
+_SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement}  # type: ignore[attr-defined]
+
+
+class NarrowInput(Tensor):
+    """Input (..., E) of an attention, whole, whose last size reads as that of this rank's heads.
+
+    Code such as `x.view(b, t, heads, x.shape[-1] // heads)` takes the width of its heads from its input. Functions
+    compute on the whole tensor, and what they make of it is narrow again if it has as many features.
+    """
+
+    whole: Tensor
+
+    @staticmethod
+    def of(whole: Tensor, features: int) -> NarrowInput:
+        """Let the last size of `whole` read as `features`."""
+        narrow = _without_values(whole, (*whole.shape[:-1], features)).as_subclass(NarrowInput)
+        narrow.whole = whole
+        return narrow
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _SIZES:
+            return super().__torch_function__(func, types, args, kwargs)
+        narrow = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, NarrowInput))
+        features, local = narrow.whole.shape[-1], narrow.shape[-1]
+        args, kwargs = pytree.tree_map(whole_input, (args, kwargs))
+        result = func(*args, **kwargs)
+
+        def again(leaf: Any) -> Any:
+            is_wide = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[-1] == features
+            return NarrowInput.of(leaf, local) if is_wide else leaf
+
+        return pytree.tree_map(again, result)
+
+
+def whole_input(value: Any) -> Any:
+    """Return the tensor that a `NarrowInput` stands for; anything else as it is."""
+    return value.whole if isinstance(value, NarrowInput) else value
+
+
+def _without_values(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of that shape; its own values are read by nothing, and if they are, NaN shows it."""
+    with torch.no_grad():
+        return like.new_full((1,), float("nan")).expand(*shape)
+
+
+# ---------------------------------------------------------------------------------------------- divided along positions
+
+
+class DividedInput(Tensor):
+    """Activations (B, L, E) of which this rank holds some positions, whose sizes read as those of the whole.
+
+    Attributes:
+        piece: This rank's part of them.
+        lengths: How sequences are divided.
+        division: The dimension that is divided, and the extent of each rank's part.
+    """
+
+    piece: Tensor
+    lengths: SequenceLengths
+    division: tuple[int, list[int]]
+
+    @staticmethod
+    def of(piece: Tensor, lengths: SequenceLengths, division: tuple[int, list[int]] | None = None) -> DividedInput:
+        """Let the sizes of a `piece` read as those of the whole."""
+        dim, parts = division = lengths.of_piece(piece) if division is None else division
+        shape = (*piece.shape[:dim], sum(parts), *piece.shape[dim + 1 :])
+        divided = _without_values(piece, shape).as_subclass(DividedInput)
+        divided.piece = piece
+        divided.lengths = lengths
+        divided.division = division
+        return divided
+
+    def gathered(self) -> Tensor:
+        """Return the positions of all ranks, for a computation that all of them repeat."""
+        return gather_from_group(self.piece, self.lengths.group, *self.division)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func in _SIZES or name in _ABOUT_SIZES:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        owner = getattr(func, "__self__", None)
+        if name == "__get__" and getattr(owner, "__name__", "") in _ABOUT_TENSOR:
+            found = args[0].piece if getattr(owner, "__name__", "") == "requires_grad" else args[0]
+            with DisableTorchFunctionSubclass():
+                return func(found)
+        leaves = pytree.tree_leaves((args, kwargs))
+        divided = [leaf for leaf in leaves if isinstance(leaf, DividedInput)]
+        if _is_by_position(name, args, kwargs, leaves, divided):
+            args, kwargs = pytree.tree_map(_piece, (args, kwargs))
+            lengths, division = divided[0].lengths, divided[0].division
+            result = func(*args, **kwargs)
+            return pytree.tree_map_only(Tensor, lambda leaf: DividedInput.of(leaf, lengths, division), result)
+        args, kwargs = pytree.tree_map(_gathered, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _piece(value: Any) -> Any:
+    return value.piece if isinstance(value, DividedInput) else value
+
+
+def _gathered(value: Any) -> Any:
+    return value.gathered() if isinstance(value, DividedInput) else value
+
+
+# Functions that read no values, or make tensors of their own.
+_ABOUT_SIZES = {
+    *("dim", "ndimension", "is_floating_point", "is_complex", "element_size", "get_device", "__len__", "__repr__"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "zeros_like", "ones_like", "empty_like"),
+    *("full_like", "__hash__", "is_contiguous"),
+}
+_ABOUT_TENSOR = {"dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "requires_grad", "is_sparse"}
+_ABOUT_TENSOR |= {"is_nested", "is_quantized", "names", "is_mps", "is_xpu", "itemsize"}
+
+# Functions of each element, or of each position, whatever their other arguments are (tensors of one dimension meet
+# features, since there are positions before them).
+_OF_ELEMENTS = {
+    *("add", "sub", "mul", "div", "true_divide", "neg", "pow", "rsub", "abs", "exp", "log", "sqrt", "rsqrt", "square"),
+    *("reciprocal", "clamp", "clip", "where", "addcmul", "lerp", "rsub", "multiply", "subtract", "divide"),
+    *("relu", "gelu", "silu", "sigmoid", "tanh", "elu", "leaky_relu", "mish", "softplus", "hardswish", "relu6"),
+    *("dropout", "alpha_dropout", "to", "float", "double", "half", "bfloat16", "type", "clone", "contiguous", "detach"),
+    *("logsigmoid", "selu", "celu", "sin", "cos", "erf", "type_as"),
+}
+_OPERATORS = {"add", "sub", "mul", "truediv", "pow", "radd", "rsub", "rmul", "rtruediv", "neg", "iadd", "isub", "imul"}
+_OF_ELEMENTS |= {f"__{name}__" for name in _OPERATORS}
+_OVER_FEATURES = {"layer_norm", "rms_norm"}
+_REDUCTIONS = {"mean", "var", "std", "sum", "norm", "softmax", "log_softmax", "amax", "amin", "normalize"}
+
+
+def _is_by_position(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], leaves: Sequence[Any], divided: Sequence[DividedInput]
+) -> bool:
+    """Return whether a function computes each position by itself, given these arguments."""
+    first = divided[0]
+    if any(other.dim() != first.dim() or other.division != first.division for other in divided[1:]):
+        return False
+    if first.division[0] >= first.dim() - 1 or not args:
+        return False
+    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, DividedInput)]
+    if name == "linear":
+        return isinstance(args[0], DividedInput) and len(divided) == 1
+    if any(other.dim() > 1 for other in others):
+        return False
+    if name in _OVER_FEATURES:
+        shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
+        return len(shape) == 1
+    if name in _REDUCTIONS:
+        return _reduced(name, args, kwargs) in ((-1,), (first.dim() - 1,))
+    return name.removesuffix("_") in _OF_ELEMENTS or name in _OF_ELEMENTS
+
+
+def _reduced(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return the dimensions over which a function reduces, if it says so by them."""
+    place = 2 if name in ("norm", "normalize") else 1
+    dim = kwargs.get("dim", args[place] if len(args) > place else None)
+    return tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)

@@ -1,0 +1,278 @@
+"""Regions of a model in which activations are divided along the sequence: the hooks around its blocks.
+
+    hidden | first: keep my part | norm | Column: all-gather ... Row: reduce-scatter | last: all-gather | hidden
+    (L, E) | (L / ranks, E)             | (L, E / ranks)                              | (L / ranks, E)   | (L, E)
+
+An all-gather and a reduce-scatter send as many bytes as the all-reduce that they replace, and the activations between
+the layers take 1 / ranks of the memory. Each rank computes norms and biases there for its positions only, so their
+gradients are partial.
+
+A **sublayer** (attention, MLP) may take lengths from its input, so that is a `DividedInput`, whose sizes read as those
+of the whole sequence. A module that needs all positions and is not divided itself (a router) gets them **gathered**.
+Evaluation without gradients computes on whole sequences: it keeps no activations, and may decode one position a time.
+
+Legend: L sequence length, E features.
+
+Source: Korthikanti et al., https://arxiv.org/abs/2205.05198
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import current_graph_task_id, pytree, version_of
+from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
+from lightning_parallel.tensor.inputs import DividedInput
+from lightning_parallel.tensor.linear import SequenceLengths, shared_inputs
+from lightning_parallel.tensor.regions import RandomRegion, is_same_state, random_state
+
+__all__ = ["SequenceRegion", "divide_region", "divide_sequence"]
+
+
+@dataclass(frozen=True)
+class SequenceRegion:
+    """Blocks in a row, from the first to the last of which activations are divided along the sequence.
+
+    Attributes:
+        owner: Path of the module that calls them.
+        blocks: Paths of the blocks, in their order.
+        sublayers: Paths of the modules inside whose inputs stand for whole sequences.
+        gathered: Paths of the modules inside that compute on whole sequences.
+        dim: The dimension of the sequence.
+    """
+
+    owner: str
+    blocks: tuple[str, ...]
+    sublayers: tuple[str, ...] = ()
+    gathered: tuple[str, ...] = ()
+    dim: int = 1
+
+
+def divide_region(modules: Mapping[str, nn.Module], region: SequenceRegion, group: Group) -> None:
+    """Divide the sequence in one region of a plan, and watch what happens between its blocks.
+
+    Args:
+        modules: The modules of the model, by path.
+        region: The region.
+        group: The tensor-parallel group.
+    """
+    blocks = {path: modules[path] for path in region.blocks}
+    divide_sequence(modules[region.owner], list(blocks.values()), group, region.dim)
+    lengths = _lengths(group, region.dim)
+    for path in region.sublayers:
+        _stand_for_whole(modules[path], lengths)
+    for path in region.gathered:
+        _gather_around(path, modules[path], lengths)
+    if len(blocks) > 1:
+        _refuse_changes_between(blocks, group)
+
+
+def divide_sequence(owner: nn.Module, blocks: Sequence[nn.Module], group: Group, dim: int = 1) -> None:
+    """Divide the sequence from the input of the first of `blocks` to the output of the last, modules inside `owner`.
+
+    The tensor that is divided is the first one with floating-point numbers among the arguments of the first; the one
+    that is gathered is the first in the output of the last. Random numbers in between differ between the ranks.
+    """
+    lengths = _lengths(group, dim)
+    region = RandomRegion(group)
+
+    def enter(is_first: bool, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        lengths.suspended = _is_evaluated(module)
+        if lengths.suspended:
+            return None
+        hidden = piece = _main(args, kwargs)
+        if is_first:
+            piece = scatter_to_group(hidden, group, dim, lengths.divide(hidden.shape[dim]))
+            if module.training:  # dropout between the layers draws for different positions on each rank
+                region.open(piece.device)
+        lengths.stream = piece.shape
+        return _exchanged((args, kwargs), hidden, piece) if is_first else None
+
+    def gather_output(module: nn.Module, args: Any, output: Any) -> Any:
+        region.close()
+        if _is_evaluated(module):
+            return None
+        piece = _main(output)
+        return _exchanged(output, piece, gather_from_group(piece, group, dim, lengths.parts(piece.shape[dim])))
+
+    for block in blocks:
+        hook = partial(enter, block is blocks[0])
+        block.register_forward_pre_hook(hook, with_kwargs=True)
+    blocks[-1].register_forward_hook(gather_output)
+    # The blocks may be left by an exception, before `last` closes the region.
+    owner.register_forward_hook(lambda *_: _leave(region, lengths), always_call=True)
+
+
+def _leave(region: RandomRegion, lengths: SequenceLengths) -> None:
+    region.close()
+    lengths.suspended = False
+
+
+def _lengths(group: Group, dim: int) -> SequenceLengths:
+    return shared_inputs(group, dim).lengths  # type: ignore[return-value]
+
+
+def _is_evaluated(module: nn.Module) -> bool:
+    # In training also without gradients: so reentrant checkpointing runs a block before it recomputes it.
+    return not (module.training or torch.is_grad_enabled())
+
+
+def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths) -> None:
+    """Let the input of `sublayer` stand for the whole sequence, and return this rank's positions of its output."""
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if lengths.suspended:
+            return None
+        piece = _main(args, kwargs)
+        return _exchanged((args, kwargs), piece, DividedInput.of(piece, lengths))
+
+    def leave(_: nn.Module, args: Any, output: Any) -> Any:
+        if lengths.suspended:
+            return None
+        main = _main(output)
+        if not isinstance(main, DividedInput):  # computed from all positions, on every rank
+            output = _exchanged(output, main, _my_part(main, lengths))
+        return pytree.tree_map_only(DividedInput, lambda leaf: leaf.piece, output)
+
+    sublayer.register_forward_pre_hook(enter, with_kwargs=True)
+    sublayer.register_forward_hook(leave)
+
+
+def _gather_around(path: str, module: nn.Module, lengths: SequenceLengths) -> None:
+    """Let `module` compute on whole sequences, and return this rank's positions of its output.
+
+    Raises:
+        RuntimeError: From its forward, if it draws random numbers, which differ between the ranks here.
+    """
+    before: list[Any] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if lengths.suspended:
+            return None
+        piece = _main(args, kwargs)
+        before[:] = [random_state(piece.device)]
+        return _exchanged((args, kwargs), piece, gather_from_group(piece, lengths.group, *lengths.of_piece(piece)))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        if lengths.suspended:
+            return None
+        main = _main(output)
+        if not is_same_state(random_state(main.device), before.pop()):
+            raise RuntimeError(
+                f"`{path}` draws random numbers (dropout?) and computes on whole sequences between layers that"
+                " are divided along it, where each rank draws others; use `sequence_parallel=False`, or no dropout"
+            )
+        return _exchanged(output, main, _my_part(main, lengths))
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
+
+
+def _my_part(whole: Tensor, lengths: SequenceLengths) -> Tensor:
+    return scatter_to_group(whole, lengths.group, *lengths.of_whole(whole))
+
+
+def _main(*values: Any) -> Tensor:
+    """Return the first floating-point tensor in arguments or outputs.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf
+    raise TypeError("expected hidden states among the arguments or outputs of a sequence-parallel block, found none")
+
+
+def _exchanged(values: Any, old: Tensor, new: Tensor) -> Any:
+    return pytree.tree_map(lambda leaf: new if leaf is old else leaf, values)
+
+
+class _LastOutput:
+    """What the block of a stack that ran last has returned: the memory, the shape and the version of the tensor."""
+
+    def __init__(self) -> None:
+        self.block = ""
+        self.seen: object = None
+        # Held, so that its memory is not given to another tensor.
+        self.tensor: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LastOutput:
+        return _LastOutput()
+
+
+def _refuse_changes_between(blocks: Mapping[str, nn.Module], group: Group) -> None:
+    """Let the blocks of a stack that is divided along the sequence refuse other hidden states than their neighbour's.
+
+    Each block was verified by itself. Code between them sees this rank's positions only: it would add the positions of
+    the first part to every part, take means over a part, and leave the gradients of its parameters partial.
+
+    Args:
+        blocks: The blocks in their order, by their path in the module.
+        group: The tensor-parallel group.
+
+    Raises:
+        RuntimeError: From the forward of a block.
+    """
+    last = _LastOutput()
+    names = list(blocks)
+    asked: set[str] = set()
+
+    def check(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A recomputation in backward calls blocks one by one, with what was kept of their inputs.
+        if current_graph_task_id() != -1 or _is_evaluated(blocks[path]):
+            return
+        given = _tensors((args, kwargs))
+        hidden = given[0] if given else None
+        previous = last.block
+        last.block = ""
+        last.tensor = None
+        if previous and path != names[0] and hidden is not None and last.seen != _identity(hidden):
+            raise RuntimeError(
+                f"the hidden states are changed between `{previous}` and `{path}`, where with `sequence_parallel=True`"
+                " each rank has a part of the sequence, so the result would differ from that of one process. Do it"
+                " inside of the blocks, before the first or after the last of them, or use `sequence_parallel=False`"
+            )
+        if given[1:] and path not in asked:
+            # Once: what is given to a block besides its hidden states is made by the same code in each step.
+            asked.add(path)
+            if not all(comm.equal_everywhere(value >> 1, group) for value in comm.fingerprints(given[1:])):
+                raise RuntimeError(
+                    f"`{path}` is given a tensor besides its hidden states that differs between the ranks: it was made"
+                    " from hidden states between the blocks, where with `sequence_parallel=True` each rank has a part"
+                    " of the sequence. Use `sequence_parallel=False`"
+                )
+
+    def remember(path: str, output: Any) -> None:
+        if current_graph_task_id() == -1 and not _is_evaluated(blocks[path]):
+            hidden = _tensors(output)
+            if hidden and path != names[-1]:
+                last.block = path
+                last.seen = _identity(hidden[0])
+                last.tensor = hidden[0]
+
+    for path, block in blocks.items():
+        # Before the hook that divides the input of the first block.
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs, path=path: check(path, args, kwargs), with_kwargs=True, prepend=True
+        )
+        block.register_forward_hook(lambda _, args, output, path=path: remember(path, output), prepend=True)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors with data in arguments or outputs: not those that stand for what other stages hold."""
+    return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) is Tensor]
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    # Not the object: checkpointing detaches a block's input. A change in place leaves another version.
+    version = None if tensor.is_inference() else version_of(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), version
