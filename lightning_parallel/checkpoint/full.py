@@ -22,6 +22,7 @@ from lightning_parallel.checkpoint.reader import StoredTensor, take_part
 from lightning_parallel.checkpoint.writer import PartialTensor, TensorPart
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import ParallelState
+from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["Checkpoints", "ModelNames", "rules_by_name"]
@@ -105,6 +106,7 @@ class Checkpoints:
         as_parts: Gather nothing: return tensors without data, with what this rank writes of each.
         replicas: The ranks that hold the same part; they share what there is to write.
         are_alike: Whether they do; otherwise the first one's is written.
+        slices: Of the parameters, over these, if each keeps the optimizer's state of its slice only.
     """
 
     module: nn.Module
@@ -118,6 +120,7 @@ class Checkpoints:
     as_parts: bool = False
     replicas: Group | None = None
     are_alike: bool = True
+    slices: ParameterSlices | None = None
 
     # -------------------------------------------------------------------------------------------------- the model
 
@@ -204,19 +207,27 @@ class Checkpoints:
         held = list(zip(chain.from_iterable(mine), _parameters(optimizer)))
         values: dict[tuple[str, str], Any] = {}
         shards: dict[tuple[str, str], Shard] = {}
+        sliced: dict[tuple[str, str], torch.Size] = {}
         failure: Exception | None = None
         for index, (name, parameter) in enumerate(held):
             for key, value in state["state"].get(index, {}).items():
                 values[name, key] = value
-                if name in self.rules and isinstance(value, Tensor) and value.dim() > 0:
+                if not isinstance(value, Tensor) or value.dim() == 0:
+                    continue
+                local = parameter.shape
+                if name in self.rules:
                     # The parameter is whole after a run, when the optimizer still has the state of its shard.
                     local = self.rules[name].local_shape(parameter.shape, self.tensor_group.rank)
-                    if value.shape not in (parameter.shape, local):
-                        failure = failure or _not_elementwise(optimizer, name, parameter, key, value)
                     shards[name, key] = self.rules[name]
+                is_alike = value.shape in (parameter.shape, local)
+                if self.slices is not None and self.slices.divides(parameter):
+                    is_alike = value.numel() == self.slices.size(local.numel())
+                    sliced[name, key] = local
+                if not is_alike and (name in self.rules or (name, key) in sliced):
+                    failure = failure or _not_elementwise(optimizer, name, parameter, key, value)
         # A stage may be the only one with such a parameter; the others would wait for it.
         comm.raise_together(failure, self.pipeline_group)
-        gathered = self._gather(values, shards, order=())
+        gathered = self._gather(values, shards, order=(), sliced=sliced)
         position = {name: index for index, name in enumerate(chain.from_iterable(whole))}
         full: dict[int, Any] = {index: {} for index in sorted({position[name] for name, _ in gathered})}
         for (name, key), value in gathered.items():
@@ -257,9 +268,14 @@ class Checkpoints:
             entry = full["state"].get(index_of[name])
             # Optimizers make the state of a parameter with its first gradient; it may have had none.
             if entry is not None:
-                part[index] = {key: _read(self._split_like(parameter, name, value)) for key, value in entry.items()}
+                part[index] = {key: self._part(parameter, name, value) for key, value in entry.items()}
         others = {key: value for key, value in full.items() if key != "names"}
         return {**others, "state": part, "param_groups": _numbered(full["param_groups"], whole, mine)}
+
+    def _part(self, parameter: Tensor, name: str, value: Any) -> Any:
+        """Return what this rank's optimizer keeps of a value of the full state of a parameter."""
+        mine = _read(self._split_like(parameter, name, value))
+        return mine if self.slices is None else self.slices.part_of_state(mine, parameter)
 
     def _split_like(self, parameter: Tensor, name: str, value: Any) -> Any:
         rule = self.rules.get(name)
@@ -309,26 +325,50 @@ class Checkpoints:
 
     # ---------------------------------------------------------------------------------------------- the transform
 
-    def _gather(self, values: Mapping[K, Any], shards: Mapping[K, Shard], order: Sequence[K]) -> dict[K, Any]:
-        """Gather the values of all stages, from the first stage that holds each; see `gather_state` for the result."""
+    def _gather(
+        self,
+        values: Mapping[K, Any],
+        shards: Mapping[K, Shard],
+        order: Sequence[K],
+        sliced: Mapping[K, torch.Size] | None = None,
+    ) -> dict[K, Any]:
+        """Gather the values of all stages, from the first stage that holds each; see `gather_state` for the result.
+
+        Args:
+            values: Those of this rank.
+            shards: How the tensors among them are sharded.
+            order: Keys that come first.
+            sliced: Shapes of this rank's whole tensors, of which it holds a slice.
+        """
         full: dict[K, Any] = {}
         tensors: dict[Hashable, Tensor] = {}
+        sliced = sliced or {}
         # All ranks follow the one order of the layout, so that their collectives and messages meet.
-        for tag, (key, place) in enumerate(self._layout(values, shards, order).items()):
+        for tag, (key, place) in enumerate(self._layout(values, shards, order, sliced).items()):
             if place.dtype is None:
                 full[key] = place.constant
                 continue
             alias = (place.stage, place.alias)
             if alias not in tensors:
+                mine = values.get(key)
+                if self.slices is not None and key in sliced and place.stage == self.pipeline_group.rank:
+                    assert isinstance(mine, Tensor)
+                    # One at a time: a replica keeps no more of them than it is to write.
+                    mine = self.slices.merge(mine.detach().to(self.device), sliced[key])
                 gather = self._part_of_tensor if self.as_parts else self._gather_tensor
-                tensors[alias] = gather(values, key, place, tag)
+                tensors[alias] = gather(mine, key, place, tag)
             full[key] = tensors[alias]
         return full
 
-    def _layout(self, values: Mapping[K, Any], shards: Mapping[K, Shard], order: Sequence[K]) -> dict[K, _Place]:
+    def _layout(
+        self, values: Mapping[K, Any], shards: Mapping[K, Shard], order: Sequence[K], sliced: Mapping[K, torch.Size]
+    ) -> dict[K, _Place]:
         """Find where the values of the whole model are: those in `order` first, then the others."""
         stage = self.pipeline_group.rank
         held = {key: _place(stage, value, shards.get(key)) for key, value in values.items()}
+        for key, shape in sliced.items():
+            whole = shape if key not in shards else shards[key].full_shape(shape)
+            held[key] = held[key]._replace(shape=tuple(whole), alias=key)
         if self.pipeline_group.size == 1:
             return held
         # Several stages hold a tied parameter; its place is the first of them, and the others send nothing.
@@ -342,7 +382,7 @@ class Checkpoints:
         in_order = [key for key in order if key in found]
         return {key: found[key] for key in dict.fromkeys([*in_order, *found])}
 
-    def _part_of_tensor(self, values: Mapping[K, Any], key: K, place: _Place, tag: int) -> Tensor:
+    def _part_of_tensor(self, mine: Any, key: K, place: _Place, tag: int) -> Tensor:
         """Return a tensor without data, with what this rank is to write of it."""
         part, rank = TensorPart(), self.tensor_group.rank
         replica, replicas = (0, 1) if self.replicas is None else (self.replicas.rank, self.replicas.size)
@@ -351,15 +391,15 @@ class Checkpoints:
         # Ranks that hold the same take turns, so that all of them write about as much.
         is_mine = self.pipeline_group.rank == place.stage and tag % replicas == replica
         if is_mine and place.shard is not None:
-            local = place.shard.owned(values[key].detach(), rank)
+            local = place.shard.owned(mine.detach(), rank)
             # A rank whose elements others hold as well may have nothing to write.
             if local.numel() > 0 or self.tensor_group.size == 1:
                 part = TensorPart(local, place.shard.dim % local.dim(), place.shard.owned_ranges(rank))
         elif is_mine and tag // replicas % self.tensor_group.size == rank:
-            part = TensorPart(values[key].detach())
+            part = TensorPart(mine.detach())
         return PartialTensor.of(place.shape, place.dtype or torch.float32, part)
 
-    def _gather_tensor(self, values: Mapping[K, Any], key: K, place: _Place, tag: int) -> Tensor:
+    def _gather_tensor(self, mine: Any, key: K, place: _Place, tag: int) -> Tensor:
         """Merge the shards on the stage that holds the tensor, and send it from there to the first stage."""
         empty = torch.empty(place.shape, dtype=place.dtype, device="meta")
         stage = self.pipeline_group.rank
@@ -368,7 +408,7 @@ class Checkpoints:
         full = empty
         if stage == place.stage:
             # After a run the state of optimizers is in the host's memory.
-            full = _merge(values[key].detach().to(self.device), place.shard, self.tensor_group)
+            full = _merge(mine.detach().to(self.device), place.shard, self.tensor_group)
         # Only now: all ranks of the tensor group had to take part in the merge.
         if self.tensor_group.rank > 0:
             return empty

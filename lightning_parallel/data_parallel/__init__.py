@@ -1,7 +1,8 @@
-"""The data-parallel axis: the mean of gradients, or of how far replicas have drifted."""
+"""The data-parallel axis: the mean of gradients, or of how far replicas have drifted; slices of parameters."""
 
 from lightning_parallel.comm import MeanReducer
 from lightning_parallel.data_parallel.bucketed_reducer import GradientReducer
 from lightning_parallel.data_parallel.drift_exchange import DriftExchange
+from lightning_parallel.data_parallel.parameter_slices import ParameterSlices
 
-__all__ = ["DriftExchange", "GradientReducer", "MeanReducer"]
+__all__ = ["DriftExchange", "GradientReducer", "MeanReducer", "ParameterSlices"]

@@ -23,6 +23,7 @@ from lightning_parallel.comm import Group, MeshGroups
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.lightning import grad_norm_functions
 from lightning_parallel.compat.precision import TOTAL_NORM, clip_grad, norms_of, patch_unscale, scale_all
+from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.optim import TrustRatioOptimizer, WholeNorms
 from lightning_parallel.tensor.sharding import Shard
 
@@ -197,6 +198,16 @@ def _counted_part(
     return gradient if groups.tensor_parallel.rank == 0 else None
 
 
+def _counted_slice(slices: ParameterSlices, parameter: Tensor, mine: Tensor, rule: Shard | None, rank: int) -> Tensor:
+    """Return the elements of a slice of a narrow parameter's shard that no lower rank of the tensor axis holds."""
+    if rule is None or not rule.replicated:
+        return mine
+    shape = slices.whole_shape(parameter)
+    owned = torch.zeros(shape.numel(), dtype=torch.bool, device=mine.device)
+    owned[rule.owned(torch.arange(shape.numel(), device=mine.device).view(shape), rank).reshape(-1)] = True
+    return mine.reshape(-1)[slices.cut(owned)]
+
+
 def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Return the factor that scales gradients of the given norm down to `max_norm`; 1 if they are below it."""
     # The formula of torch's `clip_grad_norm_`.
@@ -204,25 +215,36 @@ def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class ShardNorms(WholeNorms):
-    """Norms of whole parameters that are sharded by rules; each stage of a pipeline has whole parameters.
+    """Norms of whole parameters that are sharded by rules, and cut into slices for the time of a step.
+
+    Each stage of a pipeline has whole parameters.
 
     Args:
         names: Name of each parameter, by `id`.
         rules: How parameters are sharded, by name.
         group: The tensor-parallel group.
+        slices: Slices of the replicas, if there are some.
     """
 
-    def __init__(self, names: Mapping[int, str], rules: Mapping[str, Shard], group: Group) -> None:
+    def __init__(
+        self, names: Mapping[int, str], rules: Mapping[str, Shard], group: Group, slices: ParameterSlices | None = None
+    ) -> None:
         self._rules = {key: rules[name] for key, name in names.items() if name in rules}
         self._group = group
+        self._slices = slices
 
     @override
     def groups(self, parameter: Tensor) -> tuple[Group, ...]:
-        return (self._group,) if id(parameter) in self._rules else ()
+        over_ranks = (self._group,) if id(parameter) in self._rules else ()
+        # Also of those that are whole now: whether they have no gradient is not known to be the same everywhere.
+        is_sliced = self._slices is not None and self._slices.divides(parameter)
+        return (*over_ranks, self._slices.group) if self._slices is not None and is_sliced else over_ranks
 
     @override
     def part(self, parameter: Tensor, shard: Tensor) -> Tensor:
         rule = self._rules.get(id(parameter))
+        if self._slices is not None and self._slices.is_narrow(parameter):
+            return _counted_slice(self._slices, parameter, shard, rule, self._group.rank)
         return shard if rule is None else rule.owned(shard, self._group.rank)
 
 
@@ -232,8 +254,9 @@ def give_norms(
     rules: Mapping[str, Shard],
     group: Group,
     patches: Patches,
+    slices: ParameterSlices | None = None,
 ) -> None:
     """Let optimizers that look at norms of whole parameters take them over shards, until `patches` are undone."""
     for optimizer in optimizers:
-        if rules and isinstance(optimizer, TrustRatioOptimizer):
-            patches.replace(optimizer, "norms", ShardNorms(names, rules, group))
+        if (rules or slices is not None) and isinstance(optimizer, TrustRatioOptimizer):
+            patches.replace(optimizer, "norms", ShardNorms(names, rules, group, slices))

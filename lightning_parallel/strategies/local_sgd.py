@@ -42,6 +42,7 @@ from lightning_parallel.strategies.mesh_compression import gradient_reducer
 from lightning_parallel.strategies.optimization import check_optimizers
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
 from lightning_parallel.strategies.replica_optimizers import ReplicaOptimizers
+from lightning_parallel.strategies.zero_stages import refuse_zero_stage
 
 __all__ = ["LocalSGDStrategy", "OuterOptimizer"]
 
@@ -126,6 +127,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
             )
         if compression is not None:
             check_reducer(compression)
+        refuse_zero_stage(kwargs.get("zero_stage", 0))
         super().__init__(
             data_parallel_size=data_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
@@ -251,8 +253,8 @@ class LocalSGDStrategy(HybridParallelStrategy):
     # -------------------------------------------------------------------------------------------------------- steps
 
     @property
+    @override
     def differing(self) -> frozenset[str]:
-        """What may differ between replicas now: none, or some of `parameter`, `buffer` and `optimizer`."""
         if self._exchange is None or not self._exchange.is_begun:
             return frozenset()
         return frozenset({"optimizer"} if self._exchange.agrees else {"optimizer", "parameter", "buffer"})

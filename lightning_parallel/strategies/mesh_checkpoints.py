@@ -33,6 +33,7 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import PathLike, move_optimizers
 from lightning_parallel.compat.ray import is_ray_environment
+from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.strategies.compression_files import remove_compression
 from lightning_parallel.strategies.mesh_compression import MeshCompression
@@ -56,6 +57,7 @@ class MeshCheckpoints(MeshProcesses):
         self._rules: dict[str, Shard] = {}
         self._compression: MeshCompression | None = None
         self._whole: WholeGroups | None = None
+        self._slices: ParameterSlices | None = None
         self._is_restored = False
         self._writer: ShardedWriter | None = None
         self._opened: SavedCheckpoint | DistributedCheckpoint | None = None
@@ -91,6 +93,11 @@ class MeshCheckpoints(MeshProcesses):
         return True
 
     @property
+    def differing(self) -> frozenset[str]:
+        """What may differ between replicas now: none, or some of `parameter`, `buffer` and `optimizer`."""
+        return frozenset() if self._slices is None else frozenset({"optimizer"})
+
+    @property
     def checkpoints(self) -> Checkpoints:
         """Gathers what a checkpoint holds from the ranks of a replica, and scatters it again."""
         return Checkpoints(
@@ -103,6 +110,7 @@ class MeshCheckpoints(MeshProcesses):
             is_saved=self.groups.data_parallel.rank == 0,
             last_rank=0 if self.engine is None else self.engine.last_rank,
             replicas=self.groups.data_parallel,
+            slices=self._slices,
         )
 
     @property

@@ -62,6 +62,12 @@ from lightning_parallel.strategies.stage_table import show_stages
 from lightning_parallel.strategies.step_effects import side_effects_discarded
 from lightning_parallel.strategies.step_runs import StepRuns
 from lightning_parallel.strategies.whole import Restore, divide_again, end_run
+from lightning_parallel.strategies.zero_stages import (
+    ZeroStage,
+    check_zero_stage,
+    divide_optimizers,
+    make_slices,
+)
 from lightning_parallel.tensor.audit import StepAudit
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard
@@ -82,6 +88,8 @@ class MeshStrategy(MeshCheckpoints):
         hierarchical: Sum gradients as they are between the replicas of a node, and compress between nodes only: each
             replica of a node compresses, remembers and sends its part of the parameters. True: nodes are found by host.
             A number: so many replicas, one after the other, are a node.
+        zero_stage: What is divided over the replicas (ZeRO): 1, the optimizer's state: each replica updates a slice of
+            every parameter; see `zero_stages`.
         checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning; or
             `sharded`, a folder to which each rank writes its part, for any layout, see `MeshCheckpoints`.
         async_save: Let training go on while a sharded checkpoint is written; a step waits for a copy only.
@@ -104,6 +112,7 @@ class MeshStrategy(MeshCheckpoints):
         compression: Optional[Reducer] = None,
         state: KeptState = "local",
         hierarchical: Hierarchical = False,
+        zero_stage: ZeroStage = 0,
         checkpoint_format: CheckpointFormat = "full",
         async_save: bool = False,
         verify: Verify = "auto",
@@ -137,9 +146,11 @@ class MeshStrategy(MeshCheckpoints):
             check_reducer(compression)
         check_kept_state(state)
         check_hierarchical(hierarchical, compression)
+        check_zero_stage(zero_stage, compression)
         self.compression = compression
         self.kept_state = state
         self.hierarchical = hierarchical
+        self.zero_stage = zero_stage
         self.verify = verify
         self.restore = restore
         self.tensor_options = tensor
@@ -288,10 +299,14 @@ class MeshStrategy(MeshCheckpoints):
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
-        give_norms(self.optimizers, self.parameter_names, self._rules, self.groups.tensor_parallel, self._patches)
+        self._slices = make_slices(self.zero_stage, self.module, self.groups)
+        tensor = self.groups.tensor_parallel
+        give_norms(self.optimizers, self.parameter_names, self._rules, tensor, self._patches, self._slices)
         check_optimizers(self.optimizers, self.parameter_names, self._rules, self.engine is not None, self.groups.world)
         for group in (self.groups.tensor_parallel, self.groups.data_parallel):
             checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)
+        if self._slices is not None:
+            divide_optimizers(self.optimizers, self._slices, self.groups.world, self._patches)
 
     @property
     def sharding(self) -> Optional[Sharding]:

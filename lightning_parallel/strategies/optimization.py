@@ -35,6 +35,7 @@ __all__ = [
     "WholeGroups",
     "check_flattened",
     "check_optimizers",
+    "check_sliced",
 ]
 
 
@@ -178,6 +179,49 @@ def check_flattened(optimizers: Sequence[Any], flattener: str) -> None:
             # DeepSpeed's own, some of which take half precision only, are made for its vectors.
             if verdict is None and type(optimizer).__module__.partition(".")[0] != "deepspeed":
                 _warn_untried(optimizer, "single elements, and not with norms or products of whole tensors")
+
+
+def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
+    """Refuse optimizers that would compute something else with slices of parameters (`zero_stage`).
+
+    Raises:
+        ValueError: On every rank alike: all ranks have the same optimizers.
+    """
+    way_out = (
+        "Use an elementwise optimizer (SGD, Adam, AdamW, ..., also fused), or `lightning_parallel.LARS` or `LAMB`, or"
+        " `zero_stage=0`"
+    )
+    for optimizer in optimizers:
+        name, tried = type(optimizer).__name__, set[str]()
+        for group in optimizer.param_groups:
+            knows = isinstance(optimizer, TrustRatioOptimizer) and isinstance(optimizer.norms, ShardNorms)
+            if not group["params"] or not _is_new(group, tried) or knows:
+                continue
+            verdict = not _is_known_to_need_whole_tensors(optimizer) and _is_same(optimizer, group, (_slices,))
+            if verdict is None:
+                raise ValueError(
+                    f"`{name}` could not be tried on a small problem, since no other one can be made by its"
+                    f" constructor: whether it can update a slice of each parameter, 1 of {replicas}, is not known."
+                    f" {way_out}"
+                )
+            if not verdict:
+                raise ValueError(
+                    f"`{name}` computes with whole tensors, but with `zero_stage` each of {replicas} replicas updates a"
+                    f" slice of every parameter. {way_out}"
+                )
+            key = _unlike_parameter(optimizer, group)
+            if key is not None:
+                raise ValueError(
+                    f"`{name}` keeps `{key}`, which has neither the parameter's shape nor one element, so that the"
+                    f" slices of {replicas} replicas cannot be merged into a checkpoint. {way_out}"
+                )
+
+
+def _slices(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Cut tensors as `ParameterSlices` does."""
+    flat = [(tensor.reshape(-1), (-1, *[1] * (tensor.dim() - 1))) for tensor in tensors]
+    half = _SIZE // 2 - 1  # not between rows
+    return [[one[:half].view(shape) for one, shape in flat], [one[half:].view(shape) for one, shape in flat]]
 
 
 def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:

@@ -1,0 +1,223 @@
+"""Parameters in slices, one for each replica, which alone updates it and keeps the optimizer's state of it (ZeRO).
+
+    parameter   [ replica 0 | replica 1 | ... ]     its elements in order; the last slices may be smaller, or empty
+
+A parameter is narrow while its data and its gradient are this replica's slice, and whole otherwise. It stays the same
+object: parameter groups, schedulers and clipping go on as if nothing had happened, and an optimizer that treats each
+element by itself cannot tell. When parameters become whole again, the replicas gather what each has updated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel import comm
+from lightning_parallel.comm import Group, fill_buckets
+from lightning_parallel.compat import Patches
+from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
+
+__all__ = ["ParameterSlices"]
+
+
+class ParameterSlices:
+    """Divides the parameters of a module over the replicas for the time of optimizer steps.
+
+    Args:
+        parameters: The module's parameters on this rank, by name; those of no dimension are not divided.
+        group: The data-parallel group.
+        bucket_bytes: About how much is gathered in one message.
+
+    Raises:
+        ValueError: If a parameter is complex.
+
+    Source: ZeRO, https://arxiv.org/abs/1910.02054
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
+        for name, parameter in parameters.items():
+            if parameter.is_complex():
+                raise ValueError(f"`{name}` is complex, which `zero_stage` does not divide; use `zero_stage=0`")
+        self.group = group
+        self._bucket_bytes = bucket_bytes
+        self._parameters = {id(p): p for p in parameters.values() if p.dim() > 0}
+        # Of narrow parameters: the data of the whole, and its gradient where it is kept.
+        self._whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
+
+    # ------------------------------------------------------------------------------------------------ which elements
+
+    def divides(self, parameter: Tensor) -> bool:
+        """Tell whether a parameter is divided."""
+        return id(parameter) in self._parameters
+
+    def width(self, numel: int) -> int:
+        """Return how many of so many elements are in each slice but the last ones."""
+        width = -(-numel // self.group.size)
+        # Kernels read several elements at once. By size only: state may have another dtype, and be on another device.
+        return width if width < _LARGE else -(-width // _ALIGNED) * _ALIGNED
+
+    def size(self, numel: int) -> int:
+        """Return how many of so many elements are in this replica's slice."""
+        width = self.width(numel)
+        return max(0, min(width, numel - self.group.rank * width))
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """Return this replica's slice of a whole tensor, a view where it is contiguous; in as many dimensions."""
+        start = min(self.group.rank * self.width(tensor.numel()), tensor.numel())
+        part = tensor.reshape(-1).narrow(0, start, self.size(tensor.numel()))
+        # Some optimizers leave vectors alone that would be decayed or scaled as matrices.
+        return part.view(-1, *[1] * (tensor.dim() - 1))
+
+    def merge(self, mine: Tensor, shape: torch.Size) -> Tensor:
+        """Return the whole tensor of the slices of all replicas; each of them must call it."""
+        rows: Tensor = comm.all_gather(_padded_to(self.width(shape.numel()), mine), self.group)
+        return rows[: shape.numel()].view(shape)
+
+    # ----------------------------------------------------------------------------------------------- narrow and whole
+
+    def is_narrow(self, parameter: Tensor) -> bool:
+        """Tell whether a parameter's data are this replica's slice now."""
+        return parameter in self._whole
+
+    def whole_shape(self, parameter: Tensor) -> torch.Size:
+        """Return the shape of a parameter that may be narrow now."""
+        return self._whole[parameter][0].shape if parameter in self._whole else parameter.shape
+
+    @property
+    def any_narrow(self) -> bool:
+        """Tell whether some parameter is narrow now."""
+        return bool(self._whole)
+
+    @torch.no_grad()
+    def narrow(self, parameter: nn.Parameter, gradient: Tensor | None = None) -> None:
+        """Make a whole parameter narrow.
+
+        Args:
+            parameter: One that is divided.
+            gradient: Slice of its gradient. If omitted, it is cut out of `.grad`, which comes back with the whole.
+        """
+        whole = parameter.data
+        kept = None
+        if gradient is None and parameter.grad is not None:
+            kept, gradient = parameter.grad, self.cut(parameter.grad)
+        self._whole[parameter] = whole, kept
+        # A gradient must have the shape of its parameter at any time.
+        parameter.grad = None
+        parameter.data = self.cut(whole)
+        parameter.grad = None if gradient is None else gradient.view(parameter.shape)
+
+    @torch.no_grad()
+    def widen(self, gathered: Iterable[nn.Parameter] = ()) -> None:
+        """Make all narrow parameters whole again.
+
+        Args:
+            gathered: Parameters of which the replicas gather all slices, the same on all of them; narrow or not.
+        """
+        updated = {parameter: parameter.data for parameter in self._whole}
+        for parameter, (whole, gradient) in self._whole.items():
+            parameter.grad = None
+            parameter.data = whole
+            parameter.grad = gradient
+        self._whole = {}
+        self._gather(list(gathered), updated)
+
+    def _gather(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
+        found = {str(index): parameter for index, parameter in enumerate(parameters)}
+        sizes = {name: self.width(p.numel()) * p.element_size() for name, p in found.items()}
+        buckets = fill_buckets(sizes, self._bucket_bytes, lambda name: (found[name].dtype, found[name].device))
+        flights = []
+        for bucket in buckets:
+            members = [found[name] for name in bucket]
+            widths = [self.width(parameter.numel()) for parameter in members]
+            slices = [updated[p] if p in updated else self.cut(p.data) for p in members]
+            row = torch.cat([_padded_to(width, mine) for width, mine in zip(widths, slices)])
+            flights.append((members, widths, comm.all_gather(row, self.group, async_op=True)))
+        for members, widths, pending in flights:
+            rows = pending.wait().view(self.group.size, -1)
+            for parameter, columns in zip(members, rows.split(widths, 1)):
+                _write(parameter.data, columns)
+
+    # --------------------------------------------------------------------------------------------------- optimizers
+
+    def divide(self, optimizer: Optimizer, patches: Patches) -> None:
+        """Let an optimizer update slices, and keep its state for them, until `patches` are undone.
+
+        The closure of a step is evaluated before parameters are narrow.
+        """
+        self._cut_state(optimizer)
+        own = optimizer.step
+
+        @functools.wraps(own)  # schedulers look at its attributes
+        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            replay = None
+            if closure is not None:
+                with torch.enable_grad():
+                    replay = _Replay(closure())
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if self._is_trained(p)]
+            for parameter in parameters:
+                if parameter.grad is not None and not self.is_narrow(parameter):
+                    self.narrow(parameter)
+            gathered: list[nn.Parameter] = []
+            try:
+                result = own(**kwargs) if replay is None else own(replay, **kwargs)
+                gathered = parameters
+            finally:
+                self.widen(gathered)
+            return result
+
+        patches.replace(optimizer, "step", step)
+
+    def _is_trained(self, parameter: nn.Parameter) -> bool:
+        # Without a gradient, too: which ones have one is not known to be the same on all replicas.
+        return self.divides(parameter) and (parameter.requires_grad or parameter.grad is not None)
+
+    @torch.no_grad()
+    def _cut_state(self, optimizer: Optimizer) -> None:
+        """Cut the state of whole parameters, which some optimizers make at once."""
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items() if self.divides(parameter) else ():
+                state[key] = self.part_of_state(value, parameter)
+
+    def part_of_state(self, value: Any, parameter: Tensor) -> Any:
+        """Return what this replica keeps of a value of the state of a whole parameter: a copy of its slice, or all."""
+        if not self.divides(parameter) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value  # such as the count of steps
+        return self.cut(value).clone()
+
+
+_LARGE, _ALIGNED = 1024, 16  # elements
+
+
+class _Replay:
+    """A closure that has been evaluated."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+        self._is_called = False
+
+    def __call__(self) -> Any:
+        if self._is_called:
+            raise RuntimeError(
+                "the optimizer evaluates its closure several times in a step, where parameters are divided over the"
+                " replicas; use `zero_stage=0`"
+            )
+        self._is_called = True
+        return self._loss
+
+
+def _padded_to(width: int, mine: Tensor) -> Tensor:
+    flat = mine.reshape(-1)
+    return flat if flat.numel() == width else torch.cat([flat, flat.new_zeros(width - flat.numel())])
+
+
+def _write(whole: Tensor, columns: Tensor) -> None:
+    """Copy the slices of all replicas, one in each row, into a whole tensor."""
+    if whole.numel() == columns.numel() and whole.is_contiguous():
+        whole.view(columns.shape).copy_(columns)
+    else:
+        whole.copy_(columns.reshape(-1)[: whole.numel()].view(whole.shape))

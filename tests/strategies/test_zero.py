@@ -1,0 +1,206 @@
+"""State divided over replicas (`zero_stage`): everything equals one process."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, AdamW
+
+from lightning_parallel import LAMB, HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
+from tests.harness import distributed
+from tests.strategies.models import Net, loader, trainer_for
+from tests.strategies.test_pipeline import Deep, fit
+from tests.strategies.test_pipeline_checkpoint import Tied, resume_in_a_ring
+
+LAYOUTS = {
+    "data 4": ({}, 4),
+    "tensor 2, data 2": ({"tensor_parallel_size": 2}, 2),
+    "pipeline 2, data 2": ({"pipeline_parallel_size": 2, "num_microbatches": 2}, 2),
+}
+# Optimizer, options of the trainer.
+CASES = {
+    "sgd": (functools.partial(SGD, lr=0.1, momentum=0.9), {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}),
+    "foreach": (functools.partial(AdamW, lr=0.01, foreach=True), {"gradient_clip_val": 0.3}),
+    "fused": (
+        functools.partial(AdamW, lr=0.01, fused=True),
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
+    "adagrad": (functools.partial(Adagrad, lr=0.05), {}),  # has a state before its first step
+    "lamb": (functools.partial(LAMB, lr=0.05), {}),
+}
+
+
+class Varied(Deep):
+    """Has a parameter that no step uses, one without dimensions, a frozen one, odd sizes and two groups."""
+
+    def __init__(self, make, **kwargs):
+        super().__init__(**kwargs)
+        self.make = make
+        self.odd = nn.Linear(8, 7).double()
+        self.back = nn.Linear(7, 8, bias=False).double()
+        self.unused = nn.Parameter(torch.ones(3, 5, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.tensor(0.9, dtype=torch.float64))
+        self.odd.bias.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.back(self.odd(x)) * self.scale)
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": [p for p in self.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = self.make(groups)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def run(layout, module, stage=1, strategy=None, **options):
+    sizes, replicas = LAYOUTS[layout]
+    return fit(module, HybridParallelStrategy(zero_stage=stage, **sizes, **(strategy or {})), 4, replicas, **options)
+
+
+@functools.cache
+def on_one_process(case):
+    make, options = CASES[case]
+    module = Varied(make)
+    fit(module, "auto", 1, **options)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@distributed(world_size=4)
+def test_it_trains_like_one_process(group, layout):
+    for case, (make, options) in CASES.items():
+        module, expected = Varied(make), on_one_process(case)
+        trainer = run(layout, module, **options)
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=f"{case}: {name}")
+        rules, replicas = trainer.strategy.rules, LAYOUTS[layout][1]
+        for owner, state in trainer.optimizers[0].state.items():
+            name = trainer.strategy.parameter_names[id(owner)]
+            # Parameters are whole again after the run.
+            here = len(rules[name].ranges) if name in rules else 1
+            for key in state.keys() & {"momentum_buffer", "exp_avg", "exp_avg_sq", "sum"}:
+                if owner.dim() > 0:
+                    assert abs(state[key].numel() - owner.numel() / here / replicas) < 8, f"{case}: {name}"
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@distributed(world_size=4)
+def test_every_layout_resumes_every_other(group, optimizer):
+    def run_in(layout, optimizer="sgd", **options):
+        if layout == "stock":
+            return fit(Tied(optimizer), "auto", 1, **options)
+        name, _, is_sharded = layout.partition(" as ")
+        stage = int(name.partition(":")[0])
+        format_ = {"checkpoint_format": "sharded"} if is_sharded else {}
+        return run(name.partition(":")[2], Tied(optimizer), stage, format_, **options)
+
+    # Stock Lightning reads one file.
+    names = ["stock", "1:tensor 2, data 2", "1:pipeline 2, data 2 as sharded", "1:data 4 as sharded"]
+    resume_in_a_ring(run_in, [*(names if optimizer == "sgd" else names[:3]), "0:tensor 2, data 2"], optimizer, group)
+
+
+@distributed(world_size=4)
+def test_the_file_is_that_of_one_process(group):
+    path = Path(comm.broadcast_object(tempfile.mkdtemp(), group)) / "full.ckpt"
+    run("tensor 2, data 2", Tied("adam")).save_checkpoint(path)
+    comm.barrier(group)
+    (mine,) = [fit(Tied("adam"), "auto", 1).optimizers[0].state_dict()]
+    (found,) = torch.load(path, weights_only=False)["optimizer_states"]
+    assert found["state"].keys() == mine["state"].keys()
+    for index, entry in mine["state"].items():
+        for key, value in entry.items():
+            torch.testing.assert_close(found["state"][index][key], value, rtol=1e-10, atol=1e-12, msg=f"{index} {key}")
+
+
+class Manual(Net):
+    """Two optimizers in turn; the second one's parameters are frozen while the first steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = super().training_step(batch, index)
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [SGD(self.net[:2].parameters(), lr=0.1, momentum=0.9), AdamW(self.net[2:].parameters(), lr=0.01)]
+
+
+@distributed(world_size=2)
+def test_optimizers_that_step_in_turn(group):
+    module, alone = Manual().double(), Manual().double()
+    trainer_for(max_epochs=1).fit(alone, loader())
+    trainer_for(HybridParallelStrategy(zero_stage=1), 2, max_epochs=1).fit(module, loader(2, group.rank))
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+@distributed(world_size=4)
+def test_it_goes_with_compression(group):
+    found = []
+    for stage in (0, 1):
+        module = Varied(CASES["sgd"][0])
+        run("tensor 2, data 2", module, stage, {"compression": PowerSGD(1, min_numel=16)})
+        found.append(module.state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-14, msg=name)
+
+
+class Normalized(SGD):
+    """Looks at the norm of each tensor."""
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data -= group["lr"] * parameter.grad / parameter.grad.norm()
+        return loss
+
+
+class Untried(SGD):
+    """Needs an argument of the user's."""
+
+    def __init__(self, params, model, lr=0.1):
+        super().__init__(params, lr=lr)
+
+
+REFUSED = {
+    "`Normalized` computes with whole tensors, but with": lambda module: Normalized(module.parameters(), lr=0.1),
+    "`LBFGS` computes with whole tensors": lambda module: torch.optim.LBFGS(module.parameters()),
+    "`Adafactor` computes with whole tensors": lambda module: torch.optim.Adafactor(module.parameters()),
+    "`Untried` could not be tried": lambda module: Untried(module.parameters(), module),
+}
+
+
+@distributed(world_size=2)
+def test_other_optimizers_are_refused_on_all_ranks(group):
+    for reason, make in REFUSED.items():
+        module = Net().double()
+        module.configure_optimizers = functools.partial(make, module)
+        with pytest.raises(ValueError, match=reason) as caught:
+            trainer_for(HybridParallelStrategy(zero_stage=1), 2, max_epochs=1).fit(module, loader(2, group.rank))
+        assert "`zero_stage=0`" in str(caught.value)
+
+
+def test_arguments():
+    for stage in (3, True, "1"):
+        with pytest.raises(ValueError, match="`zero_stage` must be 0"):
+            HybridParallelStrategy(zero_stage=stage)
+    with pytest.raises(ValueError, match="each replica take steps of its own"):
+        LocalSGDStrategy(zero_stage=1)
