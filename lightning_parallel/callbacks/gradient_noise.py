@@ -414,6 +414,8 @@ def _check_measurable(trainer: Trainer, module: LightningModule) -> None:
         reason = "replicas with local steps do not average their gradients"
     elif getattr(strategy, "compression", None) is not None and replicas > 1:
         reason = "compressed gradients are no mean of those of the replicas"
+    elif getattr(strategy, "zero_stage", 0) == 2 and replicas > 1:
+        reason = "with `zero_stage=2` nobody has the whole mean of the gradients"
     elif not module.automatic_optimization:
         reason = "under manual optimization, nothing tells which gradients belong to a step"
     elif groups is not None and groups.replica.size > 1 and replicas == 1:

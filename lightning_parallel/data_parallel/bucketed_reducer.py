@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from lightning_parallel import comm
 from lightning_parallel.comm import GradientSession, Group, MeanReducer, Pending, ThreadExecutor, fill_buckets
 
-__all__ = ["BUCKET_BYTES", "GradientReducer"]
+__all__ = ["BUCKET_BYTES", "GradientBucket", "GradientReducer"]
 
 BUCKET_BYTES = 25 << 20
 
 
-class _GradientBucket:
+class GradientBucket:
     """Parameters of one dtype and device whose gradients travel together.
 
     Attributes:
@@ -154,18 +154,18 @@ class GradientReducer:
     def _device(self) -> torch.device:
         return next(iter(self._active.values())).device
 
-    def _create_buckets(self) -> list[_GradientBucket]:
+    def _create_buckets(self) -> list[GradientBucket]:
         """Fill buckets in reverse order of registration, about the order of backward; partial gradients come last."""
-
-        def kind(name: str) -> Hashable:
-            parameter = self._active[name]
-            return parameter.dtype, parameter.device, name in self._prepare_names
-
         # The sort is stable. Partial gradients are complete only after backward: they must not hold up other buckets.
         order = list(reversed(self._active))
         order.sort(key=lambda name: name in self._prepare_names)
         sizes = {name: self._active[name].numel() * self._active[name].element_size() for name in order}
-        return [_GradientBucket(names) for names in fill_buckets(sizes, self._bucket_bytes, kind)]
+        return [GradientBucket(names) for names in fill_buckets(sizes, self._bucket_bytes, self._kind)]
+
+    def _kind(self, name: str) -> Hashable:
+        """Return what gradients of one bucket have in common."""
+        parameter = self._active[name]
+        return parameter.dtype, parameter.device, name in self._prepare_names
 
     # ---------------------------------------------------------------------------------------------- during backward
 
@@ -275,14 +275,17 @@ class GradientReducer:
             self._launch(bucket)
             self._next += 1
 
-    def _launch(self, bucket: _GradientBucket) -> None:
+    def _launch(self, bucket: GradientBucket) -> None:
         bucket.launched = True
         if self.observer is not None:
             self.observer({name: self._gradient(name) for name in bucket.names})
         if self._compression is None:
-            bucket.launch(self._flatten(bucket), self.group)
+            self._send(bucket)
         else:
             self._compress_early({name: self._gradient(name) for name in bucket.names})
+
+    def _send(self, bucket: GradientBucket) -> None:
+        bucket.launch(self._flatten(bucket), self.group)
 
     def _compress_early(self, gradients: dict[str, Tensor]) -> None:
         """Compress copies of a bucket while backward goes on."""
@@ -305,7 +308,7 @@ class GradientReducer:
         return self._overlapped
 
     @torch.no_grad()
-    def _flatten(self, bucket: _GradientBucket) -> Tensor:
+    def _flatten(self, bucket: GradientBucket) -> Tensor:
         parts = []
         for gradient in map(self._gradient, bucket.names):
             parts.append(gradient.reshape(-1))
@@ -385,7 +388,7 @@ class GradientReducer:
         compression only gradients that came since the last reduction count.
         """
         only = self._active if self._compression is None else self._accumulated
-        flags = [parameter.grad is not None and name in only for name, parameter in self._active.items()]
+        flags = [self._is_used(name) and name in only for name in self._active]
         # One collective for all questions: every further one costs a round trip in each step.
         flags += [bucket.stale for bucket in self._buckets]
         if not flags:
@@ -397,6 +400,9 @@ class GradientReducer:
         # A rank that has launched nothing must still take part in the collectives of those that have.
         self._launched_anywhere = shared[-1]
         return {name for name, flag in zip(self._active, shared) if flag}
+
+    def _is_used(self, name: str) -> bool:
+        return self._active[name].grad is not None
 
     def _compress(self, compression: MeanReducer, used: set[str]) -> bool:
         self.reduced = used
@@ -426,18 +432,21 @@ class GradientReducer:
 
     def _launch_rest(self) -> None:
         for bucket in self._buckets:
-            if bucket.pending is None:
+            if not bucket.launched:
                 self._launch(bucket)
 
     def _finish_buckets(self, used: set[str]) -> None:
         for bucket in self._buckets:
-            total = bucket.wait()
-            if bucket.stale:
-                self._launch(bucket)
-                total = bucket.wait()
-            self._write_back(bucket, total.div_(self.group.size), used)
+            self._finish(bucket, used)
 
-    def _write_back(self, bucket: _GradientBucket, flat: Tensor, used: set[str]) -> None:
+    def _finish(self, bucket: GradientBucket, used: set[str]) -> None:
+        total = bucket.wait()
+        if bucket.stale:
+            self._launch(bucket)
+            total = bucket.wait()
+        self._write_back(bucket, total.div_(self.group.size), used)
+
+    def _write_back(self, bucket: GradientBucket, flat: Tensor, used: set[str]) -> None:
         parameters = [self._active[name] for name in bucket.names]
         parts = flat.split([extent for p in parameters for extent in (p.numel(), _padding(p))])
         for name, parameter, mean in zip(bucket.names, parameters, parts[::2]):

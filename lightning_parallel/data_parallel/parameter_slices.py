@@ -22,7 +22,7 @@ from lightning_parallel.comm import Group, fill_buckets
 from lightning_parallel.compat import Patches
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 
-__all__ = ["ParameterSlices"]
+__all__ = ["ParameterSlices", "padded_to"]
 
 
 class ParameterSlices:
@@ -32,6 +32,9 @@ class ParameterSlices:
         parameters: The module's parameters on this rank, by name; those of no dimension are not divided.
         group: The data-parallel group.
         bucket_bytes: About how much is gathered in one message.
+
+    Attributes:
+        holds_gradients: Whether gradients are slices now, because they were reduced to them; the same on all ranks.
 
     Raises:
         ValueError: If a parameter is complex.
@@ -46,6 +49,7 @@ class ParameterSlices:
         self.group = group
         self._bucket_bytes = bucket_bytes
         self._parameters = {id(p): p for p in parameters.values() if p.dim() > 0}
+        self.holds_gradients = False
         # Of narrow parameters: the data of the whole, and its gradient where it is kept.
         self._whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
 
@@ -75,7 +79,7 @@ class ParameterSlices:
 
     def merge(self, mine: Tensor, shape: torch.Size) -> Tensor:
         """Return the whole tensor of the slices of all replicas; each of them must call it."""
-        rows: Tensor = comm.all_gather(_padded_to(self.width(shape.numel()), mine), self.group)
+        rows: Tensor = comm.all_gather(padded_to(self.width(shape.numel()), mine), self.group)
         return rows[: shape.numel()].view(shape)
 
     # ----------------------------------------------------------------------------------------------- narrow and whole
@@ -88,10 +92,9 @@ class ParameterSlices:
         """Return the shape of a parameter that may be narrow now."""
         return self._whole[parameter][0].shape if parameter in self._whole else parameter.shape
 
-    @property
-    def any_narrow(self) -> bool:
-        """Tell whether some parameter is narrow now."""
-        return bool(self._whole)
+    def begin(self) -> None:
+        """Say that gradients are slices from now on, until `widen`; every rank must call it."""
+        self.holds_gradients = True
 
     @torch.no_grad()
     def narrow(self, parameter: nn.Parameter, gradient: Tensor | None = None) -> None:
@@ -124,6 +127,7 @@ class ParameterSlices:
             parameter.data = whole
             parameter.grad = gradient
         self._whole = {}
+        self.holds_gradients = False
         self._gather(list(gathered), updated)
 
     def _gather(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
@@ -135,7 +139,7 @@ class ParameterSlices:
             members = [found[name] for name in bucket]
             widths = [self.width(parameter.numel()) for parameter in members]
             slices = [updated[p] if p in updated else self.cut(p.data) for p in members]
-            row = torch.cat([_padded_to(width, mine) for width, mine in zip(widths, slices)])
+            row = torch.cat([padded_to(width, mine) for width, mine in zip(widths, slices)])
             flights.append((members, widths, comm.all_gather(row, self.group, async_op=True)))
         for members, widths, pending in flights:
             rows = pending.wait().view(self.group.size, -1)
@@ -210,8 +214,9 @@ class _Replay:
         return self._loss
 
 
-def _padded_to(width: int, mine: Tensor) -> Tensor:
-    flat = mine.reshape(-1)
+def padded_to(width: int, tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor in one dimension, with zeros up to `width`."""
+    flat = tensor.reshape(-1)
     return flat if flat.numel() == width else torch.cat([flat, flat.new_zeros(width - flat.numel())])
 
 

@@ -27,7 +27,7 @@ from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.optim import TrustRatioOptimizer, WholeNorms
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["ReplicaNorm", "ShardNorms", "give_norms", "span_replica", "total_norm"]
+__all__ = ["ReplicaNorm", "ShardNorms", "give_norms", "span_replica"]
 
 
 class ReplicaNorm:
@@ -38,30 +38,64 @@ class ReplicaNorm:
         rules: How its parameters are sharded over the tensor axis, by name.
         groups: The mesh's groups.
         counted_by_others: Parameters of this rank that another pipeline stage counts, by name.
+        slices: The slices of the replicas, if these divide gradients.
     """
 
     def __init__(
-        self, module: LightningModule, rules: Mapping[str, Shard], groups: MeshGroups, counted_by_others: frozenset[str]
+        self,
+        module: LightningModule,
+        rules: Mapping[str, Shard],
+        groups: MeshGroups,
+        counted_by_others: frozenset[str],
+        slices: ParameterSlices | None = None,
     ) -> None:
         self.groups = groups
+        self._slices = slices
         self._module = module
         self._rules = rules
         self._counted_by_others = counted_by_others
 
     def __call__(self, gradients: Iterable[Tensor], norm_type: float) -> Tensor:
         """Return the norm of the given gradients of the module; every rank of the replica must call it."""
-        # Clipping functions pass gradients without names, but which elements to count depends on the parameter.
-        names = {
-            id(parameter.grad): name
+        # Clipping functions pass gradients alone, but which elements to count depends on the parameter.
+        owners: dict[int, tuple[str, nn.Parameter | None]] = {
+            id(parameter.grad): (name, parameter)
             for name, parameter in self._module.named_parameters()
             if parameter.grad is not None
         }
-        named = {names.get(id(gradient), f"unnamed {index}"): gradient for index, gradient in enumerate(gradients)}
-        return total_norm(named, self._rules, self.groups, norm_type, self._counted_by_others)
+        given = list(gradients)
+        owned = [owners.get(id(gradient), ("", None)) for gradient in given]
+        parts = [self._counted(name, owner, gradient) for (name, owner), gradient in zip(owned, given)]
+        device = given[0].device if given else torch.device(self.groups.replica.host_device)
+        return _norm_over([part for part in parts if part is not None], self._holders, norm_type, device)
+
+    @property
+    def spanned(self) -> Group:
+        """The ranks that may hold different gradients of a step: of them, none may decide for itself."""
+        return self.groups.replica if self._slices is None else self.groups.world
+
+    @property
+    def _holders(self) -> Group:
+        """The ranks that hold the elements of a step's gradients now, each once."""
+        # Of accumulated batches, each replica has gradients of its own.
+        return self.spanned if self._slices is not None and self._slices.holds_gradients else self.groups.replica
+
+    def _counted(self, name: str, parameter: nn.Parameter | None, gradient: Tensor) -> Tensor | None:
+        """Return the elements of a gradient that this rank counts, None if none; without an owner, it is no shard."""
+        rules, slices, rank = self._rules, self._slices, self.groups.tensor_parallel.rank
+        if slices is None or not slices.holds_gradients:
+            return _counted_part(name, gradient, rules, self.groups, self._counted_by_others)
+        if parameter is not None and slices.is_narrow(parameter):
+            if name in self._counted_by_others or (name not in rules and rank > 0):
+                return None
+            return _counted_slice(slices, parameter, gradient, rules.get(name), rank)
+        if self.groups.data_parallel.rank > 0:
+            return None  # whole on all replicas
+        return _counted_part(name, gradient, rules, self.groups, self._counted_by_others)
 
     def use_everywhere(self, patches: Patches) -> None:
         """Make torch's and Lightning's functions use these norms for the module until `patches` are undone."""
-        if self.groups.replica.size == 1:
+        if self.spanned.size == 1:
             return
         patches.replace_function(getattr(clip_grad, TOTAL_NORM), self._total_norm)
         for function in grad_norm_functions():
@@ -103,13 +137,11 @@ class ReplicaNorm:
         powers: dict[str, tuple[float, torch.dtype]] = {}
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
-                mine = _counted_part(
-                    names[id(parameter)], parameter.grad, self._rules, self.groups, self._counted_by_others
-                )
+                mine = self._counted(names[id(parameter)], parameter, parameter.grad)
                 norm = 0.0 if mine is None or not mine.numel() else float(norms_of([mine.double()], norm_type)[0])
                 powers[name] = (norm if math.isinf(norm_type) else norm**norm_type, parameter.grad.dtype)
         everyone: dict[str, list[tuple[float, torch.dtype]]] = {}
-        for theirs in comm.all_gather_object(powers, self.groups.replica):
+        for theirs in comm.all_gather_object(powers, self._holders):
             for name, power in theirs.items():
                 everyone.setdefault(name, []).append(power)
         norms = {}
@@ -123,7 +155,7 @@ class ReplicaNorm:
 def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, patches: Patches) -> None:
     """Make `plugin` use the replica's norm and overflow check until `patches` are undone."""
     # Methods of the user's object are replaced instead of the plugin: it may be of a class of the user's.
-    if norm.groups.replica.size == 1:
+    if norm.spanned.size == 1:
         return
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: float, norm_type: float = 2.0) -> Tensor:
@@ -139,7 +171,7 @@ def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, pat
         overflow = found.get(device)
         if overflow is None:
             overflow = torch.zeros((), device=device)
-        found[device] = comm.all_reduce(overflow, norm.groups.replica, "max")
+        found[device] = comm.all_reduce(overflow, norm.spanned, "max")
         return found
 
     patches.replace(plugin, "clip_grad_by_norm", clip_grad_by_norm)
@@ -148,38 +180,22 @@ def span_replica(plugin: Precision, norm: ReplicaNorm, device: torch.device, pat
         patch_unscale(scaler, any_overflow, patches)
 
 
-def total_norm(
-    gradients: Mapping[str, Tensor],
-    rules: Mapping[str, Shard],
-    groups: MeshGroups,
-    norm_type: float = 2.0,
-    counted_by_others: frozenset[str] = frozenset(),
-) -> Tensor:
-    """Return the `norm_type`-norm over all elements of one replica's gradients, each distinct element counted once.
-
-    Sharded gradients count on every rank, without the parts that a lower rank of the tensor axis holds as well;
-    whole ones count on the first rank of the tensor axis. Every rank of the replica must call it.
+def _norm_over(parts: Sequence[Tensor], group: Group, norm_type: float, device: torch.device) -> Tensor:
+    """Return the `norm_type`-norm over all elements of `parts` on all ranks of `group`, which must all call it.
 
     Args:
-        gradients: This rank's gradients by parameter name; a shared parameter under one of its names.
-        rules: How the parameters are sharded, by name.
-        groups: The mesh's groups.
+        parts: What this rank counts of its gradients.
+        group: Ranks that together count each element once.
         norm_type: 1, 2, any positive number, or infinity.
-        counted_by_others: Names that another pipeline stage counts (all but one owner of a tied parameter).
-
-    Returns:
-        A scalar, equal on all ranks of the replica.
+        device: Of the result.
     """
-    parts = [_counted_part(name, value, rules, groups, counted_by_others) for name, value in gradients.items()]
-    counted = [part for part in parts if part is not None]
-    device = next((gradient.device for gradient in gradients.values()), torch.device(groups.replica.host_device))
     # In double precision: a sum of many squares in fp16 or bf16 would overflow, or stop growing.
-    norms = norms_of([gradient for gradient in counted if gradient.numel()], norm_type)
+    norms = norms_of([part for part in parts if part.numel()], norm_type)
     zero = torch.zeros((), device=device, dtype=torch.float64)
     if math.isinf(norm_type):
-        return comm.all_reduce_(torch.stack(norms).double().max() if norms else zero, groups.replica, "max")
+        return comm.all_reduce_(torch.stack(norms).double().max() if norms else zero, group, "max")
     powers = torch.stack(norms).double().pow(norm_type).sum() if norms else zero
-    return comm.all_reduce_(powers, groups.replica).pow(1.0 / norm_type)
+    return comm.all_reduce_(powers, group).pow(1.0 / norm_type)
 
 
 def _counted_part(
@@ -189,7 +205,11 @@ def _counted_part(
     groups: MeshGroups,
     counted_by_others: frozenset[str] = frozenset(),
 ) -> Tensor | None:
-    """Return the elements of a gradient that this rank counts, so that the replica counts each once; None if none."""
+    """Return the elements of a gradient that this rank counts, so that the replica counts each once; None if none.
+
+    Sharded gradients count on every rank, without the parts that a lower rank of the tensor axis holds as well; whole
+    ones count on the first rank of the tensor axis.
+    """
     if name in counted_by_others:
         return None
     if name in rules:

@@ -18,7 +18,7 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.lightning import PathLike
 from lightning_parallel.compression import HierarchicalReducer, Reducer, bind_to_module
 from lightning_parallel.compression.compressor_state import gather_states
-from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.data_parallel import GradientReducer, ParameterSlices, ScatteringReducer
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 from lightning_parallel.mesh import DATA
 from lightning_parallel.strategies.compressed import drop_gradients
@@ -208,10 +208,16 @@ def gradient_reducer(
     sharding: Sharding | None,
     rules: Mapping[str, Shard],
     options: Any,
+    slices: ParameterSlices | None = None,
 ) -> GradientReducer:
-    """Return what reduces the module's gradients over `data`, for one `fit`; `options` are of its compression."""
+    """Return what reduces the module's gradients over `data`, for one `fit`, to `slices` if there are some.
+
+    `options` are of its compression.
+    """
     names = frozenset() if sharding is None else sharding.partial
     # Gradients of whole parameters inside a divided region are sums over the tensor axis.
     prepare = partial(reduce_partial_, rules=rules, group=groups.tensor_parallel) if names else None
     parameters = dict(module.named_parameters())
+    if slices is not None:
+        return ScatteringReducer(parameters, slices, prepare=prepare, prepare_names=names)
     return GradientReducer(parameters, data, **options, prepare=prepare, prepare_names=names)

@@ -32,7 +32,7 @@ from lightning_parallel.compat.lightning import (
     synchronizes_layers,
 )
 from lightning_parallel.compression import Reducer, check_reducer
-from lightning_parallel.data_parallel import GradientReducer
+from lightning_parallel.data_parallel import GradientReducer, ParameterSlices
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.planner.rank_memory import optimizer_copies
@@ -88,8 +88,8 @@ class MeshStrategy(MeshCheckpoints):
         hierarchical: Sum gradients as they are between the replicas of a node, and compress between nodes only: each
             replica of a node compresses, remembers and sends its part of the parameters. True: nodes are found by host.
             A number: so many replicas, one after the other, are a node.
-        zero_stage: What is divided over the replicas (ZeRO): 1, the optimizer's state: each replica updates a slice of
-            every parameter; see `zero_stages`.
+        zero_stage: What is divided over the replicas (ZeRO): 1, the optimizer's state: each updates a slice of every
+            parameter; 2, gradients, too: after backward, parameters and gradients are slices until the step is over.
         checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning; or
             `sharded`, a folder to which each rank writes its part, for any layout, see `MeshCheckpoints`.
         async_save: Let training go on while a sharded checkpoint is written; a step waits for a copy only.
@@ -212,7 +212,7 @@ class MeshStrategy(MeshCheckpoints):
         self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
         self.setup_precision_plugin()
         elsewhere = frozenset() if self.engine is None else self.engine.counted_by_others
-        norm = ReplicaNorm(module, self._rules, self.groups, elsewhere)
+        norm = ReplicaNorm(module, self._rules, self.groups, elsewhere, self._gradient_slices)
         norm.use_everywhere(self._patches)
         span_replica(self.precision_plugin, norm, self.root_device, self._patches)
         if fitting:
@@ -295,7 +295,12 @@ class MeshStrategy(MeshCheckpoints):
         """Return what averages the gradients over the replicas, for one `fit`; every rank must call it."""
         options = {} if self._compression is None else self._compression.reducer_options()
         data = self.groups.data_parallel
-        return gradient_reducer(self.module, self.groups, data, self._sharding, self._rules, options)
+        slices = self._gradient_slices
+        return gradient_reducer(self.module, self.groups, data, self._sharding, self._rules, options, slices)
+
+    @property
+    def _gradient_slices(self) -> ParameterSlices | None:
+        return self._slices if self.zero_stage == 2 else None
 
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
@@ -334,6 +339,8 @@ class MeshStrategy(MeshCheckpoints):
             self._reducer.close()
             self._reducer = None
         self._patches.undo()
+        if self._slices is not None:
+            self._slices.widen()  # of a step that failed
         self.end_saves()
         module = self.lightning_module
         if module is not None and self._groups is not None:
@@ -388,6 +395,8 @@ class MeshStrategy(MeshCheckpoints):
         )
 
     def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._slices is not None:
+            self._slices.widen()  # of a closure whose gradients were not used
         if self._reducer is not None:
             self._reducer.refresh()
         if self._compression is not None:
@@ -467,6 +476,8 @@ class MeshStrategy(MeshCheckpoints):
             if self._compression is not None:
                 self._compression.drop_nonfinite_gradients(self._reducer, self.precision_plugin)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._slices is not None:
+            self._slices.widen()  # of a step that was skipped
         self.end_step(optimizer)
         return output
 

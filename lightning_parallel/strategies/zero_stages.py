@@ -3,28 +3,34 @@
     stage   optimizer's state   gradients                parameters
     0       whole               whole                    whole
     1       a slice             whole, means as ever     whole; a slice while the optimizer steps
+    2       a slice             a slice                  whole; a slice from the end of backward to that of the step
 
-Who reads `.grad` finds what is there without it. After a step the replicas gather what each has updated.
+After a step the replicas gather what each has updated. In stage 1, who reads `.grad` finds what is there without it. In
+stage 2, gradients are freed as their buckets are sent; hooks between backward and step find slices, of parameters and
+gradients alike, in as many dimensions: clipping, scaling and what else treats elements by themselves goes on there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, get_args
 
-from torch import nn
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, MeshGroups
-from lightning_parallel.compat import Patches
+from lightning_parallel.compat import FOREIGN, Patches
+from lightning_parallel.compat.twins import is_a
 from lightning_parallel.compression import Reducer
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.strategies.optimization import check_sliced
 
 __all__ = ["ZeroStage", "check_zero_stage", "divide_optimizers", "make_slices", "refuse_zero_stage"]
 
-ZeroStage = Literal[0, 1]
+ZeroStage = Literal[0, 1, 2]
 
 
 def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
@@ -33,8 +39,13 @@ def check_zero_stage(stage: Any, compression: Optional[Reducer]) -> None:
     Raises:
         ValueError: If there is no such stage, or it does not go with another argument.
     """
-    if isinstance(stage, bool) or stage not in (0, 1):
-        raise ValueError(f"`zero_stage` must be 0 or 1, got {stage!r}; for 3, whole parameters divided, use FSDP")
+    if isinstance(stage, bool) or stage not in get_args(ZeroStage):
+        raise ValueError(f"`zero_stage` must be 0, 1 or 2, got {stage!r}; to divide parameters, too, use FSDP")
+    if stage == 2 and compression is not None:
+        raise ValueError(
+            "`compression` gives every replica the whole mean, of which `zero_stage=2` keeps a slice; use"
+            " `zero_stage=1`, which divides the optimizer's state alone, or no compression"
+        )
 
 
 def refuse_zero_stage(stage: Any) -> None:
@@ -50,22 +61,57 @@ def refuse_zero_stage(stage: Any) -> None:
         )
 
 
-def make_slices(stage: ZeroStage, module: nn.Module, groups: MeshGroups) -> ParameterSlices | None:
+def make_slices(stage: ZeroStage, module: LightningModule, groups: MeshGroups) -> ParameterSlices | None:
     """Return the slices of a module's parameters; None where there is nothing to divide.
 
     Raises:
-        ValueError: On every rank, if a parameter cannot be divided.
+        ValueError: On every rank, if a parameter cannot be divided, or the module trains in a way that needs whole
+            gradients.
     """
     if stage == 0 or groups.data_parallel.size == 1:
         return None
     failure: Exception | None = None
     slices = None
     try:
+        if stage == 2:
+            _check_gradients_unneeded(module)
         slices = ParameterSlices(dict(module.named_parameters()), groups.data_parallel)
     except ValueError as error:
         failure = error
     comm.raise_together(failure, groups.world)
     return slices
+
+
+_READERS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+
+
+def _check_gradients_unneeded(module: LightningModule) -> None:
+    """Refuse what needs whole gradients; warn of hooks that may read them."""
+    kind = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"`{kind}` optimizes manually: its gradients may be needed for several steps, but `zero_stage=2` frees them"
+            " after backward. Use `zero_stage=1`"
+        )
+    if is_overridden("optimizer_zero_grad", module):
+        raise ValueError(
+            f"`{kind}` overrides `optimizer_zero_grad`, but with `zero_stage=2` no gradient is left after a step that"
+            " could be kept. Use `zero_stage=1`, and `accumulate_grad_batches` to add up gradients"
+        )
+    callbacks = [one for one in module.trainer.callbacks if is_a(one, Callback)]  # type: ignore[attr-defined]
+    theirs = [(one, name) for one in callbacks if not _is_known(one) for name in _READERS[:2]]
+    found = [f"`{kind}.{name}`" for name in _READERS if is_overridden(name, module)]
+    found += [f"`{type(one).__name__}.{name}`" for one, name in theirs if is_overridden(name, one, parent=Callback)]
+    if found:
+        rank_zero_warn(
+            f"With `zero_stage=2`, {', '.join(found)} find this replica's slices of gradients and parameters, not whole"
+            " ones. What treats each element by itself, torch's `clip_grad_norm_` and Lightning's `grad_norm` are"
+            " right; other norms and shapes need `zero_stage=1`"
+        )
+
+
+def _is_known(callback: Any) -> bool:
+    return type(callback).__module__.partition(".")[0] in FOREIGN
 
 
 def divide_optimizers(optimizers: Sequence[Optimizer], slices: ParameterSlices, world: Group, patches: Patches) -> None:

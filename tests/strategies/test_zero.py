@@ -1,19 +1,24 @@
 """State divided over replicas (`zero_stage`): everything equals one process."""
 
+import contextlib
 import functools
+import os
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 
 from lightning_parallel import LAMB, HybridParallelStrategy, LocalSGDStrategy, PowerSGD, comm
 from tests.harness import distributed
 from tests.strategies.models import Net, loader, trainer_for
+from tests.strategies.test_lifecycle import WatchingNorms
 from tests.strategies.test_pipeline import Deep, fit
 from tests.strategies.test_pipeline_checkpoint import Tied, resume_in_a_ring
+from tests.strategies.test_pipeline_lifecycle import HalfPrecision
 
 LAYOUTS = {
     "data 4": ({}, 4),
@@ -73,12 +78,13 @@ def on_one_process(case):
     return module.state_dict()
 
 
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @distributed(world_size=4)
-def test_it_trains_like_one_process(group, layout):
+def test_it_trains_like_one_process(group, layout, stage):
     for case, (make, options) in CASES.items():
         module, expected = Varied(make), on_one_process(case)
-        trainer = run(layout, module, **options)
+        trainer = run(layout, module, stage, **options)
         for name, value in module.state_dict().items():
             torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12, msg=f"{case}: {name}")
         rules, replicas = trainer.strategy.rules, LAYOUTS[layout][1]
@@ -103,7 +109,7 @@ def test_every_layout_resumes_every_other(group, optimizer):
         return run(name.partition(":")[2], Tied(optimizer), stage, format_, **options)
 
     # Stock Lightning reads one file.
-    names = ["stock", "1:tensor 2, data 2", "1:pipeline 2, data 2 as sharded", "1:data 4 as sharded"]
+    names = ["stock", "1:tensor 2, data 2", "2:pipeline 2, data 2 as sharded", "2:data 4 as sharded"]
     resume_in_a_ring(run_in, [*(names if optimizer == "sgd" else names[:3]), "0:tensor 2, data 2"], optimizer, group)
 
 
@@ -161,6 +167,58 @@ def test_it_goes_with_compression(group):
         torch.testing.assert_close(found[1][name], value, rtol=1e-12, atol=1e-14, msg=name)
 
 
+class Watched(WatchingNorms):
+    """Takes the norms of others' functions, of one sort after the other, and clips by them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = []
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        norm_type = (1.0, 2.0, float("inf"))[len(self.norms) % 3]
+        self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.05, norm_type))
+
+
+@pytest.mark.parametrize("layout", ["data 4", "tensor 2, data 2", "pipeline 2, data 2"])
+@distributed(world_size=4)
+def test_norms_over_slices_are_those_of_whole_gradients(group, layout):
+    module, alone = Watched(), Watched()
+    fit(alone, "auto", 1)
+    told = pytest.warns(UserWarning, match="`Watched.configure_gradient_clipping` find this replica's slices")
+    with told if group.rank == 0 else contextlib.nullcontext():
+        run(layout, module, 2)
+    torch.testing.assert_close(torch.stack(module.norms), torch.stack(alone.norms), rtol=1e-10, atol=0)
+    torch.testing.assert_close(module.found, alone.found, rtol=1e-10, atol=0)
+    torch.testing.assert_close(dict(module.state_dict()), dict(alone.state_dict()), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@distributed(world_size=2)
+def test_one_replica_that_overflows_lets_all_skip(group, fused):
+    class Scaled(HalfPrecision):
+        def configure_optimizers(self):
+            return AdamW(self.parameters(), lr=0.01, fused=fused)
+
+    def trained(strategy, devices, overflows_on):
+        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        plugin.autocast_context_manager = lambda: torch.autocast("cpu", enabled=False)
+        module = Scaled(overflows_on)
+        options = {"max_epochs": 1, "plugins": [plugin], "limit_val_batches": 0}
+        if devices > 1:
+            options.pop("plugins")
+            strategy.precision_plugin = plugin
+        os.environ.update(LOCAL_RANK=str(group.rank * (devices > 1)), NODE_RANK="0", WORLD_SIZE=str(devices))
+        trainer = trainer_for(strategy, devices, **options)
+        data = loader(devices, group.rank if devices > 1 else 0, dtype=torch.float32)
+        trainer.fit(module, data)
+        return module.state_dict(), plugin.scaler.get_scale()
+
+    expected, scale = trained("auto", 1, 0)
+    found, my_scale = trained(HybridParallelStrategy(zero_stage=2), 2, 1)
+    assert my_scale == scale == 2.0**9
+    torch.testing.assert_close(dict(found), dict(expected), rtol=1e-5, atol=1e-6)
+
+
 class Normalized(SGD):
     """Looks at the norm of each tensor."""
 
@@ -198,7 +256,20 @@ def test_other_optimizers_are_refused_on_all_ranks(group):
         assert "`zero_stage=0`" in str(caught.value)
 
 
+@distributed(world_size=2)
+def test_what_needs_whole_gradients_is_refused_in_stage_2(group):
+    class Keeps(Net):
+        def optimizer_zero_grad(self, *args):
+            pass
+
+    for module, reason in ((Manual(), "optimizes manually"), (Keeps(), "overrides `optimizer_zero_grad`")):
+        with pytest.raises(ValueError, match=reason):
+            trainer_for(HybridParallelStrategy(zero_stage=2), 2, max_epochs=1).fit(module, loader(2, group.rank))
+
+
 def test_arguments():
+    with pytest.raises(ValueError, match="use `zero_stage=1`"):
+        HybridParallelStrategy(zero_stage=2, compression=PowerSGD(1))
     for stage in (3, True, "1"):
         with pytest.raises(ValueError, match="`zero_stage` must be 0"):
             HybridParallelStrategy(zero_stage=stage)
