@@ -163,6 +163,35 @@ def test_every_schedule_carries_them(group, schedule):
         expect_one_process(group, dict(models())[name], schedule)
 
 
+class DeepUNet(nn.Module):
+    """Four levels down and four up, each of which gets what the level opposite has returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv1d(2, 2, 3, 2, 1) for _ in range(4))
+        self.up = nn.ModuleList(nn.ConvTranspose1d(4, 2, 2, 2) for _ in range(4))
+
+    def forward(self, x):
+        kept = []
+        for layer in self.down:
+            kept.append(x := layer(x).tanh())
+        for layer in self.up:
+            x = layer(torch.cat([x, kept.pop()], 1))
+        return x
+
+
+def deep_unet():
+    torch.manual_seed(0)
+    model = DeepUNet().double()
+    return model, lambda batch: model(batch[0]).square().mean(), [torch.randn(7, 2, 32, dtype=torch.double)]
+
+
+@distributed(world_size=4)
+def test_a_unet_in_four_stages_by_every_schedule(group):
+    for schedule in SCHEDULES:
+        expect_one_process(group, deep_unet, schedule)
+
+
 @distributed(world_size=3)
 def test_stages_between_pass_them_on(group):
     for name in ("Towers", "Position", "PrologueInLoss", "Collected"):
