@@ -1,6 +1,6 @@
 """Pipeline parallelism: our engine against `torch.distributed.pipelining`, in turn, in one process group of gloo ranks.
 
-    python benchmarks/pipeline.py [schedules] [transformer] [balance] [memory] [cut] [--repeats 5]
+    python benchmarks/pipeline.py [schedules] [transformer] [balance] [memory] [cut] [connections] [--repeats 5]
 
     schedules    stages that sleep (F 20 ms, B 40 ms, or I 20 ms and W 20 ms): the step over its closed form, and the
                  best of ours over the best of torch's that holds no more activations
@@ -8,6 +8,8 @@
     balance      layers of which some are ten times heavier: speed-up over one process, by layer count and measured
     memory       bytes of activations that each rank holds at most
     cut          what playing the absent layers costs, per microbatch and stage
+    connections  values that skip over all cuts, and layers that are called twice: the step over that of a plain model
+                 with as many calls, and over its simulation
 
 Stages that sleep stand in for devices: they show the schedule and what is added to it, whatever the number of cores.
 "best" is the best of the repeats, since what other programs on the machine add is not the schedule's. Where there are
@@ -226,6 +228,54 @@ def cut(group: Group, console: Console, repeats: int) -> None:
     console.print(table)
 
 
+class _Mirrored(nn.Sequential):
+    """Each of the second half of the layers gets what its opposite has returned, as in a U-Net."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for index, layer in enumerate(self):
+            x = layer(x)
+            if 2 * index < len(self) - 2:
+                kept.append(x)
+            elif 2 * index >= len(self):
+                x = x + kept.pop() if kept else x
+        return x
+
+
+class _Twice(nn.Sequential):
+    """All layers are called twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+def connections(group: Group, console: Console, repeats: int) -> None:
+    """Eight calls of layers that sleep, of 64 KiB a microbatch."""
+    seconds, rows = (FORWARD_S / 2, INPUT_S / 2, WEIGHT_S / 2), 8
+    batch = torch.ones(rows * MICROBATCHES, 2048, requires_grad=True)
+    table = Table("model", "schedule", "sent by a rank", "/ plain", "/ simulated", title="8 calls, 4 ranks")
+    cases = (("1f1b", 1, _Mirrored, 8), ("interleaved_1f1b", 2, _Twice, 4))
+    for name, chunks, other, layers in cases:
+        schedule = build_schedule(name, RANKS, MICROBATCHES, chunks)
+        kinds = ((nn.Sequential, 8), (other, layers))
+        models = [kind(*(Sleeper(*seconds, 2048) for _ in range(count))) for kind, count in kinds]
+        engines = [_engine(model, group, schedule, batch, "uniform") for model in models]
+        taken = in_turn([run for _, run in engines], group, repeats)
+        ideal_s = simulate(schedule, Cost(*(len(models[0]) * s / schedule.num_stages for s in seconds))).makespan_s
+        for model, (engine, run), times in zip(models, engines, taken):
+            with tracing.activate(tracing.Recorder()) as active:
+                run()
+            sent = sum(span.bytes for span in active.spans if span.op == "send")
+            table.add_row(
+                type(model).__name__.lstrip("_"),
+                engine.plan.schedule.name,
+                f"{max(comm.all_gather_object(sent, group)) / 1e6:.1f} MB",
+                f"{statistics.median(times) / statistics.median(taken[0]):.3f}",
+                f"{statistics.median(times) / ideal_s:.3f}",
+            )
+    console.print(table)
+
+
 class _StageClock:
     """A model, and when its step enters and leaves the layers of this stage."""
 
@@ -269,7 +319,7 @@ def _at_least(value: float, target: float) -> str:
     return f"[{'green' if value >= target else 'red'}]>= {target}"
 
 
-SECTIONS = {section.__name__: section for section in (schedules, transformer, balance, memory, cut)}
+SECTIONS = {section.__name__: section for section in (schedules, transformer, balance, memory, cut, connections)}
 
 
 def _rank(rank: int, folder: str, options: argparse.Namespace) -> None:

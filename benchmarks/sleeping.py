@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.pipeline import runtime
+from lightning_parallel.pipeline.weight_gradients import weight_gradient_queue
 
 __all__ = ["LiveBytes", "Sleeper", "pause"]
 
@@ -117,7 +117,7 @@ class _Weight(Function):
             device.spend(seconds)
             return gradient
 
-        queue = runtime.weight_gradient_queue()
+        queue = weight_gradient_queue()
         if queue is not None and queue.defer(weight, compute):
             return None, None, None
         device.spend(seconds)

@@ -149,7 +149,7 @@ class PlaceholderTensor(Tensor):
         """Gradient that reached the placeholder itself instead of its value."""
         # Through `__torch_function__` this would be the gradient of the value.
         with DisableTorchFunctionSubclass():
-            return self.grad
+            return self.grad if self.is_leaf else None
 
     @classmethod
     def __torch_function__(
