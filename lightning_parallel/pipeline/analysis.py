@@ -127,12 +127,12 @@ class _Analysis:
             stack, use = trace_in_order(module, stack, *self.example, self.device)
             stack = with_enough_layers(stack, self.num_ranks)
         costs = self._costs(stack, use)
-        passes = self._passes(stack)
+        passes = stack.passes_over(self.num_ranks)
         if passes > 1:
             costs = _held_once(costs, passes)
         schedule = self._schedule_for(stack, costs, passes)
         one_pass = stack.first_pass() if passes > 1 else stack
-        layers_per_stage = self._layers_per_stage(one_pass, _of_one_pass(costs, passes), schedule, passes) * passes
+        layers_per_stage = self._layers_per_stage(one_pass, costs.of_one_pass(passes), schedule, passes) * passes
         stage_of = tuple(stage for stage, count in enumerate(layers_per_stage) for _ in range(count))
 
         def stages(layers: set[int]) -> tuple[int, ...]:
@@ -201,13 +201,6 @@ class _Analysis:
         validate(schedule)
         return schedule
 
-    def _passes(self, stack: LayerStack) -> int:
-        """Return how often the cut of one pass through all layers is repeated, so that a rank holds few of them.
-
-        1 where a pass has too few layers for that: then one cut goes through all calls, and stages share layers.
-        """
-        return stack.passes if len(stack.blocks) // stack.passes >= self.num_ranks else 1
-
     def _layers_per_stage(
         self, stack: LayerStack, costs: Costs, schedule: Schedule, passes: int = 1
     ) -> tuple[int, ...]:
@@ -220,6 +213,8 @@ class _Analysis:
         """
         num_stages = schedule.num_stages // passes
         balance = "parameters" if self.balance == "auto" and not costs.are_measured else self.balance
+        if not isinstance(balance, str) and list(balance) == list(balance[:num_stages]) * passes:
+            balance = balance[:num_stages]  # as a plan has it, for all passes
         runs = cut_units(stack)
         # Layers without parameters are cut off by themselves only where there are too few others, or the user counted.
         if len(runs) < num_stages or balance not in ("auto", "measured", "parameters"):
@@ -282,13 +277,6 @@ def _held_once(costs: Costs, passes: int) -> Costs:
     count = len(costs.layers) // passes
     later = (replace(cost, resident_bytes=0.0) for cost in costs.layers[count:])
     return replace(costs, layers=(*costs.layers[:count], *later))
-
-
-def _of_one_pass(costs: Costs, passes: int) -> Costs:
-    """Add up the costs of the calls of each layer."""
-    count = len(costs.layers) // passes
-    layers = tuple(Cost.in_sequence(costs.layers[first::count]) for first in range(count))
-    return replace(costs, layers=layers)
 
 
 def _buffer_stages(

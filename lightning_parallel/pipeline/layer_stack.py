@@ -81,6 +81,13 @@ class LayerStack:
         passes, rest = divmod(len(self.layers), in_pass)
         return passes if not rest and self.layers == self.layers[:in_pass] * passes else 1
 
+    def passes_over(self, num_ranks: int) -> int:
+        """Return how often the cut of one pass is repeated, so that a rank holds few of the layers.
+
+        1 where a pass has too few layers for that: then one cut goes through all calls, and stages share layers.
+        """
+        return self.passes if len(self.blocks) // self.passes >= num_ranks else 1
+
     def first_pass(self) -> LayerStack:
         """Return the stack with the first call of each layer alone, where all are called one after the other."""
         count, num_blocks = (len(found) // self.passes for found in (self.layers, self.blocks))

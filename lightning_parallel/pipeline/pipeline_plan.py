@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,12 @@ class Costs:
         """True if the costs have seconds, and not bytes only."""
         # One is enough: single layers, and the ends of the model, may cost nothing.
         return any(cost.total_s for cost in (*self.layers, self.prologue, self.epilogue))
+
+    def of_one_pass(self, passes: int) -> Costs:
+        """Add up the costs of the calls of each layer, where all layers are called so often, one after the other."""
+        count = len(self.layers) // passes
+        layers = tuple(Cost.in_sequence(self.layers[first::count]) for first in range(count))
+        return replace(self, layers=layers)
 
     def per_stage(self, layers_per_stage: Sequence[int]) -> list[Cost]:
         """Add up the costs of the layers of each stage, prologue and epilogue included."""

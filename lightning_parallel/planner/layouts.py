@@ -38,6 +38,8 @@ SCHEDULE_CHOICES: dict[str, tuple[int, ...]] = {
 }
 """Schedules to try, with their stages per rank; of equally fast ones the first is taken."""
 
+_ONE_PASS_ONLY = ("1f1b", "zb_h1", "zbv")
+
 STEP_OPERATIONS, ACTION_OPERATIONS = 3000, 1000
 """What the Trainer and a strategy do on the host for each batch, and the pipeline's runtime for each action, in small
 operations of torch: they grow and shrink with the speed of the interpreter. Fitted to runs of `benchmarks/plan.py`; on
@@ -191,7 +193,8 @@ class LayoutSearch:
         except ValueError as error:
             return [Layout(mesh, refusal=str(error))]
         found = []
-        for schedule in self._schedules(mesh, per_replica, layers):
+        passes = 1 if divided.stack is None else divided.stack.passes_over(mesh.pipeline_parallel)
+        for schedule in self._schedules(mesh, per_replica, layers, passes):
             try:
                 found.append(self._predicted(mesh, schedule, per_replica, accumulated, plays=False))
             except ValueError as error:
@@ -225,7 +228,7 @@ class LayoutSearch:
             accumulated += 1
         return share // accumulated, accumulated
 
-    def _schedules(self, mesh: Mesh, samples: int, layers: int) -> Iterator[Schedule]:
+    def _schedules(self, mesh: Mesh, samples: int, layers: int, passes: int) -> Iterator[Schedule]:
         pipeline = mesh.pipeline_parallel
         if pipeline == 1:
             yield build_schedule("1f1b", 1, 1)
@@ -234,7 +237,7 @@ class LayoutSearch:
         fitting = [count for count in counts if count <= samples] or [max(1, samples)]
         seen = set()
         for name in self.schedules:
-            for chunks in SCHEDULE_CHOICES[name]:
+            for chunks in _chunks_of(name, passes):
                 for count in fitting:
                     if chunks * pipeline > layers:
                         continue
@@ -315,8 +318,10 @@ class LayoutSearch:
         if key not in self._cuts:
             stack = self.rehearsal.divided(tensor).stack
             assert stack is not None
-            whole = costs.together
-            self._cuts[key] = cut_layers(whole.layers, stages, prologue=whole.prologue, epilogue=whole.epilogue)
+            passes = stack.passes_over(schedule.num_ranks) if stages > 1 else 1
+            whole = costs.together.of_one_pass(passes)
+            counts = cut_layers(whole.layers, stages // passes, prologue=whole.prologue, epilogue=whole.epilogue)
+            self._cuts[key] = counts * passes
         return self._cuts[key]
 
     def _makespan_s(self, schedule: Schedule, stages: list[Cost], link: Link, plays: bool) -> float:
@@ -444,6 +449,14 @@ def _played(schedule: Schedule) -> Schedule | None:
     if count == schedule.num_microbatches:
         return schedule
     return build_schedule(schedule.name, schedule.num_ranks, count, schedule.virtual_stages, schedule.warmup)
+
+
+def _chunks_of(name: str, passes: int) -> tuple[int, ...]:
+    """Return the stages on each rank to try; as many in each pass through layers that are called several times."""
+    choices = SCHEDULE_CHOICES[name]
+    if passes == 1:
+        return choices
+    return () if name in _ONE_PASS_ONLY else tuple(passes * max(1, chunks // 2) for chunks in choices)
 
 
 def _first_line(error: ValueError) -> str:

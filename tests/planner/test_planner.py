@@ -352,6 +352,33 @@ def test_what_is_pasted_is_what_was_planned():
     assert strategy.pipeline_options.num_microbatches == layout.microbatches
 
 
+class Siamese(Model):
+    def training_step(self, batch, index):
+        first, second = (self.run(part) for part in (batch, batch.flip(0)))
+        return F.mse_loss(first, second.detach()) + second.square().mean()
+
+    def run(self, batch):
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean(1)
+
+
+def test_layers_that_are_called_twice_have_a_stage_on_every_rank_in_each_pass():
+    model = Siamese()
+    found = plan(model, tokens(), cluster(), measured=False)
+    layout = next(layout for layout in found.possible if layout.mesh.shape == (1, 4, 1))
+    assert layout.virtual_stages == 2
+    assert layout.layers_per_stage == (1,) * 8
+    largest = sum(value.nbytes for part in (model.blocks[0], model.embed, model.head) for value in part.parameters())
+    assert layout.memory.parameters <= largest
+    strategy = HybridParallelStrategy(**strategy_arguments(layout))
+    options = strategy.pipeline_options
+    schedule = build_schedule(options.schedule, 4, 2, options.stages_per_rank)
+    example = (lambda batch: model.training_step(batch, 0), tokens())
+    assert analyze(model, 4, schedule, example=example, balance=options.balance).layers_per_stage == (1,) * 8
+
+
 def test_yaml_that_was_printed_runs_in_the_project_as_planned(tmp_path, capsys):
     base = str(GPT / "base.yaml")
     sizes = ["--model.width=32", "--model.layers=4", "--data.training_bytes=100000"]
