@@ -319,6 +319,17 @@ class SavesFiles(ParallelStrategy):
         """The ranks that save and load together."""
         return Group.of()
 
+    def path_of_parts(self, filepath: PathLike) -> tuple[str, bool]:
+        """Return where this rank writes its part of a checkpoint, and whether each rank has a place of its own.
+
+        All write beside the path of the first rank, as ranks may name a checkpoint after a metric of their own replica.
+        But each beside its own path where Ray puts a folder of each worker together, from hosts that share no storage.
+        Every rank must call it.
+        """
+        paths = comm.all_gather_object(str(filepath), self.every_rank)
+        is_apart = is_ray_environment(self.cluster_environment) and len(set(paths)) == len(paths) > 1
+        return (str(filepath) if is_apart else paths[0]), is_apart
+
     @property
     @override
     def root_device(self) -> torch.device:

@@ -181,7 +181,7 @@ class SavesCompression(SavesFiles):
         if self.kept_state == "none":
             return without_memory(self.compression)
         if self.kept_state == "local":
-            return write_compression(*self._own_compression(), path, self.every_rank)
+            return write_compression(*self._own_compression(), self.path_of_parts(path)[0], self.every_rank)
         return self._gather_compression(exact=self.kept_state == "exact")
 
     def _restore_compression(self, state: dict[str, Any], path: PathLike) -> None:

@@ -112,14 +112,19 @@ def without_memory(reducer: Reducer) -> dict[str, Any]:
 def write_compression(state: Mapping[str, Any], place: Place, path: PathLike, world: Group) -> dict[str, Any]:
     """Write this rank's state beside the checkpoint at `path`; every rank must call it.
 
+    Args:
+        state: What this rank's compressor remembers.
+        place: This rank's.
+        path: The checkpoint, see `SavesFiles.path_of_parts`.
+        world: All ranks.
+
     Returns:
         What the checkpoint is to hold of it, the same on all ranks.
 
     Raises:
         RuntimeError: On every rank, if one cannot write its file.
     """
-    # Ranks may name a checkpoint after a metric of their own replica, and the first one writes it.
-    key, path = comm.broadcast_object((f"{time.time_ns():016x}{uuid4().hex[:8]}", str(path)), world)
+    key = comm.broadcast_object(f"{time.time_ns():016x}{uuid4().hex[:8]}", world)
     folder, failure = state_beside(path), ""
     try:
         name = f"{key}-{world.rank}.pt"

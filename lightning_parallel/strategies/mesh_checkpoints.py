@@ -32,7 +32,6 @@ from lightning_parallel.checkpoint import (
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import PathLike, move_optimizers
-from lightning_parallel.compat.ray import is_ray_environment
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.strategies.compression_files import remove_compression
@@ -211,16 +210,13 @@ class MeshCheckpoints(MeshProcesses):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
+        path, is_apart = self.path_of_parts(filepath)
         if self._compression is not None:
             # Before the file is written: all ranks gather, and rank 0 alone writes.
-            self._compression.save(checkpoint, filepath, self._rules, self.is_sharded)
+            self._compression.save(checkpoint, path, self._rules, self.is_sharded)
         if not self.is_sharded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        paths = comm.all_gather_object(str(filepath), self.groups.world)
-        # Ray uploads a folder of each rank into one, also from hosts that share no other storage.
-        is_apart = is_ray_environment(self.cluster_environment) and len(set(paths)) == len(paths) > 1
-        path = str(filepath) if is_apart else paths[0]
         left_out = self._sharded_writer().save(checkpoint, path, storage_options, is_apart)
         if is_apart:
             self._sharded_writer().wait()  # the upload is next

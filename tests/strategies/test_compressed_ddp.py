@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import CompressedDDPStrategy, LocalSGDStrategy, Policy, PowerSGD, Quantize, Sign, TopK, comm
+from lightning_parallel.compat import patched
 from lightning_parallel.compression import Auto, Dense, HookState, compression_hook
+from lightning_parallel.strategies import checkpoint_files
 from lightning_parallel.strategies.compression_files import Place, read_compression, write_compression
 from tests.harness import distributed, run
 from tests.strategies.models import Net, loader, trainer_for
@@ -347,13 +349,13 @@ def test_what_checkpoints_keep_of_residuals(tmp_path):
 
 @distributed(world_size=2)
 def test_files_that_are_not_those_of_a_save_are_not_taken(group, tmp_path):
-    place, written = Place(group.rank, 0, "1 x 1"), 0
+    place, written, strategy = Place(group.rank, 0, "1 x 1"), 0, CompressedDDPStrategy(TopK(0.1))
 
     def save(name="last.ckpt"):
         nonlocal written
         written += 1
         state = {"layout": "local", "step": written, "residual": {"a": torch.full((100,), float(group.rank))}}
-        return write_compression(state, place, tmp_path / name, group)
+        return write_compression(state, place, strategy.path_of_parts(tmp_path / name)[0], group)
 
     def read(saved, name="last.ckpt", at=place):
         return read_compression(saved, at, tmp_path / name, group)
@@ -389,6 +391,11 @@ def test_files_that_are_not_those_of_a_save_are_not_taken(group, tmp_path):
         (tmp_path / "link.ckpt").symlink_to("metric=0.ckpt")
     comm.barrier(group)
     assert read(saved, "link.ckpt")["step"] == written
+    # Under Ray each writes into a folder of its own, which Ray puts together; one that all name is written once.
+    with patched(checkpoint_files, "is_ray_environment", lambda _: True):
+        name = f"worker{group.rank}/last.ckpt"
+        assert strategy.path_of_parts(tmp_path / name) == (f"{tmp_path}/{name}", True)
+        assert strategy.path_of_parts(tmp_path / "last.ckpt") == (f"{tmp_path}/last.ckpt", False)
     # What is removed does not hang on times, which some file systems lack and others round.
     for _ in range(4):
         before, saved = saved, save()
