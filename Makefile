@@ -17,14 +17,13 @@ learn: .venv/installed
 	@for lesson in examples/learn/*.py; do echo; echo "=== $$lesson"; \
 		OMP_NUM_THREADS=1 $(BIN)/python $$lesson || exit 1; done
 
-test: .venv/browser
-	@echo "About 2,800 tests, many with 2 to 4 processes each: 11 minutes were measured on 2 cores with a little beside it."
+test: .venv/browser .venv/ray
+	@echo "About 2,800 tests, many with 2 to 4 processes each: 11 minutes were measured on 2 cores with a little beside it,"
+	@echo "without Ray, whose processes take 110 seconds of one core."
 	$(BIN)/python -m pytest -q -m "not gpu" -n auto --dist worksteal
 
-# With Ray, which is left out of .venv: 600 MB with what it needs. Once it is there, `make test` runs these tests, too.
-test-ray: .venv/installed
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[ray]"
-	$(BIN)/python -m pytest -q tests/integrations/test_ray.py
+test-ray: .venv/ray
+	$(BIN)/python -m pytest -q -rs tests/integrations/test_ray.py
 
 test-gpu: .venv/installed
 	$(BIN)/python -m pytest -q -m gpu
@@ -90,3 +89,9 @@ clean:
 	@for browser in chromium chromium-browser google-chrome; do command -v $$browser >/dev/null && touch $@ && exit 0; done; \
 	$(BIN)/python -m playwright install chromium >.venv/browser.log 2>&1 && touch $@ || \
 	echo "No browser: Chromium is not on PATH and cannot be downloaded (.venv/browser.log); tests of the page are skipped."
+
+# Ray's tests are skipped where it cannot be installed: they tell the last error in .venv/ray.log.
+.venv/ray: .venv/installed
+	@echo "Installing Ray, once: 600 MB."
+	@$(BIN)/python -m pip install -q --retries 1 -c constraints.txt -e ".[ray]" >.venv/ray.log 2>&1 && touch $@ || \
+	echo "Ray cannot be installed (.venv/ray.log), its tests are skipped: $$(grep ERROR .venv/ray.log | tail -n 1)"
