@@ -36,7 +36,7 @@ from torch._C import _swap_tensor_impl as swap_tensor_impl
 from torch._C._autograd import _profiler_enabled as is_profiler_running
 
 # Tensors without data on a device that need not be there, with torch's own shape functions: what `torch.export` uses.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX
@@ -69,6 +69,8 @@ __all__ = [
     "BatchNormalization",
     "NormalizationBase",
     "PARAMETERS",
+    "DataDependentOutputException",
+    "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
     "WRAPPER_PREFIXES",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_parallel import comm
 from lightning_parallel.compat import patched
-from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
+from lightning_parallel.compat.torch import FakeTensor, buffers_of, non_persistent_buffers_of, parameters_of, pytree
 from lightning_parallel.pipeline.attributes import SavedAttributes, own_attributes, parameter_lists, replaced
 from lightning_parallel.pipeline.interception import VARIANTS, Call, has_listeners, run_variant
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers
@@ -409,13 +409,15 @@ def _same(old: Any, new: Any, finished: Callable[[Any], Any]) -> bool:
 
 
 def _note_copies(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
-    """Add copies of the tensors in `value` that have a history, which `deepcopy` refuses to copy, to its memo."""
+    """Add copies of the tensors in `value` that `deepcopy` cannot copy, such as those with a history, to its memo."""
     if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        if type(value) is Tensor and value.requires_grad and not value.is_leaf:
-            memo[id(value)] = value.detach().clone().requires_grad_()
+        is_refused = type(value) is Tensor and value.requires_grad and not value.is_leaf
+        # Of one without data, `deepcopy` copies the storage, which fails.
+        if is_refused or isinstance(value, FakeTensor):
+            memo[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
     elif isinstance(value, (list, tuple, set)):
         for item in value:
             _note_copies(item, memo, seen)

@@ -165,6 +165,11 @@ def plan(
     if optimizers is None:
         optimizers, note = optimizers_of(module)
         notes += [note] if note else []
+    if rehearsal.has_guessed and not rehearsal.measured:
+        notes.append(
+            "the step asks for values of tensors, which have none here: it got False, or 1; where they decide on what"
+            " is computed, the run may differ"
+        )
     copies = optimizer_copies(optimizers) if optimizers else float(STATE_COPIES)
     with cores_busy(_busy_cores(cluster)) if rehearsal.measured else nullcontext():
         if rehearsal.measured and optimizers:

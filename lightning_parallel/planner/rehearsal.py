@@ -193,6 +193,9 @@ class Rehearsal:
         plan, sequence_parallel: See `TensorParallelStrategy`.
         layers: See `PipelineParallelStrategy`.
         measured: Whether the parts run for real on this machine's processor.
+
+    Attributes:
+        has_guessed: Whether the step asked for the value of a tensor that has none here: see `Roofline`.
     """
 
     def __init__(
@@ -215,6 +218,7 @@ class Rehearsal:
         self.cluster = cluster
         self.precision: PrecisionName = precision
         self.measured = measured
+        self.has_guessed = False
         self._step = step or training_step
         self._plan: UserPlan = plan
         self._sequence_parallel = sequence_parallel
@@ -302,7 +306,7 @@ class Rehearsal:
         Raises:
             ValueError: See `costs`.
         """
-        divided = self.divided(tensor)
+        self.divided(tensor)  # before messages are counted
         self._notes.clear()
         with ExitStack() as context:
             is_real = self.measured and quantity == "seconds"
@@ -311,7 +315,7 @@ class Rehearsal:
                 mode = context.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 batch = map_tensors(batch, mode.from_tensor)
             now, repeats = self._clock(quantity, tensor, context)
-            return self._run(divided, batch, now, repeats)
+            return self._run(tensor, batch, now, repeats)
 
     def _clock(self, quantity: Quantity, tensor: int, context: ExitStack) -> tuple[Callable[[], float], int]:
         """Return what is read before and after each part, and how often each is run."""
@@ -319,6 +323,7 @@ class Rehearsal:
             clock = clock_here()
             return lambda: _Seconds(clock(), self._message_s(tensor)), 9
         roofline = context.enter_context(Roofline(self.cluster.device))
+        context.callback(lambda: setattr(self, "has_guessed", self.has_guessed or roofline.has_guessed))
         clocks: dict[str, Callable[[], float]] = {
             "seconds": lambda: _Seconds(roofline.seconds, self._message_s(tensor)),
             "flops": lambda: float(roofline.flops),
@@ -330,19 +335,24 @@ class Rehearsal:
     def _message_s(self, tensor: int) -> float:
         return sum(collective_s(op, num_bytes, 1, tensor, self.cluster) for op, num_bytes in self._notes)
 
-    def _run(self, divided: Divided, batch: Any, now: Callable[[], float], repeats: int) -> Costs:
+    def _run(self, tensor: int, batch: Any, now: Callable[[], float], repeats: int) -> Costs:
+        divided = self.divided(tensor)
         step = self._of(divided.module)
         if divided.stack is None or divided.use is None:
             return _whole_step(divided.module, step, batch, now, repeats)
         with warnings.catch_warnings():
-            # A failure is raised here, where nobody could train by counted parameters.
+            # Layers whose parameters are counted could not be compared with others.
             warnings.filterwarnings("error", "the layers could not be measured")
             try:
                 return measure(
                     divided.module, divided.stack, divided.use.parameters, step, batch, _CPU, now, repeats, repeats > 1
                 )
             except UserWarning as error:
-                raise ValueError(str(error)) from error
+                # Layers may not run by themselves. What is wrong with the step itself, this raises.
+                costs = _whole_step(divided.module, step, batch, now, repeats)
+                reason = str(error).partition(";")[0]
+                self._divided[tensor] = replace(divided, stack=None, use=None, uncut=reason)
+                return costs
 
     def _of(self, module: nn.Module) -> Callable[[Any], Any]:
         kind = self.compute_dtype

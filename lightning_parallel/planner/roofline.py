@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_parallel.compat.torch import (
     CPU_FLASH_ATTENTION,
     CPU_FLASH_ATTENTION_BACKWARD,
+    DataDependentOutputException,
     TorchDispatchMode,
     overload_packet,
     pytree,
@@ -54,9 +55,12 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
 class Roofline(TorchDispatchMode):
     """Adds up what the operations inside the block would take on `device`, forward and backward.
 
+    Where tensors have no data, a step that asks for a value (`item()`, `if mask.all()`) gets False, or one.
+
     Attributes:
         seconds: So far.
         flops: Operations of products so far.
+        has_guessed: Whether a value was asked for.
     """
 
     def __init__(self, device: Device) -> None:
@@ -64,10 +68,17 @@ class Roofline(TorchDispatchMode):
         self.device = device
         self.seconds = 0.0
         self.flops = 0
+        self.has_guessed = False
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        try:
+            out = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            self.has_guessed = True
+            # `if x.isnan().any()` mostly asks for what is not so; a number may become a size, or divide.
+            kind = args[0].dtype
+            return False if kind == torch.bool else 1.0 if kind.is_floating_point else 1
         # A view is no work; what writes into its argument is.
         if any(value.alias_info and not value.alias_info.is_write for value in schema_of(func).returns):
             return out

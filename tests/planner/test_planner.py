@@ -87,6 +87,71 @@ def cluster(ranks=4, per_node=4, **options):
     return Cluster(SMALL, ranks, per_node, Link(1e-5, 1e9), Link(1e-4, 1e8), **options)
 
 
+class Cache:
+    def __init__(self):
+        self.seen = []
+
+
+class Cached(nn.Module):
+    """Two kinds of layers: each attends to what those before it have put into the cache."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=kind == 0)
+
+    def forward(self, x, cache):
+        cache.seen.append(self.linear(x))
+        return x + sum(cache.seen)
+
+
+class AsksForValues(Model):
+    """What it asks for has no value in a plan; its layers change what they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Cached(index % 2) for index in range(4))
+
+    def training_step(self, batch, index):
+        x, cache = self.embed(batch), Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+        assert not loss.isnan().any(), "the loss is no number"
+        return loss / (batch + 1).max().item()
+
+
+def test_steps_that_ask_for_values_and_layers_that_change_their_arguments():
+    found = plan(AsksForValues(), tokens(), cluster(2, 2), measured=False)
+    assert not any(layout.refusal for layout in found.layouts)
+    assert "asks for values" in found.notes[0]
+    assert not plan(Model(), tokens(), cluster(2, 2), measured=False).notes
+
+
+def test_layers_that_do_not_run_by_themselves_leave_the_other_layouts():
+    running = []
+
+    class InStep(Block):
+        def forward(self, x):
+            assert running, "no step is running"
+            return super().forward(x)
+
+    class Whole(Model):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(InStep() for _ in range(4))
+
+        def training_step(self, batch, index):
+            running.append(index)
+            loss = super().training_step(batch, index)
+            running.clear()
+            return loss
+
+    found = plan(Whole(), tokens(), cluster(2, 2), measured=False)
+    refusals = {layout.name: layout.refusal for layout in found.layouts}
+    assert "no step is running" in refusals.pop("pipeline 2")
+    assert not any(refusals.values())
+
+
 # -- units, links, closed forms ----------------------------------------------------------------------------------------
 
 
