@@ -46,6 +46,8 @@ def of_kubernetes():
 
 def of_slurm():
     text = (FOLDER / "train.sbatch").read_text()
+    # It would kill processes that are about to end with 75, and srun then returns another status.
+    assert "--kill-on-bad-exit=1" not in text
     subprocess.run(["bash", "-n", FOLDER / "train.sbatch"], check=True)
     nodes, tasks = (re.search(rf"#SBATCH --{name}=(\d+)", text).group(1) for name in ("nodes", "ntasks-per-node"))
     command = re.search(r"python (main\.py.*?) \|\|", text.replace("\\\n", ""), re.DOTALL).group(1)
