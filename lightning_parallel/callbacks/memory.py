@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -14,35 +14,30 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from rich import box
 from rich.table import Table
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parallel import tracing
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, rank_info
+from lightning_parallel.callbacks.storages import ActivationMeter, StorageSet, tensors_in
 from lightning_parallel.compat.lightning import ddp_hook_state
 from lightning_parallel.compat.torch import (
     has_unsharded_storage,
     pytree,
     sharded_flat_parameters,
-    storage_address,
-    version_of,
 )
 from lightning_parallel.compat.twins import is_a
+from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.engine import PipelineEngine
+from lightning_parallel.planner.rank_memory import Held, RankMemory, optimizer_copies
 from lightning_parallel.tracing.spans import bytes_text
 
 __all__ = [
     "HELD",
-    "ActivationMeter",
     "MemoryAccumulator",
     "MemoryProfiler",
-    "StorageSet",
     "held_bytes",
-    "tensors_in",
 ]
 
 HELD = ("parameters", "buffers", "gradients", "optimizer", "compression", "activations_peak")
@@ -113,19 +108,24 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
 
     `report()` has, besides the common keys, in bytes, the maximum that was seen:
 
-        ranks: [{rank, coordinate: {axis: index}, parameters, buffers, gradients, optimizer, compression,
-                 activations, activations_peak, resident, resident_peak, allocated_peak, reserved_peak}]
+        ranks: [{rank, coordinate: {axis: index}, parameters, buffers, gradients, optimizer, compression, buckets,
+                 activations, activations_peak, resident, resident_peak, allocated_peak, reserved_peak, runtime,
+                 predicted: {parameters, gradients, optimizer, buckets, activations_peak}}]
         stages: [{stage, rank, parameters, gradients, optimizer}]      in a pipeline
 
     | key | memory |
     |---|---|
-    | `gradients` | before the optimizer step; left out where they are not in `.grad`, as under DeepSpeed ZeRO |
+    | `gradients` | before the optimizer step, and with `zero_stage=2` before buckets are sent, which frees them; \
+        left out where they are not in `.grad`, as under DeepSpeed ZeRO |
     | `optimizer` | state of the optimizers, and the copies of parameters that they update, if they have some |
     | `compression` | memory of the gradient compressor, if there is one |
+    | `buckets` | the most bytes of gradients and parameters on their way between the replicas of a mesh strategy |
     | `activations_peak` | the most that autograd kept for backward at once, without parameters and the batch itself |
     | `activations` | bytes still saved after the last measured step; non-zero means a graph is being kept alive |
     | `resident`, `resident_peak` | memory of the process (Linux): after that step, and the most since it started |
     | `allocated_peak`, `reserved_peak` | of the CUDA allocator, during training |
+    | `runtime` | of the CUDA device outside of this allocator: its context, communicators, and other processes on it |
+    | `predicted` | under a mesh strategy, as the planner and the stage table count it; activations in a pipeline only |
 
     A storage counts once, as a whole, for the first part that holds it. Under FSDP these are the rank's shards. In
     modules under activation checkpointing only the tensors saved outside of them are seen; under `fully_shard` and
@@ -162,7 +162,9 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
     @override
     def accumulate(self, trainer: Trainer, pl_module: LightningModule) -> MemoryAccumulator:
         self._meter = ActivationMeter()
-        return MemoryAccumulator(rank_info(self.open_session))
+        predicted = _predicted(trainer, pl_module)
+        known = {} if predicted is None else {"predicted": predicted}
+        return MemoryAccumulator({**rank_info(self.open_session), **known})
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -186,6 +188,25 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
             held.add([*pl_module.parameters(), *pl_module.buffers()])
             held.add(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
             self._metering.enter_context(self._meter.measure(held))
+        if self._is_due and getattr(trainer.strategy, "zero_stage", 0) == 2:
+            self._metering.enter_context(self._watch_buckets(trainer.strategy, pl_module))
+
+    @contextmanager
+    def _watch_buckets(self, strategy: Any, module: LightningModule) -> Iterator[None]:
+        """Count gradients as their buckets are sent, which frees them."""
+        reducer, before = strategy.reducer, strategy.reducer.observer
+
+        def see(gradients: Mapping[str, Tensor]) -> None:
+            whole = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+            self.accumulator.note({"gradients": StorageSet().add(whole)})
+            if before is not None:
+                before(gradients)
+
+        reducer.observer = see
+        try:
+            yield
+        finally:
+            reducer.observer = before
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -219,6 +240,7 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         # Under mixed precision optimizers may update copies of the parameters; those are counted here.
         copies = [optimizer.param_groups for optimizer in strategy.optimizers]
         sizes = held_bytes(list(module.parameters()), list(module.buffers()), [*states.values(), copies])
+        sizes.update(_bucket_bytes(strategy))
         compression = _compression_bytes(strategy)
         self.accumulator.note(sizes if compression is None else {**sizes, "compression": compression})
         # By stage as well: a rank with several stages shows which of them is the large one.
@@ -247,11 +269,13 @@ _HEADERS = {
     "gradients": "grads",
     "optimizer": "optimizer",
     "compression": "compr.",
+    "buckets": "buckets",
     "activations_peak": "activ.",
     "activations": "graph left",
     "resident_peak": "process",
     "allocated_peak": "allocated",
     "reserved_peak": "reserved",
+    "runtime": "runtime",
 }
 """Columns of the table; those that are zero everywhere are left out."""
 
@@ -270,6 +294,36 @@ def _stages(strategy: Strategy) -> dict[int, set[str]]:
         if mine:
             names[mine[0]].add(name)
     return names
+
+
+def _bucket_bytes(strategy: Any) -> dict[str, int]:
+    """Return the most bytes of buckets that were under way at once; empty under strategies that do not tell."""
+    found = [getattr(getattr(strategy, name, None), "traffic", None) for name in ("reducer", "slices")]
+    peak = max((traffic.peak for traffic in found if traffic is not None), default=0)
+    return {"buckets": peak} if peak else {}
+
+
+def _predicted(trainer: Trainer, module: LightningModule) -> dict[str, int] | None:
+    """Return what this rank was to hold, in bytes by key; None under strategies without a mesh."""
+    strategy: Any = trainer.strategy
+    if not isinstance(getattr(strategy, "mesh", None), Mesh):
+        return None
+    engine = getattr(strategy, "engine", None)
+    plan = engine.plan if isinstance(engine, PipelineEngine) else None
+    stages = engine.stages if isinstance(engine, PipelineEngine) else ()
+    held = Held.of(module.parameters())
+    accumulates = trainer.accumulate_grad_batches > 1 or (plan is not None and plan.schedule.num_microbatches > 1)
+    memory = RankMemory.of(
+        # Of a gradient that is about to be added to another one, nothing is seen.
+        replace(held, largest_bytes=0),
+        optimizer_copies(strategy.optimizers),
+        accumulates=accumulates,
+        activations=0 if plan is None else sum(map(plan.activation_bytes, stages)),
+        replicas=strategy.mesh.data_parallel,
+        zero_stage=strategy.zero_stage,
+    )
+    sizes = {"activations_peak" if key == "activations" else key: int(size) for key, size in memory.by_kind().items()}
+    return {key: size for key, size in sizes.items() if size}
 
 
 def _compression_bytes(strategy: Strategy) -> int | None:
@@ -310,143 +364,10 @@ def _allocator_bytes(device: torch.device) -> dict[str, int]:
     return {
         "allocated_peak": torch.cuda.max_memory_allocated(device),
         "reserved_peak": torch.cuda.max_memory_reserved(device),
+        "runtime": _outside_bytes(device),
     }
 
 
-# ------------------------------------------------------------------------------------------------ storages, activations
-
-
-class StorageSet:
-    """A set of storages, which counts the bytes of those that are added."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}
-
-    def add(self, tensors: Iterable[Tensor]) -> int:
-        """Add the storages of `tensors`; returns the bytes of those that are new. Views of one storage count once."""
-        num_bytes = 0
-        for tensor in tensors:
-            storage = _storage(tensor)
-            if storage is not None and storage not in self:
-                # The reference keeps it alive, so that no other storage gets its address.
-                self._seen[storage_address(storage)] = storage
-                num_bytes += storage.nbytes()
-        return num_bytes
-
-    def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        return storage_address(storage) in self._seen
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Find the tensors in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor's data; None where there is none, as for tensors on the meta device."""
-    # Of a DTensor this rank holds only its shard. Other subclasses may have no storage, or several.
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if type(tensor) not in (Tensor, Parameter) or tensor.layout != torch.strided or tensor.is_meta:
-        return None
-    return tensor.untyped_storage()
-
-
-class ActivationMeter:
-    """Measures the bytes that autograd saves between forward and backward.
-
-    Storages count once however often they are saved, and as a whole, as a view keeps all of its storage alive. Storages
-    that are held anyway do not count.
-
-    Attributes:
-        current: Bytes saved now.
-        peak: Most bytes saved at once.
-    """
-
-    def __init__(self) -> None:
-        self.current = 0
-        self.peak = 0
-        self._held = StorageSet()
-        self._kept: dict[int, list[int]] = {}  # by storage: references, bytes
-        # Backward frees tensors on other threads, and garbage collection may free some within `keep` itself.
-        self._lock = threading.RLock()
-
-    @contextmanager
-    def measure(self, held: StorageSet) -> Iterator[None]:
-        """Measure the tensors that the block saves, without the storages in `held`."""
-        self._held = held
-        try:
-            with saved_tensors_hooks(self._pack, _unpack):
-                yield
-        finally:
-            self._held = StorageSet()
-
-    def _pack(self, tensor: Tensor) -> _SavedTensor:
-        storage = _storage(tensor)
-        # `_unpack` is given whatever is returned here, so tensors that do not count are wrapped, too.
-        if storage is None or storage in self._held or tracing.is_suspended():
-            return _SavedTensor(tensor)
-        return _CountedTensor(tensor, self, storage_address(storage), storage.nbytes())
-
-    def keep(self, key: int, num_bytes: int) -> None:
-        """Add a reference to a storage, which is counted with the first one."""
-        with self._lock:
-            entry = self._kept.setdefault(key, [0, num_bytes])
-            entry[0] += 1
-            if entry[0] == 1:
-                self.current += num_bytes
-                self.peak = max(self.peak, self.current)
-
-    def release(self, key: int) -> None:
-        """Drop a reference to a storage, which is no longer counted after the last one."""
-        with self._lock:
-            entry = self._kept[key]
-            entry[0] -= 1
-            if entry[0] == 0:
-                self.current -= entry[1]
-                del self._kept[key]
-
-
-class _SavedTensor:
-    """A tensor that autograd saved, with its version at that time."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Detached, for an output of the operation that saves it would keep its graph alive, and so itself.
-        self.tensor = tensor.detach()
-        self.version = version_of(tensor)
-
-
-class _CountedTensor(_SavedTensor):
-    __slots__ = ("key", "meter")
-
-    def __init__(self, tensor: Tensor, meter: ActivationMeter, key: int, num_bytes: int) -> None:
-        super().__init__(tensor)
-        self.meter = meter
-        self.key = key
-        meter.keep(key, num_bytes)
-
-    # Autograd drops what it saved without calling a hook: freeing is the only sign.
-    def __del__(self) -> None:
-        self.meter.release(self.key)
-
-
-def _unpack(saved: _SavedTensor) -> Tensor:
-    # Under hooks autograd leaves this check to them; without it gradients would be silently wrong.
-    version = version_of(saved.tensor)
-    if version != saved.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor"
-            f" of shape {tuple(saved.tensor.shape)} is at version {version}; expected version"
-            f" {saved.version} instead. Hint: torch.autograd.set_detect_anomaly(True) finds the operation,"
-            " without MemoryProfiler"
-        )
-    return saved.tensor
+def _outside_bytes(device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)

@@ -44,6 +44,7 @@ from lightning_parallel.comm.strict_order import strict_order
 from lightning_parallel.comm.work import (
     PROFILING,
     Pending,
+    Traffic,
     current_call,
     skip_communication,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "Phases",
     "StreamExecutor",
     "ThreadExecutor",
+    "Traffic",
     "agree",
     "all_gather",
     "all_gather_object",

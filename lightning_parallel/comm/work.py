@@ -24,6 +24,7 @@ __all__ = [
     "PROFILING",
     "Done",
     "Pending",
+    "Traffic",
     "blocking_call",
     "current_call",
     "skip_communication",
@@ -292,3 +293,28 @@ def _blocked(op: str, group: Group, peer: int | None = None) -> Blocked | _Unrec
 def raise_explained(error: RuntimeError, op: str, group: Group) -> NoReturn:
     """Raise the failure of a call again, with the ranks that are gone."""
     raise RuntimeError(describe_failure(f"{op} along {group.axis}", group.ranks, error)) from error
+
+
+class Traffic:
+    """Bytes of the buckets that are on their way between replicas.
+
+    Attributes:
+        peak: The most at once, so far.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self.peak = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count a bucket that is sent."""
+        self._now += num_bytes
+        self.peak = max(self.peak, self._now)
+
+    def remove(self, num_bytes: int) -> None:
+        """Count it no more."""
+        self._now -= num_bytes
+
+    def clear(self) -> None:
+        """Say that none is under way."""
+        self._now = 0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel import comm
-from lightning_parallel.comm import GradientSession, Group, MeanReducer, Pending, ThreadExecutor, fill_buckets
+from lightning_parallel.comm import GradientSession, Group, MeanReducer, Pending, ThreadExecutor, Traffic, fill_buckets
 
 __all__ = ["BUCKET_BYTES", "GradientBucket", "GradientReducer"]
 
@@ -91,6 +91,7 @@ class GradientReducer:
         applied: False if a compressor has found a gradient that is not finite and dropped the last step; the same on
             all ranks.
         reduced: The parameters whose gradients the compressor was given in the last step.
+        traffic: Buckets of gradients under way; compressors have copies of their own.
         observer: Called with the gradients of each bucket before they are sent, if it is set; with those that have
             changed since, once more.
     """
@@ -120,6 +121,7 @@ class GradientReducer:
         self._prepare_names = prepare_names if prepare is not None else frozenset()
         self.applied = True
         self.reduced: set[str] = set()
+        self.traffic = Traffic()
         self.observer: Callable[[Mapping[str, Tensor]], None] | None = None
         self._synchronizing = True
         self._hooks: list[Any] = []
@@ -285,7 +287,9 @@ class GradientReducer:
             self._compress_early({name: self._gradient(name) for name in bucket.names})
 
     def _send(self, bucket: GradientBucket) -> None:
-        bucket.launch(self._flatten(bucket), self.group)
+        flat = self._flatten(bucket)
+        self.traffic.add(flat.nbytes)
+        bucket.launch(flat, self.group)
 
     def _compress_early(self, gradients: dict[str, Tensor]) -> None:
         """Compress copies of a bucket while backward goes on."""
@@ -354,6 +358,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.reset()
         self._next = 0
+        self.traffic.clear()
         self._means = []
         self._accumulated = set()
         self._has_new_gradients = False

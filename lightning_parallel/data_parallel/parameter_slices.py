@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel import comm
-from lightning_parallel.comm import Group, fill_buckets
+from lightning_parallel.comm import Group, Pending, Traffic, fill_buckets
 from lightning_parallel.compat import Patches
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
 
-__all__ = ["ParameterSlices", "padded_to"]
+__all__ = ["MOST_IN_FLIGHT", "ParameterSlices", "padded_to"]
+
+
+MOST_IN_FLIGHT = 2  # buckets under way while another one is made
 
 
 class ParameterSlices:
@@ -34,6 +37,7 @@ class ParameterSlices:
         bucket_bytes: About how much is gathered in one message.
 
     Attributes:
+        traffic: Buckets of parameters under way.
         holds_gradients: Whether gradients are slices now, because they were reduced to them; the same on all ranks.
 
     Raises:
@@ -49,6 +53,7 @@ class ParameterSlices:
         self.group = group
         self._bucket_bytes = bucket_bytes
         self._parameters = {id(p): p for p in parameters.values() if p.dim() > 0}
+        self.traffic = Traffic()
         self.holds_gradients = False
         # Of narrow parameters: the data of the whole, and its gradient where it is kept.
         self._whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
@@ -132,19 +137,25 @@ class ParameterSlices:
 
     def _gather(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
         found = {str(index): parameter for index, parameter in enumerate(parameters)}
-        sizes = {name: self.width(p.numel()) * p.element_size() for name, p in found.items()}
+        sizes = {name: p.numel() * p.element_size() for name, p in found.items()}
         buckets = fill_buckets(sizes, self._bucket_bytes, lambda name: (found[name].dtype, found[name].device))
-        flights = []
+        flights: list[tuple[list[nn.Parameter], Pending]] = []
         for bucket in buckets:
             members = [found[name] for name in bucket]
-            widths = [self.width(parameter.numel()) for parameter in members]
             slices = [updated[p] if p in updated else self.cut(p.data) for p in members]
-            row = torch.cat([padded_to(width, mine) for width, mine in zip(widths, slices)])
-            flights.append((members, widths, comm.all_gather(row, self.group, async_op=True)))
-        for members, widths, pending in flights:
-            rows = pending.wait().view(self.group.size, -1)
-            for parameter, columns in zip(members, rows.split(widths, 1)):
-                _write(parameter.data, columns)
+            row = torch.cat([padded_to(self.width(p.numel()), mine) for p, mine in zip(members, slices)])
+            self.traffic.add(row.nbytes * (1 + self.group.size))
+            flights.append((members, comm.all_gather(row, self.group, async_op=True)))
+            if len(flights) > MOST_IN_FLIGHT:
+                self._land(*flights.pop(0))
+        for flight in flights:
+            self._land(*flight)
+
+    def _land(self, members: Sequence[nn.Parameter], pending: Pending) -> None:
+        rows = pending.wait().view(self.group.size, -1)
+        for parameter, columns in zip(members, rows.split([self.width(p.numel()) for p in members], 1)):
+            _write(parameter.data, columns)
+        self.traffic.remove(rows.nbytes // self.group.size * (1 + self.group.size))
 
     # --------------------------------------------------------------------------------------------------- optimizers
 

@@ -18,11 +18,9 @@ from typing_extensions import override
 from lightning_parallel import comm
 from lightning_parallel.comm import Pending
 from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES, GradientBucket, GradientReducer
-from lightning_parallel.data_parallel.parameter_slices import ParameterSlices, padded_to
+from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT, ParameterSlices, padded_to
 
 __all__ = ["ScatteringReducer"]
-
-_MOST_IN_FLIGHT = 2  # buckets whose gradients are there whole, as copies
 
 
 class ScatteringReducer(GradientReducer):
@@ -66,11 +64,12 @@ class ScatteringReducer(GradientReducer):
         self._found |= {name for name in bucket.names if self._active[name].grad is not None}
         with torch.inference_mode(False):
             rows = torch.cat([self._row(self._gradient(name)) for name in bucket.names], 1)
+        self.traffic.add(rows.nbytes + rows[0].nbytes)
         self._in_flight.append((bucket, comm.reduce_scatter(rows, self.group, async_op=True)))
         for name in bucket.names:
             # What accumulates from now on is sent by itself, and added.
             self._active[name].grad = None
-        while len(self._in_flight) > _MOST_IN_FLIGHT:
+        while len(self._in_flight) > MOST_IN_FLIGHT:
             self._land()
 
     def _row(self, gradient: Tensor) -> Tensor:
@@ -82,6 +81,7 @@ class ScatteringReducer(GradientReducer):
         """Wait for the bucket that was sent first."""
         bucket, pending = self._in_flight.pop(0)
         mine = pending.wait().view(-1)
+        self.traffic.remove(mine.nbytes * self.group.size)  # the slice stays
         self._sums[bucket] = self._sums[bucket].add_(mine) if bucket in self._sums else mine
 
     @override

@@ -183,7 +183,11 @@ class PipelinePlan:
         if self.schedule.num_microbatches > 1:
             # Autograd makes the gradient of a microbatch before it adds it to those of the others.
             held += new_gradient
-        return held, self.in_flight(stage) * self.stage_costs[stage].activation_bytes
+        return held, self.activation_bytes(stage)
+
+    def activation_bytes(self, stage: int) -> float:
+        """Return the most bytes of activations that a stage holds at once."""
+        return self.in_flight(stage) * self.stage_costs[stage].activation_bytes
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """Return the stages of the rank at this position of the pipeline group."""

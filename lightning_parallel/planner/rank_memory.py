@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.data_parallel.bucketed_reducer import BUCKET_BYTES
+from lightning_parallel.data_parallel.parameter_slices import MOST_IN_FLIGHT
 from lightning_parallel.pipeline.measure import STATE_COPIES
+from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.planner.rehearsal import Divided
 
-__all__ = ["Held", "ModelParts", "RankMemory", "optimizer_copies", "state_variants"]
+__all__ = ["Held", "ModelParts", "RankMemory", "optimizer_copies", "stage_memory", "state_variants"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class RankMemory:
         activations: float = 0.0,
         logits: float = 0.0,
         replicas: int = 1,
+        zero_stage: int = 0,
         reserved: float = 0.0,
     ) -> RankMemory:
         """Add up what a rank holds.
@@ -102,11 +106,20 @@ class RankMemory:
             accumulates: Whether several microbatches add to one gradient.
             activations, logits, reserved: See the attributes.
             replicas: Of the model.
+            zero_stage: What these divide: 1, the optimizer's state; 2, gradients, too.
         """
-        gradients = held.trained_bytes + (held.largest_bytes if accumulates else 0)
-        # Buckets are copies, and all of them may be under way when backward ends.
-        buckets = held.trained_bytes if replicas > 1 else 0
+        gradients: float = held.trained_bytes + (held.largest_bytes if accumulates else 0)
         optimizer = held.trained_bytes * max(0.0, copies - 2)
+        # Buckets are copies, and all of them may be under way when backward ends.
+        buckets: float = held.trained_bytes if replicas > 1 else 0
+        if zero_stage > 0 and replicas > 1:
+            optimizer /= replicas
+            # Those of updated parameters: this rank's slices, and all slices.
+            few = min(held.trained_bytes, (MOST_IN_FLIGHT + 1) * BUCKET_BYTES)
+            buckets = max(buckets if zero_stage == 1 else 0, few * (1 + 1 / replicas))
+            if zero_stage == 2 and not accumulates:
+                # Whole ones are freed as they are sent; at last there are slices.
+                gradients = max(min(held.trained_bytes, BUCKET_BYTES), held.trained_bytes / replicas)
         return cls(held.parameter_bytes, gradients, optimizer, activations, logits, buckets, reserved)
 
     @property
@@ -116,6 +129,27 @@ class RankMemory:
     def by_kind(self) -> dict[str, float]:
         """Return the bytes by the names of the kinds."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def stage_memory(plan: PipelinePlan, stage: int, copies: float, replicas: int = 1, zero_stage: int = 0) -> RankMemory:
+    """Predict what a stage of a pipeline holds.
+
+    Args:
+        plan: The plan.
+        stage: The stage.
+        copies, replicas, zero_stage: As for `RankMemory.of`.
+    """
+    mine = [parameter for parameter in plan.parameters.values() if stage in parameter.stages]
+    trained = [parameter.num_bytes for parameter in mine if parameter.is_trained]
+    frozen = sum(parameter.num_bytes for parameter in mine if not parameter.is_trained)
+    return RankMemory.of(
+        Held(sum(trained), frozen, max(trained, default=0), len(trained)),
+        copies,
+        accumulates=plan.schedule.num_microbatches > 1,
+        activations=plan.activation_bytes(stage),
+        replicas=replicas,
+        zero_stage=zero_stage,
+    )
 
 
 def state_variants(memory: RankMemory, width: int, replicas: int) -> dict[str, float]:

@@ -92,6 +92,11 @@ class MeshCheckpoints(MeshProcesses):
         return True
 
     @property
+    def slices(self) -> ParameterSlices | None:
+        """The slices of parameters that replicas update; None unless `zero_stage` divides something."""
+        return self._slices
+
+    @property
     def differing(self) -> frozenset[str]:
         """What may differ between replicas now: none, or some of `parameter`, `buffer` and `optimizer`."""
         return frozenset() if self._slices is None else frozenset({"optimizer"})

@@ -219,7 +219,9 @@ class MeshStrategy(MeshCheckpoints):
             move_optimizers(self.optimizers, self.root_device)
             replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
         if self._shows_stages and self.engine is not None:
-            show_stages(self.engine.plan, optimizer_copies(self.optimizers) if fitting else 1)
+            copies = optimizer_copies(self.optimizers) if fitting else 1
+            count = self.groups.data_parallel.size if fitting else 1
+            show_stages(self.engine.plan, copies, count, self.zero_stage)
             self._shows_stages = False
 
     def parallelize(self, module: LightningModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.search import Choice
 from lightning_parallel.pipeline.simulate import simulate
+from lightning_parallel.planner.rank_memory import RankMemory, stage_memory
 from lightning_parallel.tracing.spans import bytes_text, seconds_text, show
 
 __all__ = ["choice_table", "print_table", "show_stages", "stage_table"]
@@ -23,31 +25,35 @@ def print_table(shown: Any) -> None:
     show(shown)
 
 
-def show_stages(plan: PipelinePlan, copies: float) -> None:
+def show_stages(plan: PipelinePlan, copies: float, replicas: int, zero_stage: int) -> None:
     """Print the stage table on rank zero."""
-    print_table(stage_table(plan, copies))
+    print_table(stage_table(plan, copies, replicas, zero_stage))
 
 
 _SHOWN = 8
 _MOST_NAMES = 3
 
 
-def stage_table(plan: PipelinePlan, copies: float) -> Table:
+def stage_table(plan: PipelinePlan, copies: float, replicas: int = 1, zero_stage: int = 0) -> Table:
     """Show what each stage holds, its predicted share of the time, and its memory; the predicted step below.
 
-    Memory is parameters, gradients, the optimizer's state, and the activations held at once.
+    Memory is parameters, gradients, the optimizer's state, the activations held at once, and buckets on their way
+    between replicas; below, by kind, that of the stage with most.
 
     Args:
         plan: How the model is divided.
         copies: Bytes held for each byte of a trained parameter.
+        replicas: Of each stage.
+        zero_stage: What these divide.
     """
     schedule = plan.schedule
     costs = plan.stage_costs
+    memories = [stage_memory(plan, stage, copies, replicas, zero_stage) for stage in range(len(costs))]
     total_s = sum(cost.total_s for cost in costs)
     table = Table(
         title=f"{plan.model} in {schedule.num_stages} pipeline stages: {schedule.name}, "
         f"{schedule.num_microbatches} microbatches",
-        caption=_caption(plan, copies) if total_s else None,
+        caption=_caption(plan, memories) if total_s else None,
         box=box.SIMPLE_HEAD,
         title_justify="left",
         caption_justify="left",
@@ -55,12 +61,11 @@ def stage_table(plan: PipelinePlan, copies: float) -> Table:
     for header in ("stage", "rank", "modules", "parameters", *(["time", "activations"] if total_s else []), "memory"):
         table.add_column(header, justify="left" if header == "modules" else "right", no_wrap=header != "modules")
     for stage, cost in enumerate(costs):
-        held_bytes, activation_bytes = plan.stage_bytes(stage, copies)
         row = [str(stage), str(schedule.stage_ranks[stage]), _modules(plan, stage), f"{plan.stage_parameters(stage):,}"]
         if total_s:
             row.append(f"{cost.total_s / total_s:.0%}")
             row.append(f"{plan.in_flight(stage)} x {bytes_text(cost.activation_bytes)}")
-        table.add_row(*row, bytes_text(held_bytes + activation_bytes))
+        table.add_row(*row, bytes_text(memories[stage].total))
     return table
 
 
@@ -80,16 +85,19 @@ def _modules(plan: PipelinePlan, stage: int) -> str:
     return ", ".join([*owners, shown] if stage == 0 else [shown, *owners]) + gets
 
 
-def _caption(plan: PipelinePlan, copies: float) -> str:
+def _caption(plan: PipelinePlan, memories: Sequence[RankMemory]) -> str:
     costs = [
         # The plan had to assume an optimizer's state; by now it is known.
-        replace(cost, resident_bytes=plan.stage_bytes(stage, copies)[0])
-        for stage, cost in enumerate(plan.stage_costs)
+        replace(cost, resident_bytes=memory.total - memory.activations)
+        for cost, memory in zip(plan.stage_costs, memories)
     ]
     timeline = simulate(plan.schedule, costs, plan.link)
+    fullest = max(range(len(memories)), key=lambda stage: memories[stage].total)
+    kinds = [f"{kind} {bytes_text(size)}" for kind, size in memories[fullest].by_kind().items() if size]
     return (
         f"predicted: {seconds_text(timeline.makespan_s)} a step, bubble {timeline.bubble_fraction:.0%}, "
-        f"at most {bytes_text(max(timeline.memory_peaks(costs)))} on a rank"
+        f"at most {bytes_text(max(timeline.memory_peaks(costs)))} on a rank\n"
+        f"stage {fullest}: {', '.join(kinds)}"
     )
 
 

@@ -17,11 +17,13 @@ from lightning_parallel import (
     TensorParallelStrategy,
     TopK,
 )
-from lightning_parallel.callbacks.memory import ActivationMeter, MemoryProfiler, StorageSet, held_bytes, tensors_in
+from lightning_parallel.callbacks.memory import MemoryProfiler, held_bytes
 from lightning_parallel.callbacks.replica_drift import ReplicaDriftMonitor
+from lightning_parallel.callbacks.storages import ActivationMeter, StorageSet, tensors_in
 from tests.callbacks.conftest import place_rank
 from tests.callbacks.test_replica_drift import PlainFSDP
 from tests.harness import distributed
+from tests.pipeline.other_models import Block
 from tests.strategies.models import Net, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
 
@@ -293,3 +295,40 @@ def test_deepspeed(group):
     assert total <= mine["optimizer"] <= 1.1 * total, "half of the momenta, and of the parameters"
     assert "gradients" not in mine
     assert drift.report()["compared"] == {"parameter": 8}
+
+
+WIDE = {
+    "data 4": ({}, 4),
+    "tensor x data": ({"tensor_parallel_size": 2}, 2),
+    "pipeline x data": ({"pipeline_parallel_size": 2, "balance": "uniform"}, 2),
+}
+
+
+@pytest.mark.parametrize("layout", WIDE)
+@distributed(world_size=4)
+def test_what_replicas_divide_is_what_was_predicted(group, layout):
+    class Wide(Deep):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Linear(12, 64).double(), nn.Linear(64, 5).double()
+            self.blocks = nn.ModuleList(Block(64) for _ in range(4)).double()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    sizes, replicas = WIDE[layout]
+    whole = None
+    for stage in (0, 1, 2):
+        module, drift = Wide(), ReplicaDriftMonitor(every_n_steps=1, action="raise", show_table=False)
+        strategy = HybridParallelStrategy(zero_stage=stage, num_microbatches=2, **sizes)
+        report = fit(module, strategy, group, replicas, callbacks=[drift])
+        for rank in report["ranks"]:
+            kinds = rank["predicted"].keys() - {"activations_peak"}
+            assert kinds == {"parameters", "gradients", "optimizer", "buckets"}
+            for kind in rank["predicted"]:
+                assert rank[kind] == pytest.approx(rank["predicted"][kind], rel=0.1), f"stage {stage}: {kind}"
+        mine = report["ranks"][group.rank]
+        whole = whole or mine
+        share = 1 if stage == 0 else replicas
+        assert mine["optimizer"] == pytest.approx(whole["optimizer"] / share, rel=0.05)
+        assert drift.report()["compared"]["parameter"] > 0
