@@ -16,6 +16,7 @@ from lightning_parallel.tensor.autograd import (
     reduce_scatter_to_group,
     scatter_to_group,
     send_to,
+    whole_from_group,
 )
 from lightning_parallel.tensor.loss import cross_entropy
 from lightning_parallel.tensor.sharding import Shard, ShardPart
@@ -34,4 +35,5 @@ __all__ = [
     "reduce_scatter_to_group",
     "scatter_to_group",
     "send_to",
+    "whole_from_group",
 ]

@@ -33,6 +33,7 @@ JOINS = {
     "_RowLinearFunctionBackward",
     "_ReduceFromGroupBackward",
     "_GatherFromGroupBackward",
+    "_WholeFromGroupBackward",
     "_CrossEntropyBackward",
 }
 DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToGroupBackward"}

@@ -23,7 +23,7 @@ from lightning_parallel.compat.initialization import tensor_parallel_plan_of
 from lightning_parallel.compat.torch import forward_hooks_of
 from lightning_parallel.tensor.attention import divide_by_heads
 from lightning_parallel.tensor.dataflow import NOT_RUN, RegionFinder
-from lightning_parallel.tensor.experts import Experts, plan_experts
+from lightning_parallel.tensor.experts import Experts, find_routers, plan_experts
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,
     has_hooks_inside,
@@ -458,6 +458,7 @@ def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group, reasons:
         if is_linear(child):
             weights[id(child.weight)] = weights.get(id(child.weight), 0) + 1
     layers = linear_layers(module)
+    routers = find_routers(module)
     # A gathered output costs an all-gather but is right for any use of it.
     for path, child in module.named_modules():
         if _has_style(path, plan.styles):
@@ -466,7 +467,9 @@ def _plan_remaining_layers(module: nn.Module, plan: Plan, group: Group, reasons:
             if (why := why_no_linear(child)) is not None:
                 plan.notes |= dict.fromkeys(_owners(path, child), f"whole: {why}")
             continue
-        if read_elsewhere(module, path):
+        if path in routers:
+            plan.notes[path] = "whole: every rank chooses between the experts"
+        elif read_elsewhere(module, path):
             plan.notes[path] = "whole: its weight is read outside of its forward"
         elif is_native(child, nn.Embedding):
             # A tied head is divided with its table, whatever the size.

@@ -4,6 +4,7 @@
 |---------------------------|------------------------------------|---------------------------------------|
 | `copy_to_group`           | identity                           | all-reduce                            |
 | `reduce_from_group`       | all-reduce                         | identity                              |
+| `whole_from_group`        | identity                           | divide by the number of ranks         |
 | `scatter_to_group`        | keep this rank's slice             | all-gather                            |
 | `gather_from_group`       | all-gather                         | keep this rank's slice                |
 | `all_gather_to_group`     | all-gather                         | reduce-scatter                        |
@@ -16,7 +17,8 @@
 Two functions can have the same forward; which one is right depends on the computation that follows. After
 `gather_from_group` all ranks compute the same, so each of them has the whole gradient already. After
 `all_gather_to_group` each rank computes something different, so the gradients are partial and have to be summed.
-`copy_to_group` marks the entry of such a region, `reduce_from_group` its exit.
+`copy_to_group` marks the entry of such a region, `reduce_from_group` its exit, `whole_from_group` the exit of what all
+ranks computed alike inside of it.
 
 Inputs are never modified and groups are always explicit. In a group of one rank every function except `send_to` and
 `receive_from` returns its input. Functions along a dimension take the extent of each rank's slice, so slices may
@@ -52,6 +54,7 @@ __all__ = [
     "reduce_scatter_to_group",
     "scatter_to_group",
     "send_to",
+    "whole_from_group",
 ]
 
 
@@ -83,6 +86,22 @@ def reduce_from_group(x: Tensor, group: Group) -> Tensor:
         A tensor of the same shape, equal on all ranks. Its gradient must be equal on all ranks.
     """
     return x if group.size == 1 else _ReduceFromGroup.apply(x, group)
+
+
+def whole_from_group(x: Tensor, group: Group) -> Tensor:
+    """Return `x`, which all ranks computed alike where gradients are summed; in backward, each takes an equal share.
+
+    Forward: identity. Backward: division by the number of ranks. Leaves a region in which each rank does a part of the
+    work, with what none of them did a part of.
+
+    Args:
+        x: Any shape, equal on all ranks.
+        group: The ranks that take part.
+
+    Returns:
+        A tensor of the same shape. Its gradient must be equal on all ranks.
+    """
+    return x if group.size == 1 else _WholeFromGroup.apply(x, group)
 
 
 def scatter_to_group(x: Tensor, group: Group, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensor:
@@ -297,6 +316,18 @@ class _ReduceFromGroup(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # Every summand has the gradient of the sum, and that is equal on all ranks already.
         return copy_to_group(grad, ctx.group), None
+
+
+class _WholeFromGroup(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # The sum over the ranks at the entry of the region makes it whole again.
+        return grad / ctx.group.size, None
 
 
 class _ScatterToGroup(Function):

@@ -3,7 +3,7 @@
     h = act(x W_e[:, r])   y = sum_r h_r V_e[r]        W (E, D, k I), V (E, I, D); rank r holds I / ranks of I
 
 The whole module is a region: each rank computes all experts with its features, so that all have the same work whatever
-the router chooses, and one all-reduce sums what they return. Inputs enter by `copy_to_group`, so the gradients of the
+the router chooses, and one all-reduce sums their outputs. Inputs enter by `copy_to_group`, so the gradients of the
 hidden states and of the router's weights are summed in backward. The module's own code runs, with its kernels (grouped,
 batched, a loop), as it takes sizes from the weights. What is added behind the last product is added by the first rank.
 
@@ -28,17 +28,19 @@ from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import forward_hooks_of, parameters_of, pytree
-from lightning_parallel.tensor.autograd import copy_to_group, reduce_from_group
-from lightning_parallel.tensor.inspection import is_linear
+from lightning_parallel.tensor.autograd import copy_to_group, reduce_from_group, whole_from_group
+from lightning_parallel.tensor.inspection import is_linear, sizes_of
 from lightning_parallel.tensor.layers import convert, shard_parameters
+from lightning_parallel.tensor.low_rank import linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor
 from lightning_parallel.tensor.plan import Plan
 from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 from lightning_parallel.tensor.verify import PlanVerifier
 
-__all__ = ["Experts", "ExpertsModule", "plan_experts"]
+__all__ = ["Experts", "ExpertsModule", "find_routers", "plan_experts"]
 
+NOT_THE_SAME = "whole: divided, it would compute something else, draw other random numbers, or keep parts for the loss"
 MOST_CANDIDATES = 64
 MOST_PROJECTIONS = 3  # in one weight
 MOST_AROUND = 2  # modules around the experts that are tried to run, when the experts cannot be run alone
@@ -77,6 +79,7 @@ class Experts:
         layer.added = self.added
         layer.group = group
         layer.region = None
+        layer.was_called = False
         shard_parameters(layer, rules, group)
 
 
@@ -86,6 +89,7 @@ class ExpertsModule(nn.Module):
     added: tuple[str, ...]
     group: Group
     region: RandomRegion | None
+    was_called: bool
 
     @property
     def region_end(self) -> Literal["inside"]:
@@ -97,7 +101,8 @@ class ExpertsModule(nn.Module):
         """Run the forward of the original class with this rank's features, and sum what the ranks return.
 
         Raises:
-            RuntimeError: If it draws random numbers: whether for the features of a rank or for sums is not known.
+            RuntimeError: If it draws random numbers: whether for the features of a rank or for sums is not known; or
+                keeps a tensor with a gradient in an attribute.
         """
 
         def enter(leaf: Any) -> Any:
@@ -112,7 +117,28 @@ class ExpertsModule(nn.Module):
                 f"`{type(self).__name__}` draws random numbers between its experts' layers, of which each"
                 " tensor-parallel rank computes a part. Keep it whole with plan={..., '<its path>': 'replicate'}"
             )
-        return pytree.tree_map(lambda leaf: reduce_from_group(leaf, self.group) if _is_floating(leaf) else leaf, output)
+        self._refuse_kept_graphs()
+        leaves, tree = pytree.tree_flatten(output)
+        first = next((index for index, leaf in enumerate(leaves) if _is_floating(leaf)), None)
+        for index, leaf in enumerate(leaves):
+            if _is_floating(leaf):
+                # What is returned besides (a router's logits or loss) is whole on all ranks.
+                leaves[index] = (reduce_from_group if index == first else whole_from_group)(leaf, self.group)
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _refuse_kept_graphs(self) -> None:
+        """Refuse, at the first call, what is kept in attributes for the loss: its gradients would be parts."""
+        if self.was_called or not torch.is_grad_enabled():
+            return
+        self.was_called = True
+        for path, child in self.named_modules():
+            for name, value in vars(child).items():
+                if type(value) is Tensor and value.grad_fn is not None:
+                    raise RuntimeError(
+                        f"`{type(self).__name__}` keeps `{f'{path}.{name}'.lstrip('.')}`, whose gradients each"
+                        " tensor-parallel rank has a part of. Return it from the forward, or keep the module whole with"
+                        " plan={..., '<its path>': 'replicate'}"
+                    )
 
     def _random_numbers(self, given: Any) -> AbstractContextManager[None]:
         """Switch to this rank's stream on the device of the inputs, where a draw is noticed."""
@@ -172,7 +198,7 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: G
             outer.add(path.removeprefix(around).strip("."), inner)
         accepted = verifier.first_verified(block, plan.under(around), tried, source="experts")
         if accepted is None:
-            plan.notes[path] = "whole: with some of the features of each expert it computes something else"
+            plan.notes[path] = NOT_THE_SAME if candidates else f"whole: too few features for {group.size} ranks"
         else:
             plan.add(around, accepted)
 
@@ -185,6 +211,28 @@ def _owners(module: nn.Module, path: str = "") -> Iterator[str]:
         yield from dict.fromkeys(inside)
     elif len(_stacks(module)) > 1 and type(module).forward is not nn.Module.forward:
         yield path
+
+
+def find_routers(module: nn.Module) -> set[str]:
+    """Return the paths of the linear layers with an output for each of the experts beside them.
+
+    Every rank needs all outputs to choose between the experts, and their weights are few.
+    """
+    found: set[str] = set()
+    for path, around in module.named_modules():
+        counts = {_experts_in(child) for child in around.children()} - {0}
+        for name, child in around.named_children() if counts else ():
+            if is_linear(child) and sizes_of(child)[1] in counts:
+                found.add(f"{path}.{name}".lstrip("."))
+    return found
+
+
+def _experts_in(module: nn.Module) -> int:
+    """Return the number of experts of a module: entries of a list of small networks, or of stacked weights."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return len(module) if all(len(linear_layers(child)) > 1 for child in module.children()) else 0
+    stacks = _stacks(module) if any(True for _ in module.parameters(recurse=False)) else {}
+    return len(next(iter(stacks.values()))) if len(stacks) > 1 else 0
 
 
 def _stacks(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -319,19 +319,28 @@ def _run_copy(block: nn.Module, x: _TrialInput) -> _Result:
 
 
 def _run(block: nn.Module, x: _TrialInput) -> _Result:
-    """Run forward and backward, from a random weighting of the outputs; the first outputs are the main one and dx."""
+    """Run forward and backward, from a random weighting of the outputs; the first outputs are the main one and dx.
+
+    All outputs that have a gradient take part: a loss beside the main output, that of a router.
+    """
     hidden = x.hidden.clone().requires_grad_(True)
     outputs = [leaf for leaf in pytree.tree_leaves(x.call(block, hidden)) if isinstance(leaf, Tensor)]
     floating = [leaf for leaf in outputs if leaf.is_floating_point()]
     generator = torch.Generator().manual_seed(1)
     main = floating[0]
-    total = (main * torch.randn(main.shape, generator=generator, dtype=main.dtype).to(main.device)).sum()
-    total.backward()
+    torch.stack(
+        [_weighted(leaf, generator) for leaf in floating if leaf is main or leaf.requires_grad]
+    ).sum().backward()
     if hidden.grad is None:
         raise ValueError("the output of the block does not depend on its input")
     gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
     others = [leaf.detach().to(torch.float64) for leaf in outputs if leaf is not main]
     return [main.detach(), hidden.grad, *others], {**gradients}
+
+
+def _weighted(output: Tensor, generator: torch.Generator) -> Tensor:
+    weights = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+    return (output * weights.to(output)).sum().double()
 
 
 def _run_without_chance(block: nn.Module, x: _TrialInput) -> _Result:

@@ -6,11 +6,12 @@ import functools
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.experts import Experts
+from lightning_parallel.tensor.layers import Column
 from lightning_parallel.tensor.plan import apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 from tests.harness import distributed
@@ -99,11 +100,125 @@ def hugging_face(name, experts="eager", **changes):
     return model.to(IMPLEMENTATIONS[experts])
 
 
+class Expert(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Loop(nn.Module):
+    """A list of experts, each called with the tokens that chose it, if any did; keeps a loss for its balance."""
+
+    def __init__(self, width, hidden, experts, chosen=2):
+        super().__init__()
+        self.gate = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(Expert(width, hidden) for _ in range(experts))
+        self.chosen = chosen
+        self.balance = None
+
+    def forward(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        scores = self.gate(tokens).softmax(-1)
+        weights, index = scores.topk(self.chosen, -1)
+        self.balance = scores.mean(0).square().sum()
+        output = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            if len(token):
+                output.index_add_(0, token, expert(tokens[token]) * weights[token, slot, None])
+        return output.view_as(x)
+
+
+class Dense(nn.Module):
+    """Stacks of weights and the router in one module, every expert sees every token; returns a loss for its balance."""
+
+    def __init__(self, width, hidden, experts, dropout=0.0, keeps=False):
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.w_in = nn.Parameter(torch.randn(experts, width, hidden) / width**0.5)
+        self.b_in = nn.Parameter(torch.randn(experts, hidden))
+        self.w_out = nn.Parameter(torch.randn(experts, hidden, width) / hidden**0.5)
+        self.b_out = nn.Parameter(torch.randn(experts, width))
+        self.dropout, self.keeps, self.balance = nn.Dropout(dropout), keeps, None
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        chosen = F.one_hot(scores.argmax(-1), scores.shape[-1]).to(scores)
+        hidden = self.dropout(F.gelu(torch.einsum("btd,edh->bteh", x, self.w_in) + self.b_in))
+        output = torch.einsum("bteh,ehd->bted", hidden, self.w_out) + self.b_out
+        output = (output * (scores * chosen)[..., None]).sum(2)
+        balance = (scores.mean((0, 1)) * chosen.mean((0, 1))).sum()
+        if self.keeps:
+            self.balance = balance
+            return output
+        return output, balance
+
+
+class Gated(nn.Module):
+    """Gate and up in turns in one stack; sizes from attributes; as wide inside as outside; a scale for all outputs."""
+
+    def __init__(self, width, hidden, experts):
+        super().__init__()
+        self.ffn_dim, self.count = hidden, experts
+        self.up = nn.Parameter(torch.randn(experts, 2 * hidden, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, width, hidden) / hidden**0.5)
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, x, scores):
+        both = torch.einsum("btd,ehd->bteh", x, self.up).view(*x.shape[:2], self.count, self.ffn_dim, 2)
+        hidden = F.silu(both[..., 0]) * both[..., 1]
+        return torch.einsum("bteh,edh,bte->btd", hidden, self.down, scores) + self.bias
+
+
+class Around(nn.Module):
+    def __init__(self, width, hidden, experts):
+        super().__init__()
+        self.choose = nn.Linear(width, experts)
+        self.experts = Gated(width, hidden, experts)
+
+    def forward(self, x):
+        return self.experts(x, self.choose(x).softmax(-1))
+
+
+class Language(nn.Module):
+    """Blocks around layers of experts, and the losses for their balance."""
+
+    def __init__(self, layer, width):
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+        self.head = nn.Linear(width, VOCABULARY)
+        self.double()
+
+    def loss(self, tokens):
+        x, balance = self.embed(tokens), 0.0
+        for norm, layer in zip(self.norms, self.layers):
+            found = layer(norm(x))
+            found, beside = found if isinstance(found, tuple) else (found, getattr(layer, "balance", None))
+            x = x + found
+            balance = balance if beside is None else balance + beside
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten()) + 0.5 * balance
+
+
+OWN = {
+    "a list of experts": lambda: Language(lambda: Loop(12, 20, 6), 12),
+    "stacked with the router": lambda: Language(lambda: Dense(12, 20, 6), 12),
+    "stacked, with sizes that do not divide": lambda: Language(lambda: Dense(12, 13, 5), 12),
+    "stacked, in turns": lambda: Language(lambda: Around(12, 12, 5), 12),
+}
+
+
 def _loss(model, steps):
     tokens = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(steps))
     if hasattr(model, "config"):
         return model(input_ids=tokens, labels=tokens).loss
-    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    return model.loss(tokens)
 
 
 def train(model, sharding=None, group=None, steps=2):
@@ -154,3 +269,25 @@ def test_hugging_face_models(group, name):
         plan, share = compare(group, build, 1e-10 if dtype == torch.float64 else 1e-4)
         assert any(isinstance(style, Experts) for style in plan.styles.values())
         assert share < 1 / group.size + 0.12
+
+
+@pytest.mark.parametrize("name", OWN)
+@distributed(world_size=2)
+def test_own_layers_of_experts(group, name):
+    plan, _ = compare(group, OWN[name])
+    expected = Column if name == "a list of experts" else Experts
+    assert sum(isinstance(style, expected) for style in plan.styles.values()) >= 2
+    routers = [name for name, _ in OWN[name]().named_modules() if name.endswith(("gate", "choose"))]
+    assert all("chooses between the experts" in plan.notes[path] for path in routers)
+
+
+@distributed(world_size=2)
+def test_experts_that_cannot_be_divided_stay_whole_with_the_reason(group):
+    layers = {
+        "random numbers": lambda: Dense(12, 20, 6, dropout=0.3),
+        "keep parts for the loss": lambda: Dense(12, 20, 6, keeps=True),
+    }
+    for reason, layer in layers.items():
+        plan = make_plan(Language(layer, 12), "auto", group)
+        assert not any(isinstance(style, Experts) for style in plan.styles.values())
+        assert reason in plan.notes["layers.0"]
