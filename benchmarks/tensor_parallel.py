@@ -1,10 +1,14 @@
 """Tensor parallelism: our automatic plan against a hand-written DTensor plan, in turn, in one process group.
 
     python benchmarks/tensor_parallel.py [--widths 128 256 512 1024] [--steps 30] [--ranks 2] [--threads 1]
+    python benchmarks/tensor_parallel.py --experts [eager | batched_mm | grouped_mm] [--widths 128 256]
 
 The same transformer (pre-norm blocks, separate query, key and value), the same input, forward + backward + SGD step.
 Steps of both alternate, so that a change of the machine's speed meets both. Only ratios are printed: ours / DTensor,
 below 1 is faster. They depend on the threads per rank.
+
+With `--experts`, transformers' Mixtral (eight experts, two for each token): ours against one process, the first rank
+alone with as many threads, and the share of the parameters that a rank holds.
 """
 
 from __future__ import annotations
@@ -61,15 +65,56 @@ def _pair(width: int) -> dict[str, Callable[[], None]]:
     return {"ours": _stepper(ours, x), "DTensor": _stepper(theirs, x)}
 
 
+def _experts(width: int, implementation: str) -> tuple[dict[str, Callable[[], None]], float]:
+    """One step of each contender on a Mixture of Experts, and the share of the parameters that a rank holds."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=max(4, width // 64),
+        num_key_value_heads=max(2, width // 128),
+        num_local_experts=8,
+        vocab_size=256,
+    )
+    torch.manual_seed(0)
+    whole = MixtralForCausalLM(config)
+    whole.set_experts_implementation(implementation)
+    ours = copy.deepcopy(whole)
+    group = Group.of(axis="tensor_parallel")
+    apply_plan(ours, make_plan(ours, "auto", group), group)
+    held = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, whole)]
+    tokens = torch.randint(256, (BATCH, LENGTH))
+
+    def stepper(model: nn.Module) -> Callable[[], None]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+
+        return step
+
+    alone = stepper(whole) if group.rank == 0 else lambda: None
+    return {"ours": stepper(ours), "one process": alone}, held[0] / held[1]
+
+
 def _measure(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     store = dist.FileStore(f"{folder}/rendezvous", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    table = Table(title=f"step time, ours / DTensor: {ranks} gloo ranks, {options.threads} thread(s) each")
-    for header in ("width", "median", "least", "most", "target"):
+    peer = "one process" if options.experts else "DTensor"
+    table = Table(title=f"step time, ours / {peer}: {ranks} gloo ranks, {options.threads} thread(s) each")
+    for header in ("width", "median", "least", "most", "parameters held" if options.experts else "target"):
         table.add_column(header, justify="right")
     for width in options.widths:
-        steps = _pair(width)
+        share = 1.0
+        if options.experts:
+            steps, share = _experts(width, options.experts)
+        else:
+            steps = _pair(width)
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(options.steps + WARMUP):
             for name, step in steps.items():
@@ -77,10 +122,11 @@ def _measure(rank: int, ranks: int, folder: str, options: argparse.Namespace) ->
                 start = time.perf_counter()
                 step()
                 seconds[name].append(time.perf_counter() - start)
-        ratios = [ours / theirs for ours, theirs in zip(seconds["ours"][WARMUP:], seconds["DTensor"][WARMUP:])]
+        ratios = [ours / theirs for ours, theirs in zip(seconds["ours"][WARMUP:], seconds[peer][WARMUP:])]
         figures = (statistics.median(ratios), min(ratios), max(ratios))
-        target = TARGETS.get(width)
-        table.add_row(str(width), *(f"{figure:.2f}" for figure in figures), f"<= {target}" if target else "")
+        target = f"<= {TARGETS[width]}" if width in TARGETS else ""
+        last = f"{share:.0%}" if options.experts else target
+        table.add_row(str(width), *(f"{figure:.2f}" for figure in figures), last)
     if rank == 0:
         Console().print(table)
     dist.destroy_process_group()
@@ -93,6 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--experts", choices=["eager", "batched_mm", "grouped_mm"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_measure, (options.ranks, folder, options), options.ranks)

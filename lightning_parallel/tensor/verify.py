@@ -107,14 +107,14 @@ class PlanVerifier:
             torch.manual_seed(0)
             # Kernels of attention may know half precision only: the difference of a wrong division is larger still.
             for dtype in TOLERANCES:
-                lacks_precision = False
                 with _computing_in(dtype):
                     for x in _trial_inputs(block, call):
                         expected = self._run_together(partial(_run_copy, block, x))
                         if expected is not None:
                             return self._first_right(block, given, candidates, all_outputs, x, expected)
-                        lacks_precision |= self._lacks_precision
-                if not lacks_precision:
+                        if self._lacks_precision:
+                            break
+                if not self._lacks_precision:
                     break
         return None
 
