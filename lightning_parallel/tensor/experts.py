@@ -17,6 +17,8 @@ Source: Megatron-LM, section 3, https://arxiv.org/abs/1909.08053, for each exper
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -44,6 +46,7 @@ NOT_THE_SAME = "whole: divided, it would compute something else, draw other rand
 MOST_CANDIDATES = 64
 MOST_PROJECTIONS = 3  # in one weight
 MOST_AROUND = 2  # modules around the experts that are tried to run, when the experts cannot be run alone
+FEW = 8  # features for each rank, in trials
 ALIGNED = 8  # features: kernels for grouped products ask for rows of a multiple of 16 bytes
 
 
@@ -171,10 +174,54 @@ def _is_floating(leaf: Any) -> bool:
 # -------------------------------------------------------------------------------------------------------------- search
 
 
+@dataclass(frozen=True)
+class _Division:
+    """One way to divide the experts of a module.
+
+    Attributes:
+        width: I, as the module has it.
+        tensors: What is divided: name, dimension, and how many projections of I features it has there.
+        added: See `Experts`.
+        in_turns: Whether several projections are packed feature by feature, and not one after the other.
+        attributes: Attributes of the module that are I times so many projections.
+    """
+
+    width: int
+    tensors: tuple[tuple[str, int, int], ...]
+    added: tuple[str, ...]
+    in_turns: bool
+    attributes: tuple[tuple[str, int], ...]
+
+    def plan(self, width: int, group: Group) -> Plan:
+        """Return the plan for the module, or for one with other features inside of the experts."""
+        unit = _unit(width, group.size)
+
+        def packed(count: int) -> tuple[ShardPart, ...]:
+            return (ShardPart(count * width, count * unit),) if self.in_turns else (ShardPart(width, unit),) * count
+
+        style = Experts(tuple(DividedTensor(name, dim, packed(count)) for name, dim, count in self.tensors), self.added)
+        local = Shard.even(0, width, group.size, unit).local_size(group.rank)
+        values = {name: count * local for name, count in self.attributes}
+        return Plan({"": style}, {"": values} if values else {})
+
+    def narrowed(self, block: nn.Module, path: str, width: int) -> nn.Module:
+        """Return a copy of the module around the experts at `path`, with as many features inside of them."""
+        owner = block.get_submodule(path)
+        narrow: dict[int, Any] = {}
+        for name, dim, count in self.tensors:
+            full = owner.get_parameter(name)
+            narrow[id(full)] = nn.Parameter(full.detach().narrow(dim, 0, count * width).clone())
+        copied = copy.deepcopy(block, narrow)  # what is in the memo is not copied
+        for name, count in self.attributes:
+            setattr(copied.get_submodule(path), name, count * width)
+        return copied
+
+
 def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group) -> None:
     """Add the divisions of all stacked experts inside `module` that the verifier accepts; note why others are whole.
 
-    Each is verified in the smallest module around that can be run with one tensor.
+    Each is verified in the smallest module around that can be run with one tensor, with few features inside of the
+    experts: code does not depend on their number, and the experts of one layer may be most of a node's memory.
 
     Args:
         module: The model.
@@ -187,20 +234,52 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: G
         if any(any(forward_hooks_of(child)) for child in owner.modules() if child is not owner):
             plan.notes[path] = "whole: a hook is called around a forward inside of the experts"
             continue
-        around = _that_runs(module, path, plan, verifier)
-        if around is None:
-            plan.notes[path] = f"whole: one tensor is not enough to run `{type(owner).__name__}`"
-            continue
-        block = module.get_submodule(around)
-        candidates = _divisions(owner, group)
-        tried = [Plan() for _ in candidates]
-        for outer, inner in zip(tried, candidates):
-            outer.add(path.removeprefix(around).strip("."), inner)
-        accepted = verifier.first_verified(block, plan.under(around), tried, source="experts")
+        divisions = _divisions(owner, group.size)
+        parts = path.split(".") if path else []
+        accepted = None
+        for depth in range(len(parts), max(-1, len(parts) - MOST_AROUND - 1), -1):
+            around = ".".join(parts[:depth])
+            if accepted is None and _takes_one_tensor(module.get_submodule(around)):
+                accepted = _first_verified(module, around, ".".join(parts[depth:]), divisions, plan, verifier, group)
         if accepted is None:
-            plan.notes[path] = NOT_THE_SAME if candidates else f"whole: too few features for {group.size} ranks"
+            plan.notes[path] = NOT_THE_SAME if divisions else f"whole: too few features for {group.size} ranks"
         else:
-            plan.add(around, accepted)
+            plan.add(path, accepted)
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    """Return whether the forward of a module can be called with one argument."""
+    if type(module).forward is nn.Module.forward:
+        return False
+    given = [*inspect.signature(module.forward).parameters.values()]
+    return sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in given) <= 1
+
+
+def _first_verified(
+    module: nn.Module,
+    around: str,
+    path: str,
+    divisions: list[_Division],
+    plan: Plan,
+    verifier: PlanVerifier,
+    group: Group,
+) -> Plan | None:
+    """Return the plan for the experts at `path`, inside of the module at `around`, that is verified; None for none."""
+    # Those that need the same copy are tried with it.
+    alike: dict[Any, list[_Division]] = {}
+    for division in divisions:
+        alike.setdefault((division.width, division.tensors, division.attributes), []).append(division)
+    block = module.get_submodule(around)
+    for number, several in enumerate(alike.values()):
+        width = min(several[0].width, FEW * group.size)
+        candidates = [Plan() for _ in several]
+        for candidate, division in zip(candidates, several):
+            candidate.add(path, division.plan(width, group))
+        narrow = several[0].narrowed(block, path, width)
+        found = verifier.first_verified(narrow, plan.under(around), candidates, source=f"experts {number}")
+        if found is not None:
+            return several[candidates.index(found)].plan(several[0].width, group)
+    return None
 
 
 def _owners(module: nn.Module, path: str = "") -> Iterator[str]:
@@ -248,43 +327,30 @@ def _stacks(module: nn.Module) -> dict[str, nn.Parameter]:
     return max(stacks.values(), key=len, default={})
 
 
-def _that_runs(module: nn.Module, path: str, plan: Plan, verifier: PlanVerifier) -> str | None:
-    """Return the path of the smallest module around the experts that can be run with one tensor, if there is one."""
-    parts = path.split(".") if path else []
-    for depth in range(len(parts), max(-1, len(parts) - MOST_AROUND - 1), -1):
-        around = ".".join(parts[:depth])
-        block = module.get_submodule(around)
-        runs = type(block).forward is not nn.Module.forward
-        if runs and verifier.first_verified(block, Plan(), [Plan()]) is not None:
-            return around
-    return None
-
-
-def _divisions(owner: nn.Module, group: Group) -> list[Plan]:
+def _divisions(owner: nn.Module, ranks: int) -> list[_Division]:
     """Return ways to divide the experts of a module, the likeliest first."""
     stacks = _stacks(owner)
     biases = _biases(owner, len(next(iter(stacks.values()))))
-    found: list[tuple[tuple[int, int], Plan]] = []
+    found: list[tuple[tuple[int, int], _Division]] = []
     widths = dict.fromkeys(size for weight in reversed([*stacks.values()]) for size in reversed(weight.shape[1:]))
-    for width in widths:
-        unit = _unit(width, group.size)
-        if width // unit < group.size:
-            continue
+    for width in (width for width in widths if width >= ranks):
         for dims in product(*(_dims_of(weight, width) for weight in stacks.values())):
-            sizes = [weight.shape[dim] for weight, dim in zip(stacks.values(), dims)]
+            counts = [weight.shape[dim] // width for weight, dim in zip(stacks.values(), dims)]
             # What is not divided is as wide as the hidden states, in all of them.
             whole = {weight.shape[3 - dim] for weight, dim in zip(stacks.values(), dims)}
-            if width not in sizes:
+            if 1 not in counts:
                 continue
-            for kinds, packing in product(_uses(biases, sizes), _packings(sizes, width, unit)):
-                divided = [DividedTensor(name, dim, packing[size]) for name, dim, size in zip(stacks, dims, sizes)]
+            in_turns = [False, True] if max(counts) > 1 else [False]
+            for kinds, turns in product(_uses(biases, {count * width for count in counts}), in_turns):
+                divided = [*zip(stacks, dims, counts)]
                 for name, kind in kinds.items():
                     if kind == "divided":
-                        divided.append(DividedTensor(name, biases[name].dim() - 1, packing[biases[name].shape[-1]]))
-                style = Experts(tuple(divided), tuple(name for name, kind in kinds.items() if kind == "added"))
-                for level, values in enumerate(_attributes(owner, width, {*sizes}, unit, group)):
-                    found.append(((len(whole), level), Plan({"": style}, {"": values} if values else {})))
-    return [plan for _, plan in sorted(found, key=lambda entry: entry[0])[:MOST_CANDIDATES]]
+                        divided.append((name, biases[name].dim() - 1, biases[name].shape[-1] // width))
+                added = tuple(name for name, kind in kinds.items() if kind == "added")
+                for level, attributes in enumerate(_attributes(owner, width, {1, *counts})):
+                    division = _Division(width, tuple(divided), added, turns, attributes)
+                    found.append(((len(whole), level), division))
+    return [division for _, division in sorted(found, key=lambda entry: entry[0])[:MOST_CANDIDATES]]
 
 
 def _unit(width: int, ranks: int) -> int:
@@ -295,18 +361,6 @@ def _unit(width: int, ranks: int) -> int:
 
 def _dims_of(weight: Tensor, width: int) -> list[int]:
     return [dim for dim in (1, 2) if weight.shape[dim] in {count * width for count in range(1, MOST_PROJECTIONS + 1)}]
-
-
-Packing = dict[int, tuple[ShardPart, ...]]
-"""How as many features as the keys say are packed."""
-
-
-def _packings(sizes: list[int], width: int, unit: int) -> Iterator[Packing]:
-    one: Packing = {width: (ShardPart(width, unit),)}
-    fused = {size // width for size in sizes} - {1}
-    yield one | {count * width: (ShardPart(width, unit),) * count for count in fused}
-    if fused:  # one feature of each projection, in turns
-        yield one | {count * width: (ShardPart(count * width, count * unit),) for count in fused}
 
 
 def _biases(owner: nn.Module, experts: int) -> dict[str, nn.Parameter]:
@@ -320,7 +374,7 @@ def _biases(owner: nn.Module, experts: int) -> dict[str, nn.Parameter]:
     }
 
 
-def _uses(biases: dict[str, nn.Parameter], sizes: list[int]) -> Iterator[dict[str, str]]:
+def _uses(biases: dict[str, nn.Parameter], sizes: set[int]) -> Iterator[dict[str, str]]:
     """Yield how biases may be used: divided, added by one rank; or whole by all, as a router's weight is."""
     fits = [
         ("divided", "added", "whole") if bias.shape[-1] in sizes else ("added", "whole") for bias in biases.values()
@@ -329,17 +383,12 @@ def _uses(biases: dict[str, nn.Parameter], sizes: list[int]) -> Iterator[dict[st
         yield dict(zip(biases, kinds))
 
 
-def _attributes(owner: nn.Module, width: int, sizes: set[int], unit: int, group: Group) -> Iterator[dict[str, int]]:
+def _attributes(owner: nn.Module, width: int, counts: set[int]) -> Iterator[tuple[tuple[str, int], ...]]:
     """Yield which attributes of the module, numbers of features, its code may read: none, some by name, all."""
-    local = Shard.even(0, width, group.size, unit).local_size(group.rank)
-    values = {size: size // width * local for size in {width, *sizes}}
-    found = {
-        name: values[value]
-        for name, value in vars(owner).items()
-        if type(value) is int and values.get(value, value) != value
-    }
-    named = {name: value for name, value in found.items() if any(word in name for word in INNER_NAMES)}
-    yield from {repr(given): given for given in ({}, named, found)}.values()
+    numbers = {name: value for name, value in vars(owner).items() if type(value) is int}
+    found = tuple((name, value // width) for name, value in numbers.items() if value in {n * width for n in counts})
+    named = tuple(entry for entry in found if any(word in entry[0] for word in INNER_NAMES))
+    yield from dict.fromkeys([(), named, found])
 
 
 INNER_NAMES = ("inter", "inner", "ff", "expert_dim", "mlp")
