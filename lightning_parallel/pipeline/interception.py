@@ -234,8 +234,9 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 def _is_from_outside(hook: Callable[..., Any]) -> bool:
-    # Hooks of this package, such as those of sequence parallelism, collect nothing.
-    return getattr(hook, "__module__", "").partition(".")[0] != _PACKAGE
+    # Hooks of this package collect nothing, unless they say so: sequence parallelism notes the lengths.
+    own = getattr(hook, "__module__", "").partition(".")[0] == _PACKAGE
+    return not own or getattr(hook, "has_effects", False)
 
 
 _TensorFunction = Callable[[Tensor], Tensor]

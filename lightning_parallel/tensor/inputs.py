@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, pytree
 from lightning_parallel.tensor.autograd import gather_from_group
 from lightning_parallel.tensor.linear import SequenceLengths
 
-__all__ = ["DividedInput", "NarrowInput", "whole_input"]
+__all__ = ["DividedInput", "NarrowInput", "divided_input", "whole_input"]
 
 _SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement}  # type: ignore[attr-defined]
 
@@ -129,6 +129,13 @@ def _piece(value: Any) -> Any:
 
 def _gathered(value: Any) -> Any:
     return value.gathered() if isinstance(value, DividedInput) else value
+
+
+def divided_input(piece: Tensor, lengths: SequenceLengths) -> Tensor:
+    """Let the sizes of a `piece` read as those of the whole; what has no data, to see shapes only, is made whole."""
+    if type(piece) in (Tensor, nn.Parameter):
+        return DividedInput.of(piece, lengths)
+    return gather_from_group(piece, lengths.group, *lengths.of_piece(piece))
 
 
 # Functions that read no values, or make tensors of their own.

@@ -32,7 +32,7 @@ from lightning_parallel.tensor.autograd import (
     scatter_to_group,
 )
 from lightning_parallel.tensor.conversion import convert, shard_parameters
-from lightning_parallel.tensor.inputs import DividedInput, whole_input
+from lightning_parallel.tensor.inputs import DividedInput, divided_input, whole_input
 from lightning_parallel.tensor.inspection import (
     describe,
     full_shape,
@@ -369,7 +369,7 @@ class RowLinear(_ParallelLinear):
         if lengths is not None and (lengths.suspended or (self.in_sublayer and lengths.is_flat(x))):
             lengths = None
         y = row_linear(x, self.weight, self.bias, self.group, lengths, self.transposed)
-        return DividedInput.of(y, lengths) if lengths is not None and self.in_sublayer else y
+        return divided_input(y, lengths) if lengths is not None and self.in_sublayer else y
 
     @property
     def region_end(self) -> Literal["closes"] | None:

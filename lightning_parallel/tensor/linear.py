@@ -108,7 +108,7 @@ class SequenceLengths:
 
     The full length does not follow from a part's length (5 and 6 both give rank 0 of 2 a part of 3), so the layer that
     divides a sequence records its length here and the layer that gathers it looks it up. Of several full lengths with
-    equal parts on this rank, the one divided last counts.
+    equal parts on this rank, the one divided last counts; a recomputation in backward, which comes later, asks all.
 
     Attributes:
         suspended: Whether layers compute on whole sequences for now, as evaluation does: it keeps no activations, and
@@ -123,6 +123,8 @@ class SequenceLengths:
         self.suspended = False
         self.stream: torch.Size | None = None
         self._full: dict[int, int] = {}
+        self._seen: set[int] = set()
+        self._is_ambiguous = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceLengths:
         return self  # layers that exchange lengths must go on sharing one object, also in a copied model
@@ -131,6 +133,10 @@ class SequenceLengths:
         """Return the length of each rank's part of a sequence of `length`, and record `length`."""
         sizes = balanced(length, self.group.size)
         self._full[sizes[self.group.rank]] = length
+        if length not in self._seen:
+            # Equal on all ranks, unlike the parts: all of them ask, or none.
+            self._is_ambiguous |= any(abs(length - other) < self.group.size for other in self._seen)
+            self._seen.add(length)
         return sizes
 
     def parts(self, local: int) -> list[int]:
@@ -139,6 +145,8 @@ class SequenceLengths:
         Raises:
             RuntimeError: If no sequence with such a part has been divided.
         """
+        if self._is_ambiguous and current_graph_task_id() != -1:
+            return comm.all_gather_object(local, self.group)
         if local not in self._full:
             raise RuntimeError(
                 f"a sequence-parallel layer got a sequence of {local} in dimension {self.dim}, but no layer before it"

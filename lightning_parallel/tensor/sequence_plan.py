@@ -87,7 +87,11 @@ def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, ver
         sublayers, gathered = (
             tuple(f"{block}.{name}" for name in names) for names in (region.sublayers, region.gathered)
         )
-        run.append(SequenceRegion("", (block,), sublayers, gathered, region.dim))
+        found_region = SequenceRegion("", (block,), sublayers, gathered, region.dim, region.wraps_all)
+        if run and (run[0].dim, run[0].wraps_all) != (region.dim, region.wraps_all):
+            _add_region(plan, path, run)
+            run = []
+        run.append(found_region)
     _add_region(plan, path, run)
 
 
@@ -100,6 +104,7 @@ def _add_region(plan: Plan, path: str, run: list[SequenceRegion]) -> None:
                 tuple(inside for part in run for inside in part.sublayers),
                 tuple(inside for part in run for inside in part.gathered),
                 run[0].dim,
+                run[0].wraps_all,
             )
         )
 
@@ -133,9 +138,10 @@ def _candidates(block: nn.Module, inside: Plan, dim: int) -> Iterator[Plan]:
     alone = [path for path, style in inside.styles.items() if _is_gathered(style) and not _is_inside(path, sublayers)]
     modules = tuple(dict.fromkeys(_parent(block, path) for path in alone))
     # A sublayer that mixes positions otherwise than by its divided layers (a router) computes on whole sequences.
-    for gathered in ((), *((path,) for path in sublayers if len(sublayers) > 1)):
+    whole = [(), *((path,) for path in sublayers if len(sublayers) > 1)]
+    for gathered, wraps_all in ((paths, wraps) for wraps in (False, True) for paths in whole):
         divided = tuple(path for path in sublayers if path not in gathered)
-        region = SequenceRegion("", ("",), divided, (*gathered, *modules), dim)
+        region = SequenceRegion("", ("",), divided, (*gathered, *modules), dim, wraps_all)
         styles = sequence_parallel_styles(block, inside.styles, dim, divided, region.gathered)
         yield Plan(styles, sequence_regions=[region])
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import current_graph_task_id, pytree, version_of
 from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
-from lightning_parallel.tensor.inputs import DividedInput
+from lightning_parallel.tensor.inputs import DividedInput, divided_input
 from lightning_parallel.tensor.linear import SequenceLengths, shared_inputs
 from lightning_parallel.tensor.regions import RandomRegion, is_same_state, random_state
 
@@ -47,6 +46,7 @@ class SequenceRegion:
         sublayers: Paths of the modules inside whose inputs stand for whole sequences.
         gathered: Paths of the modules inside that compute on whole sequences.
         dim: The dimension of the sequence.
+        wraps_all: Whether sublayers get several tensors that are divided: a residual to be added, too.
     """
 
     owner: str
@@ -54,6 +54,7 @@ class SequenceRegion:
     sublayers: tuple[str, ...] = ()
     gathered: tuple[str, ...] = ()
     dim: int = 1
+    wraps_all: bool = False
 
 
 def divide_region(modules: Mapping[str, nn.Module], region: SequenceRegion, group: Group) -> None:
@@ -68,7 +69,7 @@ def divide_region(modules: Mapping[str, nn.Module], region: SequenceRegion, grou
     divide_sequence(modules[region.owner], list(blocks.values()), group, region.dim)
     lengths = _lengths(group, region.dim)
     for path in region.sublayers:
-        _stand_for_whole(modules[path], lengths)
+        _stand_for_whole(modules[path], lengths, region.wraps_all)
     for path in region.gathered:
         _gather_around(path, modules[path], lengths)
     if len(blocks) > 1:
@@ -84,17 +85,22 @@ def divide_sequence(owner: nn.Module, blocks: Sequence[nn.Module], group: Group,
     lengths = _lengths(group, dim)
     region = RandomRegion(group)
 
-    def enter(is_first: bool, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         lengths.suspended = _is_evaluated(module)
-        if lengths.suspended:
+        if not lengths.suspended:
+            lengths.stream = _main(args, kwargs).shape
+
+    def scatter_input(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if _is_evaluated(module):
             return None
-        hidden = piece = _main(args, kwargs)
-        if is_first:
-            piece = scatter_to_group(hidden, group, dim, lengths.divide(hidden.shape[dim]))
-            if module.training:  # dropout between the layers draws for different positions on each rank
-                region.open(piece.device)
-        lengths.stream = piece.shape
-        return _exchanged((args, kwargs), hidden, piece) if is_first else None
+        hidden = _main(args, kwargs)
+        piece = scatter_to_group(hidden, group, dim, lengths.divide(hidden.shape[dim]))
+        if module.training:  # dropout between the layers draws for different positions on each rank
+            region.open(piece.device)
+        return _exchanged((args, kwargs), hidden, piece)
+
+    # A pipeline stage after the first learns each sequence's length from this call.
+    scatter_input.has_effects = True  # type: ignore[attr-defined]
 
     def gather_output(module: nn.Module, args: Any, output: Any) -> Any:
         region.close()
@@ -103,9 +109,9 @@ def divide_sequence(owner: nn.Module, blocks: Sequence[nn.Module], group: Group,
         piece = _main(output)
         return _exchanged(output, piece, gather_from_group(piece, group, dim, lengths.parts(piece.shape[dim])))
 
+    blocks[0].register_forward_pre_hook(scatter_input, with_kwargs=True)
     for block in blocks:
-        hook = partial(enter, block is blocks[0])
-        block.register_forward_pre_hook(hook, with_kwargs=True)
+        block.register_forward_pre_hook(enter, with_kwargs=True)
     blocks[-1].register_forward_hook(gather_output)
     # The blocks may be left by an exception, before `last` closes the region.
     owner.register_forward_hook(lambda *_: _leave(region, lengths), always_call=True)
@@ -125,14 +131,17 @@ def _is_evaluated(module: nn.Module) -> bool:
     return not (module.training or torch.is_grad_enabled())
 
 
-def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths) -> None:
+def _stand_for_whole(sublayer: nn.Module, lengths: SequenceLengths, wraps_all: bool) -> None:
     """Let the input of `sublayer` stand for the whole sequence, and return this rank's positions of its output."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if lengths.suspended:
             return None
-        piece = _main(args, kwargs)
-        return _exchanged((args, kwargs), piece, DividedInput.of(piece, lengths))
+        args, kwargs = pytree.tree_map_only(Tensor, _with_data, (args, kwargs))
+        main = _main(args, kwargs)
+        for piece in _tensors_like(main, (args, kwargs)) if wraps_all else [main]:
+            args, kwargs = _exchanged((args, kwargs), piece, divided_input(piece, lengths))
+        return args, kwargs
 
     def leave(_: nn.Module, args: Any, output: Any) -> Any:
         if lengths.suspended:
@@ -190,6 +199,16 @@ def _main(*values: Any) -> Tensor:
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             return leaf
     raise TypeError("expected hidden states among the arguments or outputs of a sequence-parallel block, found none")
+
+
+def _tensors_like(main: Tensor, values: Any) -> list[Tensor]:
+    leaves = {id(leaf): leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)}
+    return [leaf for leaf in leaves.values() if leaf.shape == main.shape and leaf.dtype == main.dtype]
+
+
+def _with_data(tensor: Tensor) -> Tensor:
+    # What a pipeline stage has received replaces what stands for it in any operation.
+    return tensor if type(tensor) is Tensor else tensor.view_as(tensor)
 
 
 def _exchanged(values: Any, old: Tensor, new: Tensor) -> Any:
