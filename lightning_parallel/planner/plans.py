@@ -161,15 +161,10 @@ def plan(
     rehearsal.measured = _is_measurable(rehearsal) if measured is None else measured
     if rehearsal.measured:
         rehearsal.forget()
-    notes = [f"assumed links: {cluster.assumed_links}"] if cluster.assumed_links else []
+    notes = _notes(rehearsal)
     if optimizers is None:
         optimizers, note = optimizers_of(module)
         notes += [note] if note else []
-    if rehearsal.has_guessed and not rehearsal.measured:
-        notes.append(
-            "the step asks for values of tensors, which have none here: it got False, or 1; where they decide on what"
-            " is computed, the run may differ"
-        )
     copies = optimizer_copies(optimizers) if optimizers else float(STATE_COPIES)
     with cores_busy(_busy_cores(cluster)) if rehearsal.measured else nullcontext():
         if rehearsal.measured and optimizers:
@@ -178,6 +173,18 @@ def plan(
         found = _search(layouts, cluster)
     alone = LayoutSearch(rehearsal, copies, accumulated=accumulated, **search).candidates(Mesh())[0]
     return LayoutPlan(_name(module), cluster, precision, found, alone, rehearsal.measured, tuple(notes), accumulated)
+
+
+def _notes(rehearsal: Rehearsal) -> list[str]:
+    """Return what the plan takes for granted."""
+    cluster: Cluster = rehearsal.cluster
+    notes = [f"assumed links: {cluster.assumed_links}"] if cluster.assumed_links else []
+    if rehearsal.has_guessed and not rehearsal.measured:
+        notes.append(
+            "the step asks for values of tensors, which have none here: it got False, or 1; where they decide on what"
+            " is computed, the run may differ"
+        )
+    return notes
 
 
 def _busy_cores(cluster: Cluster) -> int:
