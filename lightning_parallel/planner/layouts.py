@@ -94,6 +94,7 @@ class Layout:
         layers_per_stage: How the layers are cut.
         accumulated: Batches of each replica in an optimizer step.
         samples: Of an optimizer step, of all replicas.
+        zero_stage: What replicas divide: 1, the optimizer's state; 2, gradients, too. Where less does not fit.
         memory: Of the rank that holds most.
         memories: Of each rank of the pipeline.
         step: Seconds of an optimizer step.
@@ -109,6 +110,7 @@ class Layout:
     layers_per_stage: tuple[int, ...] = ()
     accumulated: int = 1
     samples: int = 0
+    zero_stage: int = 0
     memory: RankMemory = field(default_factory=RankMemory)
     memories: tuple[RankMemory, ...] = ()
     step: StepTime = field(default_factory=StepTime)
@@ -142,6 +144,7 @@ class LayoutSearch:
         microbatches: Values to try; None: by the size of the pipeline and the batch.
         action_s: What the pipeline's runtime takes for each action; by default `ACTION_OPERATIONS` on processors.
         step_s: What the Trainer takes for each batch; by default `STEP_OPERATIONS` on processors.
+        zero_stages: Values of `zero_stage` to try, in this order, until a layout fits.
     """
 
     def __init__(
@@ -156,8 +159,10 @@ class LayoutSearch:
         microbatches: Sequence[int] | None = None,
         action_s: float | None = None,
         step_s: float | None = None,
+        zero_stages: Sequence[int] = (0, 1, 2),
     ) -> None:
         self.rehearsal = rehearsal
+        self.zero_stages = zero_stages
         self.cluster: Cluster = rehearsal.cluster
         self.copies = copies
         self.global_batch = global_batch
@@ -265,9 +270,10 @@ class LayoutSearch:
         tensor_s = schedule.num_microbatches * sum(c.total_s for c in _of_rank(schedule, messages, busiest))
         busy_s = schedule.num_microbatches * work[busiest]
         held = self._parts_of(tensor).held(counts, schedule.stage_ranks)
+        zero_stage, memories = self._memories(mesh, schedule, together, costs.compute.epilogue, held, accumulated)
         # More ranks than cores: all of them reduce and update at the same time.
-        reduction_s = crowd * max(self._reduction_s(mesh, one, busy_s / 2) for one in held)
-        optimizer_s = crowd * max(self._update_s(one) for one in held)
+        reduction_s = crowd * max(self._reduction_s(mesh, one, busy_s / 2, zero_stage) for one in held)
+        optimizer_s = crowd * max(self._update_s(mesh, one, zero_stage) for one in held)
         step = StepTime(
             accumulated * (busy_s - tensor_s),
             accumulated * tensor_s,
@@ -277,7 +283,6 @@ class LayoutSearch:
             optimizer_s,
             crowd * accumulated * self.step_s,
         )
-        memories = self._memories(mesh, schedule, together, costs.compute.epilogue, held, accumulated)
         found = Layout(
             mesh,
             schedule.name,
@@ -286,10 +291,11 @@ class LayoutSearch:
             counts if mesh.pipeline_parallel > 1 else (),
             accumulated,
             samples * mesh.data_parallel * accumulated,
+            zero_stage,
             max(memories, key=lambda memory: memory.total),
             memories,
             step,
-            self._processor_s(mesh, schedule.num_microbatches * sum(work), held, accumulated),
+            self._processor_s(mesh, schedule.num_microbatches * sum(work), held, accumulated, zero_stage),
         )
         return replace(found, refusal=self._over(found), warnings=tuple(self._warnings(found)))
 
@@ -353,10 +359,11 @@ class LayoutSearch:
         makespan_s = shared_makespan_s(played, stages, link, self._cores, copies, self.action_s)
         return max(alone_s, makespan_s + (count - played.num_microbatches) * each_s)
 
-    def _processor_s(self, mesh: Mesh, work_s: float, held: list[Held], accumulated: int) -> float:
+    def _processor_s(self, mesh: Mesh, work_s: float, held: list[Held], accumulated: int, zero_stage: int) -> float:
         """Return the seconds of a step of all ranks together, given those of a batch on one rank of each stage."""
         copies = mesh.data_parallel * mesh.tensor_parallel
-        ends_s = sum(self._reduction_s(mesh, one, 0.0) + self._update_s(one) for one in held)
+        ends_s = sum(self._reduction_s(mesh, one, 0.0, zero_stage) for one in held)
+        ends_s += sum(self._update_s(mesh, one, zero_stage) for one in held)
         return copies * (accumulated * (work_s + len(held) * self.step_s) + ends_s)
 
     def _work(self, schedule: Schedule, stages: list[Cost]) -> list[float]:
@@ -374,20 +381,26 @@ class LayoutSearch:
         """Return how many ranks share what one of them computes with."""
         return max(1.0, mesh.world_size / self._cores)
 
-    def _reduction_s(self, mesh: Mesh, held: Held, backward_s: float) -> float:
-        """Return the seconds of the mean over replicas that backward does not hide."""
+    def _reduction_s(self, mesh: Mesh, held: Held, backward_s: float, zero_stage: int) -> float:
+        """Return the seconds of the mean over replicas that backward does not hide, and of what replicas gather."""
         if mesh.data_parallel == 1 or not held.trained_bytes:
             return 0.0
         stride = mesh.pipeline_parallel * mesh.tensor_parallel
         buckets = ceil(held.trained_bytes / BUCKET_BYTES)
-        each_s = collective_s("all_reduce", held.trained_bytes / buckets, stride, mesh.data_parallel, self.cluster)
+
+        def bucket_s(op: str) -> float:
+            return collective_s(op, held.trained_bytes / buckets, stride, mesh.data_parallel, self.cluster)
+
+        each_s = bucket_s("reduce_scatter" if zero_stage == 2 else "all_reduce")
         # In a pipeline a stage sends when its last backward is over; on shared cores messages take time of others.
         hidden = 0.0 if mesh.pipeline_parallel > 1 or self.cluster.cores is not None else backward_s
-        return max(each_s, buckets * each_s - hidden * (buckets - 1) / buckets)
+        gathered_s = buckets * bucket_s("all_gather") if zero_stage else 0.0
+        return max(each_s, buckets * each_s - hidden * (buckets - 1) / buckets) + gathered_s
 
-    def _update_s(self, held: Held) -> float:
+    def _update_s(self, mesh: Mesh, held: Held, zero_stage: int) -> float:
         per_byte_s, per_tensor_s = self.optimizer_s
-        return held.trained_bytes * per_byte_s + held.count * per_tensor_s
+        share = 1 / mesh.data_parallel if zero_stage else 1.0
+        return share * held.trained_bytes * per_byte_s + held.count * per_tensor_s
 
     # ------------------------------------------------------------------------------------------------------- memory
 
@@ -398,25 +411,32 @@ class LayoutSearch:
 
     def _memories(
         self, mesh: Mesh, schedule: Schedule, stages: list[Cost], epilogue: Cost, held: list[Held], accumulated: int
-    ) -> tuple[RankMemory, ...]:
-        found = []
-        for rank, one in enumerate(held):
+    ) -> tuple[int, tuple[RankMemory, ...]]:
+        """Return what each rank holds, with the first `zero_stage` with which it fits, or the last one."""
+
+        def memory(rank: int, zero_stage: int) -> RankMemory:
             mine = [stage for stage, owner in enumerate(schedule.stage_ranks) if owner == rank]
             flight = schedule.max_in_flight[rank] / len(mine)
             activations = flight * sum(stages[stage].activation_bytes for stage in mine)
             logits = flight * epilogue.activation_bytes if schedule.num_stages - 1 in mine else 0.0
-            found.append(
-                RankMemory.of(
-                    one,
-                    self.copies,
-                    accumulates=schedule.num_microbatches > 1 or accumulated > 1,
-                    activations=activations - logits,
-                    logits=logits,
-                    replicas=mesh.data_parallel,
-                    reserved=self.cluster.device.reserved_bytes,
-                )
+            return RankMemory.of(
+                held[rank],
+                self.copies,
+                accumulates=schedule.num_microbatches > 1 or accumulated > 1,
+                activations=activations - logits,
+                logits=logits,
+                replicas=mesh.data_parallel,
+                zero_stage=zero_stage,
+                reserved=self.cluster.device.reserved_bytes,
             )
-        return tuple(found)
+
+        found: tuple[RankMemory, ...] = ()
+        zero_stage = 0
+        for zero_stage in self.zero_stages if mesh.data_parallel > 1 else (0,):
+            found = tuple(memory(rank, zero_stage) for rank in range(len(held)))
+            if max(one.total for one in found) <= self.cluster.memory_bytes:
+                break
+        return zero_stage, found
 
     def _over(self, layout: Layout) -> str:
         limit = self.cluster.memory_bytes

@@ -95,7 +95,7 @@ def _row(layout: Layout) -> Iterator[str]:
     yield " x ".join(map(str, layout.mesh.shape))
     chunks = f"V={layout.virtual_stages} " if layout.virtual_stages > 1 else ""
     yield f"{layout.schedule} {chunks}m={layout.microbatches}" if layout.mesh.pipeline_parallel > 1 else ""
-    yield bytes_text(layout.memory.total)
+    yield bytes_text(layout.memory.total) + (f"\nZeRO {layout.zero_stage}" if layout.zero_stage else "")
     yield seconds_text(step.total)
     yield f"{step.pipeline / step.total:.0%}"
     yield f"{(step.tensor + step.reduction) / step.total:.0%}"
@@ -147,6 +147,8 @@ def strategy_arguments(layout: Layout) -> dict[str, Any]:
         if layout.virtual_stages > 1:
             arguments["virtual_stages"] = layout.virtual_stages
         arguments["balance"] = list(layout.layers_per_stage)
+    if layout.zero_stage:
+        arguments["zero_stage"] = layout.zero_stage
     return arguments
 
 

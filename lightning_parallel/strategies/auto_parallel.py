@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal, Optional, Union, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -29,10 +29,12 @@ from lightning_parallel.planner.hardware import Cluster, available_cores, device
 from lightning_parallel.planner.layouts import Layout
 from lightning_parallel.planner.links import MOST_RANKS_MEASURED, fitted_link, group_links
 from lightning_parallel.planner.plan_report import plan_text
-from lightning_parallel.planner.plans import LayoutPlan, plan
+from lightning_parallel.planner.plans import LayoutPlan, optimizers_of, plan
 from lightning_parallel.planner.rehearsal import without_data
+from lightning_parallel.strategies.optimization import check_sliced
 from lightning_parallel.strategies.parallel import HybridParallelStrategy
 from lightning_parallel.strategies.stage_table import print_table
+from lightning_parallel.strategies.zero_stages import ZeroStage
 
 __all__ = ["AutoParallelStrategy", "accumulated_batches", "first_of_loaders"]
 
@@ -121,6 +123,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
                     tensor_plan=self.tensor_options.plan,
                     sequence_parallel=self.tensor_options.sequence_parallel,
                     layers=self.pipeline_options.layers if self.pipeline_options is not None else "auto",
+                    zero_stages=self._zero_stages(module),
                 )
             finally:
                 torch.set_num_threads(before)
@@ -128,6 +131,16 @@ class AutoParallelStrategy(HybridParallelStrategy):
             listed = "\n".join(f"  {layout.name}: {layout.refusal}" for layout in found.layouts)
             raise ValueError(f"{found.obstacle}:\n{listed}")
         return found
+
+    def _zero_stages(self, module: LightningModule) -> tuple[int, ...]:
+        """Return the stages that may be chosen: the user's, or the optimizer's state divided where it can be."""
+        if self.zero_stage:
+            return (self.zero_stage,)
+        try:
+            check_sliced(optimizers_of(module)[0], self.world_size)
+        except ValueError:
+            return (0,)
+        return (0, 1)
 
     def _links(self, world: Group) -> dict[int, Link]:
         """Measure the links of groups by their size, or that of the world; on all ranks."""
@@ -152,6 +165,7 @@ class AutoParallelStrategy(HybridParallelStrategy):
         """Run the best layout of a plan from now on."""
         layout = self.layout = found.best[0]
         data, pipeline, tensor = layout.mesh.shape
+        self.zero_stage = cast(ZeroStage, layout.zero_stage)
         self.choose_mesh({DATA: data, PIPELINE: pipeline, TENSOR: tensor})
         assert self.pipeline_options is not None
         self.pipeline_options = replace(

@@ -296,7 +296,7 @@ def test_layers_of_a_large_model_cost_no_memory_to_plan():
     rehearsal = Rehearsal(model, batch, Cluster(device_named("h100"), 16, 8), precision="bf16-mixed")
     whole, divided = (rehearsal.count("flops", ranks).layers[0].forward_s for ranks in (1, 8))
     assert whole == 8 * divided
-    search = LayoutSearch(rehearsal, copies=4.0)
+    search = LayoutSearch(rehearsal, copies=4.0, zero_stages=(0,))
     (layout,) = search.candidates(Mesh(16, 1, 1))
     count = sum(parameter.numel() for parameter in model.parameters())
     assert layout.memory.parameters + layout.memory.gradients + layout.memory.optimizer == 16 * count
@@ -415,6 +415,20 @@ def test_what_is_pasted_is_what_was_planned():
     strategy = HybridParallelStrategy(**trainer["strategy"]["init_args"])
     assert strategy.pipeline_options.balance == layout.layers_per_stage
     assert strategy.pipeline_options.num_microbatches == layout.microbatches
+
+
+def test_what_does_not_fit_on_each_replica_is_divided_over_them():
+    whole = plan(Momentum(), tokens(), cluster(), measured=False, zero_stages=(0,)).layouts
+    replicas = next(layout for layout in whole if layout.mesh.shape == (4, 1, 1))
+    limit = replicas.memory.total - 1
+    found = plan(Momentum(), tokens(), cluster(memory_bytes=limit), measured=False)
+    layout = next(layout for layout in found.layouts if layout.mesh.shape == (4, 1, 1))
+    assert (layout.zero_stage, layout.refusal) == (1, "")
+    assert layout.memory.optimizer == replicas.memory.optimizer / 4
+    assert layout.step.optimizer < replicas.step.optimizer
+    assert layout.step.reduction > replicas.step.reduction
+    assert strategy_arguments(layout)["zero_stage"] == 1
+    assert "zero_stage: 1" in layout_yaml(found, layout)
 
 
 class Siamese(Model):
