@@ -328,7 +328,7 @@ def _is_tensorwise(optimizer: Optimizer, group: Mapping[str, Any]) -> bool | Non
 
 
 def _is_same(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Split]) -> bool | None:
-    device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+    device = _trial_device(group)
     for shapes in _SHAPES:
         try:
             with isolate_rng():
@@ -342,7 +342,7 @@ def _is_same(optimizer: Optimizer, group: Mapping[str, Any], splits: Sequence[Sp
 
 def _unlike_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
     """Return the name of a tensor in the optimizer's state that has neither its parameter's shape nor no dimension."""
-    device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+    device = _trial_device(group)
     for shapes in _SHAPES:
         try:
             with isolate_rng():
@@ -356,6 +356,12 @@ def _unlike_parameter(optimizer: Optimizer, group: Mapping[str, Any]) -> str | N
                     return key
         return None
     return None
+
+
+def _trial_device(group: Mapping[str, Any]) -> torch.device:
+    """Return where a trial of an optimizer runs: with its parameters, or on the host if these have no data."""
+    device: torch.device = next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _drawn(shapes: Sequence[tuple[int, ...]], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:

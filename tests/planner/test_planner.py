@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 from functools import partial, wraps
 from itertools import pairwise
@@ -301,6 +302,29 @@ def test_layers_of_a_large_model_cost_no_memory_to_plan():
     count = sum(parameter.numel() for parameter in model.parameters())
     assert layout.memory.parameters + layout.memory.gradients + layout.memory.optimizer == 16 * count
     assert re.search(r"GiB on a rank, .* too much; most of it optimizer", layout.refusal)
+
+
+@distributed(world_size=2)
+def test_auto_parallel_divides_the_state_of_optimizers_where_nothing_else_fits(group):
+    class Convolution(LightningModule):
+        """What neither pipelines nor the tensor axis divide."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, 64))
+
+        def training_step(self, batch, index):
+            return (batch @ self.weight).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+    os.environ.update(LOCAL_RANK=str(group.rank), NODE_RANK="0", WORLD_SIZE="2")
+    # With both moments, and a bucket, 5 times the parameter; more than a slice of both needs.
+    strategy = AutoParallelStrategy(memory_limit_bytes=4.9 * 4 * 64 * 64)
+    trainer = trainer_for(strategy, 2, max_epochs=1)
+    trainer.fit(Convolution(), DataLoader(torch.ones(8, 64), 4))
+    assert (strategy.layout.name, strategy.layout.zero_stage, strategy.zero_stage) == ("data 2", 1, 1)
 
 
 @distributed(world_size=2)
