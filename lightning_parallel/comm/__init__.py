@@ -6,6 +6,7 @@ peer into an error that names the lost ranks. A group of one rank communicates n
 
 from lightning_parallel.comm.collectives import (
     all_gather,
+    all_gather_,
     all_reduce,
     all_reduce_,
     all_to_all,
@@ -70,6 +71,7 @@ __all__ = [
     "Traffic",
     "agree",
     "all_gather",
+    "all_gather_",
     "all_gather_object",
     "all_reduce",
     "all_reduce_",

@@ -18,6 +18,7 @@ from lightning_parallel.compat.torch import all_gather_single, reduce_scatter_si
 
 __all__ = [
     "all_gather",
+    "all_gather_",
     "all_reduce",
     "all_reduce_",
     "all_to_all",
@@ -148,6 +149,28 @@ def all_gather(
     return pending if async_op else pending.wait()
 
 
+def all_gather_(whole: Tensor, group: Group, async_op: bool = False) -> Any:
+    """Fill the rows of a contiguous `whole` (ranks, ...) in place: this rank's own is there.
+
+    Returns:
+        `whole`; with `async_op`, a `Pending` that gives it.
+    """
+    if group.size == 1:
+        return Done(whole) if async_op else whole
+    part = whole[group.rank]
+    has_handle = async_op or _has_handles(whole)
+    pending = _pending("all_gather", group, whole, whole).launch(
+        lambda: (
+            DirectAllGather(whole, part, group)
+            if DirectAllGather.suits(part, group)
+            else dist.all_gather(list(whole.unbind()), part.clone(), group=group.process_group, async_op=True)
+            if whole.device.type == "cpu"
+            else all_gather_single(whole.view(-1), part.view(-1), group=group.process_group, async_op=has_handle)
+        )
+    )
+    return pending if async_op else pending.wait()
+
+
 def reduce_scatter(
     tensor: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None, async_op: bool = False
 ) -> Any:
@@ -183,6 +206,8 @@ def reduce_scatter(
 
 
 def _start_reduce_scatter(mine: Tensor, rows: Tensor, group: Group, has_handle: bool) -> Any:
+    if PairwiseReduceScatter.suits(mine, group):
+        return PairwiseReduceScatter(mine, rows, group)
     # Tried rather than asked: whether gloo has it depends on the version of torch, and nothing tells.
     try:
         if mine.device.type != "cpu":
@@ -371,7 +396,8 @@ class DirectAllGather:
         others = [(place, rank) for place, rank in enumerate(group.ranks) if place != group.rank]
         self._works = [dist.irecv(whole[i], rank, group=group.process_group, tag=_GATHER_TAG) for i, rank in others]
         self._works += [dist.isend(part, rank, group=group.process_group, tag=_GATHER_TAG) for _, rank in others]
-        whole[group.rank].copy_(part.detach())  # as gloo's, which autograd does not see
+        if whole[group.rank].data_ptr() != part.data_ptr():
+            whole[group.rank].copy_(part.detach())  # as gloo's, which autograd does not see
 
     def wait(self) -> None:
         """Wait for all parts, and until this rank's may change."""
@@ -382,6 +408,7 @@ class DirectAllGather:
 
 PAIRWISE_MAX_BYTES = 1 << 21  # above, the addition in the calling thread costs more than the steps of gloo's ring
 _PAIRWISE_TAG = 1 << 20  # outside the range of the tags of messages between stages
+_SCATTER_TAG = (1 << 20) + 2
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
@@ -422,3 +449,31 @@ class PairwiseAllReduce:
             if work is not None:  # torch's type; only a rank outside the group gets None
                 work.wait()
         _COMBINE[self._op](self._tensor, self._other, out=self._tensor)
+
+
+class PairwiseReduceScatter:
+    """A reduce-scatter between two processes on CPU: each sends what the other keeps, and adds what it keeps itself.
+
+    `mine` holds this rank's part of the sum after `wait`.
+    """
+
+    def __init__(self, mine: Tensor, rows: Tensor, group: Group) -> None:
+        peer = group.ranks[1 - group.rank]
+        parts = rows.detach().view(2, *mine.shape)
+        self._mine, self._kept = mine, parts[group.rank]
+        self._works = (
+            dist.irecv(mine, peer, group=group.process_group, tag=_SCATTER_TAG),
+            dist.isend(parts[1 - group.rank], peer, group=group.process_group, tag=_SCATTER_TAG),
+        )
+
+    @staticmethod
+    def suits(mine: Tensor, group: Group) -> bool:
+        """Tell whether to use this instead of the backend's reduce-scatter; the same answer on both ranks."""
+        return group.size == 2 and mine.device.type == "cpu" and not group.is_ordered
+
+    def wait(self) -> None:
+        """Wait for both directions, then add."""
+        for work in self._works:
+            if work is not None:  # torch's type; only a rank outside the group gets None
+                work.wait()
+        self._mine.add_(self._kept)

@@ -136,6 +136,20 @@ class ParameterSlices:
         self._gather(list(gathered), updated)
 
     def _gather(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
+        direct = [parameter for parameter in parameters if self._is_in_rows(parameter)]
+        # Slices are where they belong: nothing is copied, and nothing more held.
+        pending = [comm.all_gather_(p.data.view(self.group.size, -1), self.group, async_op=True) for p in direct]
+        self._gather_buckets([parameter for parameter in parameters if not self._is_in_rows(parameter)], updated)
+        for each in pending:
+            each.wait()
+
+    def _is_in_rows(self, parameter: nn.Parameter) -> bool:
+        """Tell whether the slices of a large parameter are the rows of its memory; the same on all replicas."""
+        numel = parameter.numel()
+        is_large = numel * parameter.element_size() >= _DIRECT_BYTES * self.group.size
+        return is_large and parameter.is_contiguous() and self.width(numel) * self.group.size == numel
+
+    def _gather_buckets(self, parameters: Sequence[nn.Parameter], updated: Mapping[Tensor, Tensor]) -> None:
         found = {str(index): parameter for index, parameter in enumerate(parameters)}
         sizes = {name: p.numel() * p.element_size() for name, p in found.items()}
         buckets = fill_buckets(sizes, self._bucket_bytes, lambda name: (found[name].dtype, found[name].device))
@@ -206,6 +220,7 @@ class ParameterSlices:
 
 
 _LARGE, _ALIGNED = 1024, 16  # elements
+_DIRECT_BYTES = 1 << 18  # of a slice that is sent by itself
 
 
 class _Replay:

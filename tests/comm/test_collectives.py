@@ -35,6 +35,37 @@ def test_uneven_gather_and_scatter(group):
     assert torch.equal(comm.reduce_scatter(full.t()[:4], group, 0), 4 * full.t()[group.rank : group.rank + 1])
 
 
+def _gathers_and_scatters(group):
+    """In place and in parts, several in flight, small and large."""
+    sums, wholes = [], []
+    for number, columns in enumerate((1, DIRECT_MIN_BYTES, 3)):
+        rows = torch.arange(2.0 * columns + 1).repeat(3, 1) + torch.tensor([[0.0], [1.0], [2.0]]) * group.rank
+        sums.append((rows, comm.reduce_scatter(rows, group, 1, [columns + 1, columns, 0, 0][: group.size], True)))
+        whole = torch.zeros(group.size, columns, 2)
+        whole[group.rank] = group.rank + number
+        wholes.append((whole, number, comm.all_gather_(whole, group, async_op=True)))
+    for rows, pending in sums:
+        part = rows.shape[1] // 2 + 1
+        mine = [rows[:, :part], rows[:, part:], rows[:, :0], rows[:, :0]][group.rank]
+        expected = group.size * mine + (sum(range(group.size)) - group.size * group.rank) * torch.arange(3.0)[:, None]
+        assert torch.equal(pending.wait(), expected)
+    for whole, number, pending in wholes:
+        assert pending.wait() is whole
+        assert whole.mean((1, 2)).tolist() == [rank + number for rank in range(group.size)]
+
+
+@distributed(world_size=2)
+def test_two_ranks_gather_in_place_and_scatter(group):
+    _gathers_and_scatters(group)
+    with comm.strict_order():
+        _gathers_and_scatters(group)
+
+
+@distributed(world_size=4)
+def test_four_ranks_gather_in_place_and_scatter(group):
+    _gathers_and_scatters(group)
+
+
 @distributed(world_size=2)
 def test_send_and_receive(group):
     other = 1 - group.rank
