@@ -222,6 +222,33 @@ def test_one_replica_that_overflows_lets_all_skip(group, fused):
     torch.testing.assert_close(dict(found), dict(expected), rtol=1e-5, atol=1e-6)
 
 
+@distributed(world_size=4)
+def test_one_run_after_another(group):
+    """Proven before it begins; ended by an error between backward and step; trained on; asked for its state at last."""
+
+    class Fails(Deep):
+        fails = False
+
+        def on_before_optimizer_step(self, optimizer):
+            if self.fails:
+                raise KeyError("on all ranks")
+
+    module, alone = Fails(), Fails()
+    sizes, _ = LAYOUTS["pipeline 2, data 2"]
+    for stage, fails in ((2, False), (2, True), (1, False)):
+        module.fails = fails
+        strategy = HybridParallelStrategy(zero_stage=stage, verify="always", restore="all", **sizes)
+        with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+            trainer = fit(module, strategy, 4, 2, max_epochs=1)
+        if not fails:
+            fit(alone, "auto", 1, max_epochs=1)
+            found = trainer.strategy.optimizer_state(trainer.optimizers[0])["state"]
+            buffers = [entry["momentum_buffer"] for _, entry in sorted(found.items())]
+            assert [buffer.shape for buffer in buffers] == [parameter.shape for parameter in alone.parameters()]
+        for name, value in module.named_parameters() if not fails else ():
+            torch.testing.assert_close(value, alone.get_parameter(name), rtol=1e-10, atol=1e-12, msg=name)
+
+
 class Normalized(SGD):
     """Looks at the norm of each tensor."""
 
