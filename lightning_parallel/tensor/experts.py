@@ -47,7 +47,7 @@ MOST_CANDIDATES = 64
 MOST_PROJECTIONS = 3  # in one weight
 MOST_AROUND = 2  # modules around the experts that are tried to run, when the experts cannot be run alone
 FEW = 8  # features for each rank, in trials
-ALIGNED = 8  # features: kernels for grouped products ask for rows of a multiple of 16 bytes
+ALIGNED = 16  # bytes, of which rows are a multiple where kernels compute grouped products
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,7 @@ class _Division:
         added: See `Experts`.
         in_turns: Whether several projections are packed feature by feature, and not one after the other.
         attributes: Attributes of the module that are I times so many projections.
+        aligned: Features in rows of `ALIGNED` bytes.
     """
 
     width: int
@@ -191,10 +192,11 @@ class _Division:
     added: tuple[str, ...]
     in_turns: bool
     attributes: tuple[tuple[str, int], ...]
+    aligned: int
 
     def plan(self, width: int, group: Group) -> Plan:
         """Return the plan for the module, or for one with other features inside of the experts."""
-        unit = _unit(width, group.size)
+        unit = _unit(width, group.size, self.aligned)
 
         def packed(count: int) -> tuple[ShardPart, ...]:
             return (ShardPart(count * width, count * unit),) if self.in_turns else (ShardPart(width, unit),) * count
@@ -331,6 +333,7 @@ def _divisions(owner: nn.Module, ranks: int) -> list[_Division]:
     """Return ways to divide the experts of a module, the likeliest first."""
     stacks = _stacks(owner)
     biases = _biases(owner, len(next(iter(stacks.values()))))
+    aligned = ALIGNED // min(weight.element_size() for weight in stacks.values())
     found: list[tuple[tuple[int, int], _Division]] = []
     widths = dict.fromkeys(size for weight in reversed([*stacks.values()]) for size in reversed(weight.shape[1:]))
     for width in (width for width in widths if width >= ranks):
@@ -348,15 +351,15 @@ def _divisions(owner: nn.Module, ranks: int) -> list[_Division]:
                         divided.append((name, biases[name].dim() - 1, biases[name].shape[-1] // width))
                 added = tuple(name for name, kind in kinds.items() if kind == "added")
                 for level, attributes in enumerate(_attributes(owner, width, {1, *counts})):
-                    division = _Division(width, tuple(divided), added, turns, attributes)
+                    division = _Division(width, tuple(divided), added, turns, attributes, aligned)
                     found.append(((len(whole), level), division))
     return [division for _, division in sorted(found, key=lambda entry: entry[0])[:MOST_CANDIDATES]]
 
 
-def _unit(width: int, ranks: int) -> int:
-    """Return the number of features that stay together where they do not divide evenly."""
-    # Uneven by up to a quarter: worth it for the kernels.
-    return ALIGNED if width % ranks and width % ALIGNED == 0 and width // ALIGNED >= 4 * ranks else 1
+def _unit(width: int, ranks: int, aligned: int) -> int:
+    """Return how many features stay together: one, or as many as kernels need where even shares would not have them."""
+    fits = width % ranks == 0 and width // ranks % aligned == 0
+    return aligned if not fits and width % aligned == 0 and width // aligned >= ranks else 1
 
 
 def _dims_of(weight: Tensor, width: int) -> list[int]:
