@@ -23,7 +23,7 @@ from lightning_parallel.compat.initialization import tensor_parallel_plan_of
 from lightning_parallel.compat.torch import forward_hooks_of
 from lightning_parallel.tensor.attention import divide_by_heads
 from lightning_parallel.tensor.dataflow import NOT_RUN, RegionFinder
-from lightning_parallel.tensor.experts import Experts, find_routers, plan_experts
+from lightning_parallel.tensor.experts import Experts, find_routers, join_lists, plan_experts
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,
     has_hooks_inside,
@@ -169,6 +169,7 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
     search = _Search(verifier, RegionFinder(group), group, {id(child): path for path, child in module.named_modules()})
     _plan_by_structure(module, found, search)
     search.add_what_was_left(found)
+    join_lists(module, found, verifier, group)
     _plan_remaining_layers(module, found, group, search.reasons)
     resolve_ties(module, found, group.size)
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):

@@ -1,4 +1,4 @@
-"""Experts whose weights are stacked in one tensor each, divided by the features inside of every expert.
+"""Experts of a Mixture-of-Experts layer, in stacks of weights or in a list, divided by the features inside of each.
 
     h = act(x W_e[:, r])   y = sum_r h_r V_e[r]        W (E, D, k I), V (E, I, D); rank r holds I / ranks of I
 
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import forward_hooks_of, parameters_of, pytree
 from lightning_parallel.tensor.autograd import copy_to_group, reduce_from_group, whole_from_group
-from lightning_parallel.tensor.inspection import is_linear, sizes_of
-from lightning_parallel.tensor.layers import convert, shard_parameters
+from lightning_parallel.tensor.inspection import is_linear, is_native, sizes_of
+from lightning_parallel.tensor.layers import Column, Row, convert, shard_parameters
 from lightning_parallel.tensor.low_rank import linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor
 from lightning_parallel.tensor.plan import Plan
@@ -40,7 +40,7 @@ from lightning_parallel.tensor.regions import RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 from lightning_parallel.tensor.verify import PlanVerifier
 
-__all__ = ["Experts", "ExpertsModule", "find_routers", "plan_experts"]
+__all__ = ["Experts", "ExpertsModule", "find_routers", "join_lists", "plan_experts"]
 
 NOT_THE_SAME = "whole: divided, it would compute something else, draw other random numbers, or keep parts for the loss"
 MOST_CANDIDATES = 64
@@ -52,7 +52,7 @@ ALIGNED = 16  # bytes, of which rows are a multiple where kernels compute groupe
 
 @dataclass(frozen=True)
 class Experts:
-    """Divides the features inside of each expert of a module that keeps the weights of all of them in stacks.
+    """Divides the features inside of each expert of a module that holds them all, and sums its output once.
 
     Args:
         parameters: The parameters that are divided; the others inside of the module stay whole.
@@ -247,6 +247,52 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: G
             plan.notes[path] = NOT_THE_SAME if divisions else f"whole: too few features for {group.size} ranks"
         else:
             plan.add(path, accepted)
+
+
+def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Group) -> None:
+    """Divide lists of experts, each of which is divided by itself, as one: with one all-reduce for all of them.
+
+    Args:
+        module: The model.
+        plan: What is known so far; changed in place.
+        verifier: Accepts divisions.
+        group: The tensor-parallel group.
+    """
+    for path, around in module.named_modules():
+        lists = [child for child in around.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
+        inside = plan.under(path)
+        if inside.attributes or not any(map(_experts_in, lists)) or not _takes_one_tensor(around):
+            continue
+        if hasattr(around, "training_step"):
+            continue  # which may call the experts without the forward
+        if any(any(forward_hooks_of(child)) for child in around.modules() if child is not around):
+            continue
+        division = _division_of_pairs(around, inside)
+        accepted = division and _first_verified(module, path, "", [division], Plan(), verifier, group)
+        if accepted:
+            prefix = f"{path}." if path else ""
+            for name in inside.styles:
+                del plan.styles[prefix + name]
+            plan.add(path, accepted)
+
+
+def _division_of_pairs(around: nn.Module, inside: Plan) -> _Division | None:
+    """Return the division that column- and row-parallel layers inside of a module make, if nothing else is divided."""
+    tensors: list[tuple[str, int, int]] = []
+    added: list[str] = []
+    widths: set[int] = set()
+    for path, style in inside.styles.items():
+        layer = around.get_submodule(path)
+        if not is_native(layer, nn.Linear) or not isinstance(style, (Column, Row)) or style not in (Column(), Row()):
+            return None
+        biased = getattr(layer, "bias", None) is not None
+        tensors.append((f"{path}.weight", 0 if isinstance(style, Column) else 1, 1))
+        widths.add(sizes_of(layer)[1 if isinstance(style, Column) else 0])
+        if biased and isinstance(style, Column):
+            tensors.append((f"{path}.bias", 0, 1))
+        elif biased:
+            added.append(f"{path}.bias")
+    return _Division(widths.pop(), tuple(tensors), tuple(added), False, (), 1) if len(widths) == 1 else None
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:

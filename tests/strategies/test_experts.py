@@ -11,7 +11,7 @@ from lightning_parallel import HybridParallelStrategy, comm
 from tests.harness import distributed
 from tests.strategies.models import trainer_for
 from tests.strategies.test_pipeline_models import Rows, Wrapped
-from tests.tensor.test_experts import MODELS, VOCABULARY, hugging_face, in_double
+from tests.tensor.test_experts import MODELS, OWN, VOCABULARY, hugging_face, in_double
 
 LAYOUTS = {
     "one process": None,
@@ -26,11 +26,12 @@ def fit(name, layout, devices, epochs=1, **options):
     if LAYOUTS[layout] is not None:
         sizes, replicas = LAYOUTS[layout]
         strategy = HybridParallelStrategy(num_microbatches=2, **sizes)
-    model = hugging_face(name, output_router_logits=False)  # the auxiliary loss is no mean over samples
+    # Auxiliary losses are no means over samples.
+    model = OWN[name]() if name in OWN else hugging_face(name, output_router_logits=False)
 
     def step(batch):
         with in_double():
-            return model(input_ids=batch, labels=batch).loss
+            return model.loss(batch) if name in OWN else model(input_ids=batch, labels=batch).loss
 
     module = Wrapped(model, step)
     tokens = torch.randint(3, VOCABULARY, (4, 7), generator=torch.Generator().manual_seed(1))
@@ -73,3 +74,12 @@ def test_each_layout_goes_on_from_the_checkpoint_of_another(group, name):
         saved = torch.load(path, weights_only=False)["state_dict"]
         for key, tensor in expected.state_dict().items():
             torch.testing.assert_close(saved[key], tensor, rtol=1e-9, atol=1e-11, msg=key)
+
+
+@pytest.mark.parametrize("layout", ["tensor 2 x data 2", "tensor 2 x pipeline 2"])
+@distributed(world_size=4)
+def test_experts_without_tokens(layout):
+    name = "a list of more experts than tokens"
+    expected, _ = fit(name, "one process", 1, 3)
+    module, trainer = fit(name, layout, 4, 3)
+    expect_gradients(module, trainer, expected.gradients[-1])

@@ -111,20 +111,20 @@ class Expert(nn.Module):
 
 
 class Loop(nn.Module):
-    """A list of experts, each called with the tokens that chose it, if any did; keeps a loss for its balance."""
+    """A list of experts, each called with the tokens that chose it, if any did; may keep a loss for its balance."""
 
-    def __init__(self, width, hidden, experts, chosen=2):
+    def __init__(self, width, hidden, experts, chosen=2, keeps=False):
         super().__init__()
         self.gate = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleList(Expert(width, hidden) for _ in range(experts))
-        self.chosen = chosen
-        self.balance = None
+        self.chosen, self.keeps, self.balance = chosen, keeps, None
 
     def forward(self, x):
         tokens = x.reshape(-1, x.shape[-1])
         scores = self.gate(tokens).softmax(-1)
         weights, index = scores.topk(self.chosen, -1)
-        self.balance = scores.mean(0).square().sum()
+        if self.keeps:
+            self.balance = scores.mean(0).square().sum()
         output = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             token, slot = torch.where(index == number)
@@ -208,6 +208,8 @@ class Language(nn.Module):
 
 OWN = {
     "a list of experts": lambda: Language(lambda: Loop(12, 20, 6), 12),
+    "a list that keeps a loss": lambda: Language(lambda: Loop(12, 20, 6, keeps=True), 12),
+    "a list of more experts than tokens": lambda: Language(lambda: Loop(12, 20, 32, chosen=1), 12),
     "stacked with the router": lambda: Language(lambda: Dense(12, 20, 6), 12),
     "stacked, with sizes that do not divide": lambda: Language(lambda: Dense(12, 13, 5), 12),
     "stacked, in turns": lambda: Language(lambda: Around(12, 12, 5), 12),
@@ -232,8 +234,9 @@ def train(model, sharding=None, group=None, steps=2):
             loss = _loss(model, step)
         loss.backward()
         if sharding is not None:
-            names = [name for name, _ in model.named_parameters() if name in sharding.partial]
-            reduce_partial_({name: model.get_parameter(name).grad for name in names}, sharding.shards, group)
+            held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            partial = {name: gradient for name, gradient in held.items() if name in sharding.partial}
+            reduce_partial_(partial, sharding.shards, group)
         optimizer.step()
         losses.append(loss.detach())
     return losses, {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -286,10 +289,12 @@ def test_kernels_that_need_aligned_rows_get_them(group):
 @distributed(world_size=2)
 def test_own_layers_of_experts(group, name):
     plan, _ = compare(group, OWN[name])
-    expected = Column if name == "a list of experts" else Experts
+    expected = Column if name == "a list that keeps a loss" else Experts
     assert sum(isinstance(style, expected) for style in plan.styles.values()) >= 2
-    routers = [name for name, _ in OWN[name]().named_modules() if name.endswith(("gate", "choose"))]
-    assert all("chooses between the experts" in plan.notes[path] for path in routers)
+    routers = [path for path, _ in OWN[name]().named_modules() if path.endswith(("gate", "choose"))]
+    outside = [path for path in routers if path.rpartition(".")[0] not in plan.styles]
+    assert all("chooses between the experts" in plan.notes[path] for path in outside)
+    assert not set(routers) & plan.styles.keys()
 
 
 @distributed(world_size=2)
