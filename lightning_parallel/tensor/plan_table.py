@@ -57,6 +57,7 @@ def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
     rows = sharding_rows(sharding, local_shapes)
     notes = list(dict.fromkeys(note for *_, note in rows if note))
     lines = [f"({number}) {note}" for number, note in enumerate(notes, 1)]
+    lines += _sequence_lines(sharding)
     lines.append(f"this rank holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})")
     if total < 1_000_000:
         lines.append("so small a model usually trains faster on one device")
@@ -71,6 +72,25 @@ def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
         mark = f" ({notes.index(note) + 1})" if note else ""
         table.add_row(path, style + mark, *cells, style="dim" if style == "whole" else None)
     return table
+
+
+def _sequence_lines(sharding: Sharding) -> list[str]:
+    """Return where the sequence is divided, and why it is not elsewhere."""
+    lines = []
+    for region in sharding.plan.sequence_regions:
+        lines.append(f"positions are divided in {_run(region.blocks)}")
+        if region.gathered:
+            names = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) for name in region.gathered)
+            lines[-1] += f"; gathered for {', '.join(names)}, which takes whole sequences"
+    whole: dict[tuple[str, str], list[str]] = {}
+    for path, reason in sharding.plan.whole_sequences.items():
+        whole.setdefault((re.sub(r"\d+$", "*", path), reason), []).append(path)
+    lines += [f"positions are whole in {_merge_names(paths)}: {reason}" for (_, reason), paths in whole.items()]
+    return lines
+
+
+def _run(blocks: Sequence[str]) -> str:
+    return blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
 
 
 def _style_of(owner: str, names: Sequence[str], sharding: Sharding) -> str:

@@ -29,6 +29,7 @@ __all__ = ["divide_sequences", "sequence_parallel_styles"]
 
 CANNOT_RUN = "its blocks cannot be run alone to compare them"
 DIFFERS = "its blocks compute something else with some of the positions"
+PARTS = "no module calls its parts as one block, which could be tried"
 WHOLE = "its layers are not divided"
 
 
@@ -45,6 +46,10 @@ def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> N
         blocks = [f"{path}.{name}".lstrip(".") for name, _ in stack.named_children()]
         known = [block for region in plan.sequence_regions for block in region.blocks]
         inside_of_another = any(path.startswith(f"{block}.") for block in known)
+        if _holds_parts(modules, path):
+            if any(_is_divided(modules[block], _inside(plan, block)) for block in blocks):
+                plan.whole_sequences[path] = PARTS
+            continue
         if not inside_of_another and any(_is_divided(modules[block], _inside(plan, block)) for block in blocks):
             _divide_stack(module, path, blocks, plan, verifier)
     if not plan.sequence_regions:
@@ -55,6 +60,12 @@ def divide_sequences(module: nn.Module, plan: Plan, verifier: PlanVerifier) -> N
             " sequence, features), compute each position by itself outside of their attention and MLP, and return"
             f" hidden states of the same shape. Use `sequence_parallel=False`.{reasons}"
         )
+
+
+def _holds_parts(modules: Mapping[str, nn.Module], path: str) -> bool:
+    """Return whether a list in a list holds attention and MLP of a block, which other code adds to the stream."""
+    around = modules[path.rpartition(".")[0]]
+    return isinstance(around, nn.ModuleList) and len({type(child) for child in modules[path].children()}) > 1
 
 
 def _is_divided(block: nn.Module, inside: Plan) -> bool:
@@ -76,7 +87,7 @@ def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, ver
     for block in blocks:
         found = _sequence_plan(root.get_submodule(block), _inside(plan, block), verifier, call)
         if isinstance(found, str):
-            plan.whole_sequences[path] = found
+            plan.whole_sequences[block] = found
             _add_region(plan, path, run)
             run = []
             continue

@@ -1,0 +1,272 @@
+"""Sequence parallelism of models as people write them against one process."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel import comm
+from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.inputs import DividedInput
+from lightning_parallel.tensor.linear import shared_inputs
+from lightning_parallel.tensor.plan import apply_plan
+from lightning_parallel.tensor.plan_table import sharding_table
+from tests.harness import distributed, recorded_communication
+from tests.tensor.oracle import finish_gradients, same_by_name
+
+WIDTH, TOKENS = 16, 23
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Attention(nn.Module):
+    """Reads batch, length and width from its input."""
+
+    def __init__(self, width, norm=None, p=0.0):
+        super().__init__()
+        self.n_head, self.n_embd = 4, width
+        self.norm = nn.Identity() if norm is None else norm(width)
+        self.qkv, self.out, self.dropout = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Dropout(p)
+
+    def forward(self, x, residual=None):
+        x = self.norm(x)
+        b, t, c = x.size()
+        q, k, v = (y.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for y in self.qkv(x).split(c, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous().view(b, t, c)
+        y = self.dropout(self.out(y))
+        return y if residual is None else residual + y
+
+
+class Block(nn.Module):
+    kind = ""
+
+    def __init__(self, width=WIDTH, norm=nn.LayerNorm, p=0.0):
+        super().__init__()
+        inside = self.kind == "norms inside"
+        self.norm, self.norm_again = (nn.Identity(), nn.Identity()) if inside else (norm(width), norm(width))
+        self.attention = Attention(width, norm if inside else None, p)
+        mlp = [nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(p)]
+        self.mlp = nn.Sequential(norm(width), *mlp) if inside else nn.Sequential(*mlp)
+
+    def forward(self, x):
+        if self.kind == "parallel":
+            y = self.norm(x)
+            return x + self.attention(y) + self.mlp(y)
+        if self.kind == "residual inside":
+            x = self.attention(self.norm(x), x)
+        elif self.kind.startswith("checkpointed"):
+            reentrant = self.kind.endswith("reentrant")
+            x = x + checkpoint(self.attention, self.norm(x), use_reentrant=reentrant)
+        else:
+            x = x + self.attention(self.norm(x))
+        x = x + self.mlp(self.norm_again(x))
+        return x + F.pad(x, (0, 0, 1, -1)) if self.kind == "shifts" else x
+
+
+KINDS = ("", "parallel", "residual inside", "norms inside", "checkpointed", "checkpointed reentrant")
+
+
+def kind_of_block(kind):
+    return type("Kind", (Block,), {"kind": kind})
+
+
+class Language(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(TOKENS, WIDTH), nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.size(1)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def divided(group, build):
+    torch.manual_seed(0)
+    whole = build().double()
+    model = copy.deepcopy(whole)
+    sharding = apply_plan(model, make_plan(model, "auto", group, True), group)
+    return model, whole, sharding
+
+
+def compare(group, model, whole, sharding, lengths=(7, 8, 1), samples=2):
+    for length in lengths:
+        tokens = torch.randint(TOKENS, (samples, length), generator=torch.Generator().manual_seed(length))
+        for one in (model, whole):
+            one.zero_grad()
+        y, expected = (getattr(output, "logits", output) for output in (model(tokens), whole(tokens)))
+        torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+        y.pow(2).sum().backward()
+        expected.pow(2).sum().backward()
+        finish_gradients(model, sharding.shards, sharding.partial, group)
+        same_by_name(model, whole, sharding.shards, group, "grad")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(world_size=2)
+def test_kinds_of_blocks(group, kind):
+    model, whole, sharding = divided(group, lambda: Language([kind_of_block(kind)() for _ in range(2)]))
+    compare(group, model, whole, sharding)
+    (region,) = sharding.plan.sequence_regions
+    assert len(region.sublayers) == 4
+    assert not region.gathered
+    with recorded_communication() as records:
+        model(torch.zeros(2, 8, dtype=torch.long))
+    # No gather besides those of Megatron, and that of the logits: attention and MLP in parallel share theirs.
+    inside = [record.op for record in records if record.op != "all_reduce"]
+    assert inside.count("all_gather") == (4 if kind == "parallel" else 6)
+    assert inside.count("reduce_scatter") == 4
+
+
+@pytest.mark.parametrize("name", ["norm of its own", "Qwen3"])
+@distributed(world_size=4)
+def test_four_ranks(group, name):
+    build = qwen3 if name == "Qwen3" else lambda: Language([Block(norm=RMSNorm) for _ in range(2)])
+    compare(group, *divided(group, build), lengths=(7, 3), samples=1)
+
+
+def qwen3():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=4, vocab_size=TOKENS)
+    model = transformers.Qwen3ForCausalLM(config)
+    for path, child in list(model.named_modules()):
+        if "RMSNorm" in type(child).__name__:  # computes in single precision
+            model.set_submodule(path, nn.RMSNorm(child.weight.shape, eps=1e-6))
+    return model
+
+
+@distributed(world_size=2)
+def test_evaluation_and_gradients_in_it(group):
+    model, whole, sharding = divided(group, qwen3)
+    prompt = torch.arange(6).view(2, 3)
+    for one in (model, whole):
+        one.eval()
+    generated = [one.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0) for one in (model, whole)]
+    assert torch.equal(*generated), "one position a time, with a cache"
+    compare(group, model, whole, sharding, lengths=(5,))
+    with torch.no_grad(), recorded_communication() as records:
+        model(prompt)
+    assert not [record.op for record in records if record.op == "reduce_scatter"], "positions are whole"
+
+
+@distributed(world_size=2)
+def test_recomputed_lengths_with_equal_parts(group):
+    model, whole, sharding = divided(group, lambda: Language([Block() for _ in range(2)]))
+    for one in (model, whole):
+        for block in one.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        one.zero_grad()
+        # Half of either is 4 on the first rank; the first is recomputed after the second has been divided.
+        outputs = [one(torch.arange(2 * length).view(2, length) % TOKENS).pow(2).sum() for length in (7, 8)]
+        sum(outputs).backward()
+    finish_gradients(model, sharding.shards, sharding.partial, group)
+    same_by_name(model, whole, sharding.shards, group, "grad")
+
+
+@distributed(world_size=2)
+def test_a_block_that_mixes_positions_is_left_whole(group):
+    model, whole, sharding = divided(group, lambda: Language([Block(), Block(), kind_of_block("shifts")(), Block()]))
+    compare(group, model, whole, sharding)
+    assert [region.blocks for region in sharding.plan.sequence_regions] == [("blocks.0", "blocks.1"), ("blocks.3",)]
+    caption = str(sharding_table(model, sharding, 2).caption)
+    assert "positions are divided in blocks.0 to blocks.1" in caption
+    assert "positions are whole in blocks.2: its blocks compute something else" in caption
+
+
+class Mixture(nn.Module):
+    """Weighs what its layers compute by all positions."""
+
+    def __init__(self, width=WIDTH, p=0.0):
+        super().__init__()
+        self.gate, self.dropout = nn.Linear(width, 1), nn.Dropout(p)
+        self.up, self.down = nn.Linear(width, 24), nn.Linear(24, width)
+
+    def forward(self, x):
+        weights = self.gate(x.mean(1, keepdim=True)).sigmoid()
+        return self.dropout(weights * self.down(F.gelu(self.up(x))))
+
+
+class Routed(Block):
+    def __init__(self, p=0.0):
+        super().__init__()
+        self.mlp = Mixture(p=p)
+
+
+@distributed(world_size=2)
+def test_a_module_that_needs_all_positions_gets_them(group):
+    model, whole, sharding = divided(group, lambda: Language([Routed() for _ in range(2)]))
+    compare(group, model, whole, sharding)
+    (region,) = sharding.plan.sequence_regions
+    assert region.gathered == ("blocks.0.mlp", "blocks.1.mlp")
+    assert region.sublayers == ("blocks.0.attention", "blocks.1.attention")
+    assert "gathered for blocks.*.mlp" in str(sharding_table(model, sharding, 2).caption)
+    # Its dropout would draw other numbers on each rank for what all of them compute.
+    with pytest.raises(ValueError, match="finds no stack of blocks"):
+        make_plan(Language([Routed(p=0.1) for _ in range(2)]).double(), "auto", group, True)
+
+
+@distributed(world_size=2)
+def test_dropout_differs_between_the_parts(group):
+    model, _, _ = divided(group, lambda: Language([Block(p=0.5) for _ in range(2)]))
+    masks = []
+    for block in model.blocks:
+        for layer in (block.attention.dropout, block.mlp[3]):
+            layer.register_forward_hook(lambda _, args, y: masks.append((y.piece == 0).to(torch.uint8)))
+    state = torch.get_rng_state()
+    y = model(torch.arange(16).view(2, 8))
+    assert len(masks) == 4
+    assert not any(torch.equal(*comm.all_gather(mask[None], group).unbind()) for mask in masks)
+    for value in (torch.get_rng_state(), y.detach()):
+        assert torch.equal(*comm.all_gather(value[None], group).unbind())
+    torch.set_rng_state(state)
+    assert torch.equal(model(torch.arange(16).view(2, 8)), y)
+
+
+@distributed(world_size=2)
+def test_functions_of_a_divided_input(group):
+    lengths = shared_inputs(group, 1).lengths
+    torch.manual_seed(0)
+    whole = torch.randn(2, 5, 4, dtype=torch.float64)
+    piece = whole.split(lengths.divide(5), 1)[group.rank].clone().requires_grad_()
+    weight, bias = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    x = DividedInput.of(piece, lengths)
+    assert (x.shape, x.size(1), x.dim(), x.dtype, x.requires_grad) == (whole.shape, 5, 3, whole.dtype, True)
+    for function in (
+        lambda x: F.layer_norm(x, (4,), bias),
+        lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1) * bias,
+        lambda x: F.linear(x.float().double(), weight),
+        lambda x: F.gelu(2 * x + x - 1) / (1 + x.abs()),
+        lambda x: F.softmax(x, dim=2),
+    ):
+        result = function(x)
+        assert isinstance(result, DividedInput)
+        torch.testing.assert_close(result.gathered(), function(x.gathered()))
+    for function in (
+        lambda x: F.layer_norm(x, (5, 4)),
+        lambda x: x.mean(1),
+        lambda x: x.softmax(1),
+        lambda x: x.cumsum(1),
+        lambda x: x + whole,
+        lambda x: x.flatten(1),
+        lambda x: x.mean(),
+        lambda x: x[:, 0],
+    ):
+        result = function(x)
+        assert not isinstance(result, DividedInput)
+        torch.testing.assert_close(result, function(x.gathered()))
