@@ -1,14 +1,15 @@
-"""Tensor parallelism: our automatic plan against a hand-written DTensor plan, in turn, in one process group.
+"""Tensor parallelism against a hand-written DTensor plan, sequence parallelism against without, experts against one.
 
-    python benchmarks/tensor_parallel.py [--widths 128 256 512 1024] [--steps 30] [--ranks 2] [--threads 1]
-    python benchmarks/tensor_parallel.py --experts [eager | batched_mm | grouped_mm] [--widths 128 256]
+    python benchmarks/tensor_parallel.py [plan] [sequence] [experts]
+        [--widths 128 256 512 1024] [--steps 30] [--ranks 2] [--threads 1] [--implementation grouped_mm]
 
-The same transformer (pre-norm blocks, separate query, key and value), the same input, forward + backward + SGD step.
-Steps of both alternate, so that a change of the machine's speed meets both. Only ratios are printed: ours / DTensor,
-below 1 is faster. They depend on the threads per rank.
+    plan      the same transformer (pre-norm blocks, separate query, key and value): ours / DTensor
+    sequence  the same with sequence parallelism / without; also the bytes that a rank keeps for backward
+    experts   transformers' Mixtral (eight experts, two for each token): ours / one process, the first rank alone with as
+              many threads; and the share of the parameters that a rank holds
 
-With `--experts`, transformers' Mixtral (eight experts, two for each token): ours against one process, the first rank
-alone with as many threads, and the share of the parameters that a rank holds.
+The same input, forward + backward + SGD step. Steps of both alternate, so that a change of the machine's speed meets
+both. Only ratios are printed, below 1 is faster. They depend on the threads per rank.
 """
 
 from __future__ import annotations
@@ -50,8 +51,7 @@ def _stepper(model: nn.Module, x: Tensor) -> Callable[[], None]:
 
 def _pair(width: int) -> dict[str, Callable[[], None]]:
     """One step of each contender; both start from the same weights."""
-    torch.manual_seed(0)
-    ours = nn.Sequential(*(Block(width, max(4, width // 64)) for _ in range(LAYERS)))
+    ours = _blocks(width)
     theirs = copy.deepcopy(ours)
     group = Group.of(axis="tensor_parallel")
     plan = make_plan(ours, "auto", group)
@@ -101,45 +101,110 @@ def _experts(width: int, implementation: str) -> tuple[dict[str, Callable[[], No
     return {"ours": stepper(ours), "one process": alone}, held[0] / held[1]
 
 
+def _blocks(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width, max(4, width // 64)) for _ in range(LAYERS)))
+
+
+def _sequence_pair(width: int) -> tuple[dict[str, Callable[[], None]], float]:
+    """One step with sequence parallelism and one without, and the ratio of the bytes that are kept for backward."""
+    group = Group.of(axis="tensor_parallel")
+    x = torch.randn(BATCH, LENGTH, width)
+    steps, kept = {}, {}
+    for name, sequence_parallel in (("with", True), ("without", False)):
+        model = _blocks(width)
+        apply_plan(model, make_plan(model, "auto", group, sequence_parallel), group)
+        steps[name], kept[name] = _stepper(model, x), _kept_bytes(model, x)
+    return steps, kept["with"] / kept["without"]
+
+
+def _kept_bytes(model: nn.Module, x: Tensor) -> int:
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(x)
+    del output
+    return sum(sizes.values())
+
+
+def plan(options: argparse.Namespace) -> Table:
+    """Our plan against one of DTensor."""
+    table = _table("ours / DTensor", "target")
+    for width in options.widths:
+        target = TARGETS.get(width)
+        table.add_row(str(width), *_ratios(_pair(width), options.steps), f"<= {target}" if target else "")
+    return table
+
+
+def sequence(options: argparse.Namespace) -> Table:
+    """Sequence parallelism against without."""
+    table = _table("with sequence parallelism / without", "bytes kept for backward")
+    for width in options.widths:
+        steps, kept = _sequence_pair(width)
+        table.add_row(str(width), *_ratios(steps, options.steps), f"{kept:.2f}")
+    return table
+
+
+def experts(options: argparse.Namespace) -> Table:
+    """Divided experts against one process."""
+    table = _table(f"{options.implementation} experts, ours / one process", "parameters held")
+    for width in options.widths:
+        steps, share = _experts(width, options.implementation)
+        table.add_row(str(width), *_ratios(steps, options.steps), f"{share:.0%}")
+    return table
+
+
+def _table(title: str, last: str) -> Table:
+    table = Table(title=f"step time, {title}")
+    for header in ("width", "median", "least", "most", last):
+        table.add_column(header, justify="right")
+    return table
+
+
+SECTIONS = {section.__name__: section for section in (plan, sequence, experts)}
+
+
 def _measure(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     store = dist.FileStore(f"{folder}/rendezvous", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    peer = "one process" if options.experts else "DTensor"
-    table = Table(title=f"step time, ours / {peer}: {ranks} gloo ranks, {options.threads} thread(s) each")
-    for header in ("width", "median", "least", "most", "parameters held" if options.experts else "target"):
-        table.add_column(header, justify="right")
-    for width in options.widths:
-        share = 1.0
-        if options.experts:
-            steps, share = _experts(width, options.experts)
-        else:
-            steps = _pair(width)
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(options.steps + WARMUP):
-            for name, step in steps.items():
-                dist.barrier()
-                start = time.perf_counter()
-                step()
-                seconds[name].append(time.perf_counter() - start)
-        ratios = [ours / theirs for ours, theirs in zip(seconds["ours"][WARMUP:], seconds[peer][WARMUP:])]
-        figures = (statistics.median(ratios), min(ratios), max(ratios))
-        target = f"<= {TARGETS[width]}" if width in TARGETS else ""
-        last = f"{share:.0%}" if options.experts else target
-        table.add_row(str(width), *(f"{figure:.2f}" for figure in figures), last)
-    if rank == 0:
-        Console().print(table)
+    console = Console(quiet=rank > 0)
+    console.print(f"{ranks} gloo ranks, {options.threads} thread(s) each")
+    for name in options.sections or SECTIONS:
+        console.print(SECTIONS[name](options))
     dist.destroy_process_group()
+
+
+def _ratios(contenders: dict[str, Callable[[], None]], count: int) -> list[str]:
+    """Median, least and most of the first contender's step time over the second's; their steps alternate."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(count + WARMUP):
+        for name, step in contenders.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+    first, second = (times[WARMUP:] for times in seconds.values())
+    ratios = [one / other for one, other in zip(first, second)]
+    return [f"{figure:.2f}" for figure in (statistics.median(ratios), min(ratios), max(ratios))]
 
 
 def main() -> None:
     """Read the options, start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="what to measure (default: everything)")
     parser.add_argument("--widths", type=int, nargs="+", default=list(TARGETS))
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--experts", choices=["eager", "batched_mm", "grouped_mm"])
+    parser.add_argument("--implementation", choices=["eager", "batched_mm", "grouped_mm"], default="grouped_mm")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_measure, (options.ranks, folder, options), options.ranks)

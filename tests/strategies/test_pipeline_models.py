@@ -188,3 +188,13 @@ def test_a_cut_inside_of_a_divided_sequence(name):
     expect_equal(module, trainer, expected, 1)
     regions = ParallelState.of(module).sharding.plan.sequence_regions
     assert max(len(region.blocks) for region in regions) > 1, "a cut lies inside"
+
+
+@pytest.mark.parametrize("name", ["example_gpt", "qwen2"])
+@distributed(world_size=4)
+def test_a_divided_sequence_with_replicas(name):
+    expected = on_one_process(name)
+    strategy = HybridParallelStrategy(tensor_parallel_size=2, data_parallel_size=2, sequence_parallel=True)
+    module, trainer = train(name, strategy, 4, 2)
+    expect_equal(module, trainer, expected, 2)
+    assert ParallelState.of(module).sharding.plan.sequence_regions
