@@ -103,6 +103,7 @@ __all__ = [
     "mark_as_parameter",
     "move_tensor_hooks",
     "non_persistent_buffers_of",
+    "log_softmax_operator",
     "make_wrapper_subclass",
     "has_data",
     "overload_packet",
@@ -321,6 +322,8 @@ def fully_sharded_groups(module: FSDPModule) -> list[FullyShardedGroup]:
 
 # A reshape that autograd does not treat as a view: the result of a custom function may then be changed in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
+# What every `log_softmax` becomes before it reaches a tensor subclass.
+log_softmax_operator = torch.ops.aten._log_softmax.default
 
 
 # What `tensor.to(...)` is to the dispatcher; no operator without the underscore converts a dtype.

@@ -69,6 +69,7 @@ from lightning_parallel.strategies.zero_stages import (
     make_slices,
 )
 from lightning_parallel.tensor.audit import StepAudit
+from lightning_parallel.tensor.logits import whole_logits
 from lightning_parallel.tensor.plan import Sharding
 from lightning_parallel.tensor.sharding import Shard
 
@@ -368,7 +369,8 @@ class MeshStrategy(MeshCheckpoints):
             with (reducer := self._open_reducer).no_sync() as is_last:
                 return self._steps.training_step(args, kwargs, audit, reducer if is_last else None)
         step = super().training_step
-        return step(*args, **kwargs) if audit is None else audit.wrap(step)(*args, **kwargs)
+        # Callbacks may look at what the step returns on some ranks only.
+        return whole_logits((step if audit is None else audit.wrap(step))(*args, **kwargs))
 
     @override
     def on_train_start(self) -> None:

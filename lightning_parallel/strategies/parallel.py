@@ -29,10 +29,12 @@ class TensorParallelStrategy(MeshStrategy):
         data_parallel_size: Number of replicas. `"auto"`: what the tensor axis leaves; with both automatic, one replica
             per node.
         plan: `"auto"`: the plan a Hugging Face model brings, else by structure. Or a dict from globs over module
-            paths to styles: `column`, `row`, `column_gather`, `row_split`, `vocab`, `attention`, `transformer_layer`,
-            `replicate`, or Hugging Face's names.
+            paths to styles: `column`, `row`, `column_gather`, `row_split`, `vocab`, `head`, `attention`,
+            `transformer_layer`, `replicate`, or Hugging Face's names.
         sequence_parallel: Also divide the activations between the layers of stacked blocks along the sequence
             (dimension 1), which saves memory at the same communication.
+        gather_logits: Gather the output of a divided head at once, also in training, where it is otherwise left
+            divided until code of the step looks at it: for steps that look at it on some ranks only.
         kwargs: See `MeshStrategy`: `compression`, `process_group_backend`, `timeout`, `start_method`, and Lightning's
             own.
 
@@ -50,11 +52,12 @@ class TensorParallelStrategy(MeshStrategy):
         data_parallel_size: Union[Literal["auto"], int] = "auto",
         plan: Union[Literal["auto"], dict[str, str]] = "auto",
         sequence_parallel: bool = False,
+        gather_logits: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
             sizes={TENSOR: tensor_parallel_size, DATA: data_parallel_size},
-            tensor=TensorOptions(plan, sequence_parallel),
+            tensor=TensorOptions(plan, sequence_parallel, gather_logits),
             pipeline=None,
             **kwargs,
         )
@@ -155,7 +158,7 @@ class HybridParallelStrategy(_StagedStrategy):
         data_parallel_size: Number of replicas. `"auto"`: what the other axes leave.
         pipeline_parallel_size: Number of ranks that share the layers of one replica.
         tensor_parallel_size: Number of ranks that share each layer.
-        plan, sequence_parallel: See `TensorParallelStrategy`.
+        plan, sequence_parallel, gather_logits: See `TensorParallelStrategy`.
         kwargs: Those of `PipelineParallelStrategy`.
 
     Raises:
@@ -172,7 +175,8 @@ class HybridParallelStrategy(_StagedStrategy):
         tensor_parallel_size: Union[Literal["auto"], int] = 1,
         plan: Union[Literal["auto"], dict[str, str]] = "auto",
         sequence_parallel: bool = False,
+        gather_logits: bool = False,
         **kwargs: Any,
     ) -> None:
         sizes = {TENSOR: tensor_parallel_size, PIPELINE: pipeline_parallel_size, DATA: data_parallel_size}
-        super().__init__(sizes=sizes, tensor=TensorOptions(plan, sequence_parallel), **kwargs)
+        super().__init__(sizes=sizes, tensor=TensorOptions(plan, sequence_parallel, gather_logits), **kwargs)

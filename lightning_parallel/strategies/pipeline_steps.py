@@ -45,6 +45,7 @@ from lightning_parallel.strategies.setup import PipelineOptions
 from lightning_parallel.strategies.step_effects import StepEffects, buffers_kept, side_effects_discarded, to_device
 from lightning_parallel.strategies.watched_parameters import FrozenParameters, WatchedCopies
 from lightning_parallel.tensor.audit import StepAudit
+from lightning_parallel.tensor.logits import whole_logits
 
 __all__ = ["PipelineSteps", "share_metrics"]
 
@@ -377,7 +378,7 @@ class _StageStep:
                 with self.audit.watch():
                     output = self._audited(microbatch, self.audit)
         if self.keeps_output:
-            return output
+            return whole_logits(output)
         # Logits of all microbatches would be kept at once, for nobody.
         if not self.is_training:
             return None

@@ -45,6 +45,7 @@ from lightning_parallel.strategies.microbatch_weights import find_microbatch_wei
 from lightning_parallel.strategies.stage_table import choice_table, print_table
 from lightning_parallel.strategies.step_effects import buffers_kept
 from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.head import gathered_heads
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
 from lightning_parallel.tensor.plan_table import sharding_table
 
@@ -69,6 +70,7 @@ class TensorOptions:
 
     plan: UserPlan = "auto"
     sequence_parallel: bool = False
+    gather_logits: bool = False
 
     def __post_init__(self) -> None:
         check_plan_argument(self.plan)
@@ -161,6 +163,10 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     if group.size == 1:
         return None
     found = make_plan(module, options.plan, group, options.sequence_parallel)
+    if options.gather_logits:
+        found.styles |= (heads := gathered_heads(found.styles))
+        for path in heads:
+            found.notes.pop(path, None)
     replicas.start_equal(module, groups.world)  # shards of different models would make one that nobody initialised
     state.order = MessageOrder(group)
     state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))

@@ -27,13 +27,14 @@ R = TypeVar("R")
 # With the parameter as a later argument these functions take its dtype and device only.
 CASTS = {"to", "type_as"}
 
-# Backward nodes of the functions in `linear`, `autograd` and `loss`, by what they make of an activation: whole on every
-# rank from parts, this rank's part from a whole one, or another part from a part.
+# Backward nodes of the functions in `linear`, `autograd`, `logits` and `loss`, by what they make of an activation:
+# whole on every rank from parts, this rank's part from a whole one, or another part from a part.
 JOINS = {
     "_RowLinearFunctionBackward",
     "_ReduceFromGroupBackward",
     "_GatherFromGroupBackward",
     "_WholeFromGroupBackward",
+    "_DividedLogitsBackward",
     "_CrossEntropyBackward",
 }
 DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToGroupBackward"}

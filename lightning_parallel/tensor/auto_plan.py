@@ -24,6 +24,7 @@ from lightning_parallel.compat.torch import forward_hooks_of
 from lightning_parallel.tensor.attention import divide_by_heads
 from lightning_parallel.tensor.dataflow import NOT_RUN, RegionFinder
 from lightning_parallel.tensor.experts import Experts, find_routers, join_lists, plan_experts
+from lightning_parallel.tensor.head import NOTE, find_heads
 from lightning_parallel.tensor.inspection import (
     AttentionHeads,
     has_hooks_inside,
@@ -172,6 +173,8 @@ def _automatic_plan(module: nn.Module, verifier: PlanVerifier, group: Group) -> 
     join_lists(module, found, verifier, group)
     _plan_remaining_layers(module, found, group, search.reasons)
     resolve_ties(module, found, group.size)
+    found.styles |= (heads := find_heads(module, found.styles))
+    found.notes |= dict.fromkeys(heads, NOTE)
     if not any(style.rules(module.get_submodule(path), group.size) for path, style in found.styles.items()):
         kinds = sorted({_kind(child) for child in module.modules() if any(True for _ in child.parameters(False))})
         raise ValueError(

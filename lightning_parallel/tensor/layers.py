@@ -60,6 +60,7 @@ __all__ = [
     "Style",
     "Vocab",
     "VocabEmbedding",
+    "gather_features",
 ]
 
 
@@ -130,15 +131,15 @@ class Column:
         """See `Style`."""
         return _partial_inside(module, _inside_low_rank(module, self))
 
-    def apply(self, module: nn.Module, group: Group) -> None:
-        """See `Style`."""
+    def apply(self, module: nn.Module, group: Group, kind: type[ColumnLinear] | None = None) -> None:
+        """See `Style`; the layer becomes one of `kind`."""
         if inner := _inside_low_rank(module, self):
             _divide_inside(module, inner, group, "opens")
             return
         rules = self.rules(module, group.size)
         in_features, out_features = _features(module, type(self).__name__)
         transposed = is_transposed(module)
-        layer = convert(module, ColumnLinear)
+        layer = convert(module, ColumnLinear if kind is None else kind)
         layer.full_features = (in_features, out_features)
         layer.transposed = transposed
         layer.feature_rule = rules["weight"].along(-1)
@@ -336,7 +337,7 @@ class ColumnLinear(_ParallelLinear):
             inputs = shared_inputs(self.group, None)
         y = column_linear(x, self.weight, self.bias, inputs, self.transposed)
         if self.gather_output:
-            return _gather_features(y, self.feature_rule, self.group)
+            return gather_features(y, self.feature_rule, self.group)
         if self.region is not None and self.training:  # dropout draws in training only
             self.region.open(y.device)
         return y
@@ -439,7 +440,8 @@ def _feature_rule(parts: Sequence[ShardPart | int] | None, unit: int, features: 
     return rule
 
 
-def _gather_features(y: Tensor, rule: Shard, group: Group) -> Tensor:
+def gather_features(y: Tensor, rule: Shard, group: Group) -> Tensor:
+    """Return all output features on every rank."""
     full = gather_from_group(y, group, -1, rule.sizes)
     full = full if rule.consecutive else rule.merge(full.split(rule.sizes, -1))
     return full.contiguous()  # the output of a linear layer is contiguous, and code may `view` it

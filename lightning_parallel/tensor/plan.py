@@ -21,6 +21,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat import Patches
 from lightning_parallel.compat.initialization import initialize_tensors
 from lightning_parallel.tensor.attention import Attention, TransformerLayer, divide_by_heads, guard_fast_path
+from lightning_parallel.tensor.head import Head
 from lightning_parallel.tensor.inspection import (
     computes_with_parameters,
     full_shape,
@@ -55,6 +56,7 @@ V = TypeVar("V")
 STYLES: dict[str, Style] = {
     "column": Column(),
     "column_gather": Column(gather_output=True),
+    "head": Head(),
     "row": Row(),
     "row_split": Row(split_input=True),
     "vocab": Vocab(),
@@ -222,14 +224,10 @@ def _resolve_group(module: nn.Module, tied: Mapping[str, nn.Module], plan: Plan,
         return True
     if _divided_alike(plan.styles, tied, ranks):
         return False
-    # Embedding and head use the same rows of one table; the head has to gather its output, as nobody expects the
-    # logits of some tokens only.
+    # Embedding and head use the same rows of one table; nobody expects the logits of some tokens only.
     by_vocabulary: dict[str, Style] = {}
     if all(is_native(owner, nn.Embedding) or is_linear(owner) for owner in tied.values()):
-        by_vocabulary = {
-            path: Vocab() if is_native(owner, nn.Embedding) else Column(gather_output=True)
-            for path, owner in tied.items()
-        }
+        by_vocabulary = {path: Vocab() if is_native(owner, nn.Embedding) else Head() for path, owner in tied.items()}
     _leave_whole(plan, tied, "whole: shares a parameter with a module that is divided in another way")
     if by_vocabulary and _divided_alike(by_vocabulary, tied, ranks):
         plan.styles |= by_vocabulary

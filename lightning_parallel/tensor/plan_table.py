@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_parallel.tensor.attention import Attention, TransformerLayer
 from lightning_parallel.tensor.experts import Experts
+from lightning_parallel.tensor.head import Head
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
 from lightning_parallel.tensor.per_head import PerHead
 from lightning_parallel.tensor.plan import Sharding
@@ -106,6 +107,8 @@ def _style_of(owner: str, names: Sequence[str], sharding: Sharding) -> str:
 
 
 def _style_name(style: Style) -> str:
+    if isinstance(style, Head):
+        return "head"
     if isinstance(style, Column):
         return "column, gathered" if style.gather_output else "column"
     if isinstance(style, Row):

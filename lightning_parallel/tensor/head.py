@@ -1,0 +1,91 @@
+"""The head of a model: a column-parallel layer whose output stays divided until someone looks at it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.comm import Group
+from lightning_parallel.tensor.layers import Column, ColumnLinear, Style, gather_features
+from lightning_parallel.tensor.logits import divided_logits
+from lightning_parallel.tensor.low_rank import layer_sizes, low_rank_of
+
+__all__ = ["NOTE", "Head", "find_heads", "gathered_heads"]
+
+NOTE = "in training its output stays divided until someone looks at it; a cross-entropy does not"
+
+
+@dataclass(frozen=True)
+class Head(Column):
+    """Column-parallel head: what it computes stays divided until someone looks at it; see `DividedLogits`.
+
+    Outside of training its output is gathered at once.
+    """
+
+    gather_output: bool = True
+
+    @classmethod
+    def like(cls, style: Column) -> Head:
+        """Return the style of a head with the parts of `style`."""
+        return cls(True, style.parts, style.unit, style.sequence_dim)
+
+    def gathered(self) -> Column:
+        """Return the style that gathers its output at once."""
+        return Column(True, self.parts, self.unit, self.sequence_dim)
+
+    def apply(self, module: nn.Module, group: Group, kind: type[ColumnLinear] | None = None) -> None:
+        """See `Style`."""
+        if low_rank_of(module) is not None:  # its terms would be looked at, to be added
+            self.gathered().apply(module, group)
+            return
+        super().apply(module, group, HeadLinear)
+
+
+class HeadLinear(ColumnLinear):
+    """Linear layer whose output is whole for whoever looks at it; see `Head`."""
+
+    @torch.compiler.disable  # the collectives cannot be traced into a graph
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (..., in) to (..., out)."""
+        self.gather_output = False
+        y = super().forward(input)
+        self.gather_output = True
+        rule, group = self.feature_rule, self.group
+        # Without gradients, and outside of training, nothing is saved by leaving them divided.
+        is_trained = self.training and torch.is_grad_enabled() and y.requires_grad and type(y) is Tensor
+        if group.size == 1 or not (is_trained and rule.consecutive) or y.is_meta:
+            return gather_features(y, rule, group)
+        return divided_logits(y, rule, group)
+
+
+def find_heads(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Return the style `Head` for the layers with gathered outputs that may be the head, by path.
+
+    These are outside of repeated layers, where an output goes into the next layer. One that is no head costs nothing:
+    it is gathered by what reads it.
+
+    Args:
+        module: The model.
+        styles: The styles of its layers, by path.
+    """
+    lists = tuple(
+        f"{path}." for path, child in module.named_modules() if isinstance(child, (nn.ModuleList, nn.ModuleDict))
+    )
+    gathered = {
+        path: style
+        for path, style in styles.items()
+        if isinstance(style, Column) and style.gather_output and not path.startswith(lists)
+    }
+    kinds = {path: (re.sub(r"\d+", "*", path), layer_sizes(module.get_submodule(path))) for path in gathered}
+    repeated = Counter(kinds.values())
+    return {path: Head.like(style) for path, style in gathered.items() if repeated[kinds[path]] == 1}
+
+
+def gathered_heads(styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Return the heads among `styles` as layers whose output is gathered at once, by path."""
+    return {path: style.gathered() for path, style in styles.items() if isinstance(style, Head)}

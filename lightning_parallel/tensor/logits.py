@@ -1,0 +1,475 @@
+"""Logits that stay divided by class until someone looks at them.
+
+In training the head of a model returns a `DividedLogits`: a tensor with the shape of all logits, of which this rank
+computed its piece, the logits of its classes. What is done to it goes one of two ways:
+
+    on the piece      views, casts and element-wise functions that leave the classes together; cross-entropy, by
+                      `loss.cross_entropy`; `log_softmax` followed by `nll_loss`; `argmax` over the classes
+    on the whole      everything else: the pieces are gathered, once, and the result is an ordinary tensor
+
+For autograd it is the output of a gather whose data are made when they are read: gradients of the whole go back to the
+piece as its slice, and those of the piece directly. Every rank of the group has to look, or none: see
+`strategies.message_order` for what happens otherwise.
+
+Legend: C classes, c classes on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_parallel import comm
+from lightning_parallel.comm import ApartError, Group
+from lightning_parallel.compat.torch import (
+    DisableTorchFunctionSubclass,
+    log_softmax_operator,
+    make_wrapper_subclass,
+    pytree,
+    version_of,
+)
+from lightning_parallel.tensor.autograd import copy_to_group, scatter_to_group
+from lightning_parallel.tensor.loss import cross_entropy
+from lightning_parallel.tensor.sharding import Shard
+
+__all__ = ["DividedLogits", "divided_logits", "whole_logits"]
+
+_aten = torch.ops.aten
+
+# Views of data that are not there yet are not there either.
+_UNREAD = {
+    *(_aten.view.default, _aten.slice.Tensor, _aten.select.int),
+    *(_aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
+    *(_aten.transpose.int, _aten.permute.default, _aten.t.default, _aten.detach.default),
+}
+# Names of functions whose result is a view (or a copy) in which the classes may still be together.
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "view_as", "reshape_as"}
+_VIEWS = {"transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "unsqueeze", "squeeze", "t"}
+_VIEWS |= {"detach", "narrow", "select"}
+_PROPERTIES = {Tensor.mT.__get__, Tensor.T.__get__}  # type: ignore[attr-defined]
+# Of functions that do the same to each number.
+_CASTS = {"float", "double", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone"}
+_ELEMENTWISE = {"mul", "multiply", "div", "divide", "true_divide", "add", "sub", "subtract", "neg", "negative"}
+_ELEMENTWISE |= {"__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__"}
+_ELEMENTWISE |= {"tanh", "sigmoid", "clamp", "abs", "masked_fill", "where"}
+# These read the address of the data in C++, or copy the Python object.
+_NEEDS_ADDRESS = {"numpy", "__array__", "tolist", "__dlpack__", "data_ptr", "storage", "untyped_storage", "is_set_to"}
+_NEEDS_ADDRESS |= {"__reduce_ex__", "__deepcopy__", "__repr__", "__format__", "share_memory_", "apply_", "map_"}
+# The gradient of the whole is asked for.
+_GRADIENT = {"retain_grad", "register_hook"}
+_STRIDE = 1_000_003  # tells the dimension of the classes from others after a view
+
+
+@dataclass
+class _Family:
+    """The logits of one call of a head, in all forms.
+
+    Attributes:
+        rule: How the classes are divided.
+        group: The tensor-parallel group.
+        is_used: Whether a loss was computed from pieces.
+        is_watched: Whether the gradient of the whole was asked for, which those from pieces would not be in.
+    """
+
+    rule: Shard
+    group: Group
+    is_used: bool = False
+    is_watched: bool = False
+
+    def whole(self, piece: Tensor, dim: int) -> _Data:
+        """Return the data of which this rank has a piece, with the classes in dimension `dim`."""
+        own = piece.detach()
+        return _Data(lambda: _gather(own, dim, self))
+
+
+class _Data:
+    """The data of whole logits, made when they are read for the first time."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make: Callable[[], Tensor] | None = make
+        self._made: Tensor | None = None
+
+    def get(self) -> Tensor:
+        if self._made is None:
+            assert self._make is not None
+            with torch.no_grad():
+                self._made = self._make()
+            self._make = None
+        return self._made
+
+
+class DividedLogits(Tensor):
+    """Logits of all classes, of which this rank holds a piece until someone looks at them.
+
+    Attributes:
+        piece: This rank's classes, a part of autograd's graph; None if the classes are no longer together.
+        class_dim: The dimension of the classes.
+        is_log: Whether these are the logarithms of probabilities, and `piece` the logits that they are made of.
+        family: What all forms of the same logits share.
+    """
+
+    piece: Tensor | None
+    class_dim: int
+    is_log: bool
+    family: _Family
+    _data: _Data
+    _unchanged: int
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device, data: _Data, family: _Family) -> DividedLogits:
+        logits = make_wrapper_subclass(cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device)
+        logits.piece = None
+        logits.class_dim = -1
+        logits.is_log = False
+        logits.family = family
+        logits._data = data
+        logits._unchanged = 0
+        return logits
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass  # `Tensor.__init__` takes no arguments; all is done in `__new__`
+
+    def keep(self, piece: Tensor, dim: int, is_log: bool = False) -> None:
+        """Compute on `piece` where that is possible, with the classes in dimension `dim`."""
+        self.piece, self.class_dim, self.is_log = piece, dim, is_log
+        self._unchanged = version_of(self)
+
+    @property
+    def valid_piece(self) -> Tensor | None:
+        """The piece, if the logits were not changed in place since it was made."""
+        with DisableTorchFunctionSubclass():
+            is_valid = not self.family.is_watched and version_of(self) == self._unchanged
+        return self.piece if is_valid else None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        with DisableTorchFunctionSubclass():
+            if name in _NEEDS_ADDRESS or (name == "__get__" and func == _DATA):
+                return func(*whole_logits(args), **kwargs)
+            if name in _GRADIENT:
+                _watch(args[0])
+            found = _on_piece(func, name, args, kwargs)
+            return func(*args, **kwargs) if found is None else found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _UNREAD:
+            return _unread(func, args[0], args[0]._data, args[1:], kwargs)
+        if func is log_softmax_operator and (piece := args[0].valid_piece) is not None and not args[0].is_log:
+            return _unread(func, args[0], args[0].family.whole(piece, args[0].class_dim), args[1:], kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            raise RuntimeError(
+                f"`{func}` changes the shape of logits that are divided over the tensor-parallel ranks, in place; use"
+                " the form that makes a new tensor"
+            )
+        read: dict[int, DividedLogits] = {}
+
+        def read_whole(value: Any) -> Any:
+            if not isinstance(value, DividedLogits):
+                return value
+            whole = value._data.get()
+            read[id(whole)] = value
+            return whole
+
+        result = func(*pytree.tree_map(read_whole, args), **pytree.tree_map(read_whole, kwargs))
+        # What changes a tensor in place returns it.
+        return pytree.tree_map(lambda value: read.get(id(value), value), result)
+
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def divided_logits(piece: Tensor, rule: Shard, group: Group) -> DividedLogits:
+    """Return the logits of which this rank holds a piece.
+
+    Args:
+        piece: (..., c), a part of autograd's graph.
+        rule: The shard rule of the classes, one range per rank.
+        group: The tensor-parallel group.
+    """
+    return _wrapped(piece, piece.dim() - 1, _Family(rule, group))
+
+
+def _gather(piece: Tensor, dim: int, family: _Family) -> Tensor:
+    try:
+        return comm.all_gather(piece, family.group, dim, family.rule.sizes).contiguous()
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, ApartError):
+            raise
+        raise RuntimeError(
+            f"the logits of the model are looked at, which in training are divided by class over the tensor-parallel"
+            f" ranks and gathered by whoever looks at them: {error}. To gather them in each step:"
+            " `gather_logits=True`"
+        ) from error
+
+
+def _wrapped(piece: Tensor, dim: int, family: _Family) -> DividedLogits:
+    logits = _DividedLogits.apply(piece, dim, family)
+    logits.keep(piece, dim)
+    return logits
+
+
+class _DividedLogits(Function):
+    """Piece of the logits -> the whole, whose data are not there yet."""
+
+    @staticmethod
+    def forward(ctx: Any, piece: Tensor, dim: int, family: _Family) -> Tensor:
+        ctx.args = family.group, dim, family.rule.sizes
+        shape = list(piece.shape)
+        shape[dim] = family.rule.full_size
+        meta = torch.empty(shape, dtype=piece.dtype, device="meta")
+        return DividedLogits(meta, piece.device, family.whole(piece, dim), family)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # All ranks computed the same from the whole, so `grad` is the full gradient on each of them.
+        return scatter_to_group(grad, *ctx.args), None, None
+
+
+def whole_logits(value: Any) -> Any:
+    """Replace logits that are divided by ordinary tensors, in a value of any structure that pytree knows.
+
+    They stay a part of autograd's graph. Every rank of the group must call it.
+    """
+    return pytree.tree_map(lambda leaf: _ordinary(leaf) if isinstance(leaf, DividedLogits) else leaf, value)
+
+
+def _ordinary(logits: DividedLogits) -> Tensor:
+    with DisableTorchFunctionSubclass():
+        return _aten.alias.default(logits)
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _watch(logits: DividedLogits) -> None:
+    """Compute on the whole from now on.
+
+    Raises:
+        RuntimeError: If there is a loss already that was computed from the pieces.
+    """
+    if logits.family.is_used:
+        raise RuntimeError(
+            "the gradient of logits was asked for after their loss was computed, from this rank's classes only; call"
+            " `retain_grad` or `register_hook` before the loss"
+        )
+    logits.family.is_watched = True
+
+
+def _unread(func: Any, logits: DividedLogits, data: _Data, rest: tuple[Any, ...], kwargs: Any) -> DividedLogits:
+    """Return the result of an operation on `data`, which is made when it is read."""
+    meta = func(_meta(logits), *rest, **kwargs)
+    return DividedLogits(meta, logits.device, _Data(lambda: func(data.get(), *rest, **kwargs)), logits.family)
+
+
+# -------------------------------------------------------------------------------------------------------- on the piece
+
+
+def _on_piece(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of `func`, computed on this rank's classes; None if it needs all of them."""
+    if not args and "input" in kwargs:
+        kwargs = dict(kwargs)
+        args = (kwargs.pop("input"),)
+    divided = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DividedLogits)]
+    if len(divided) != 1 or (piece := divided[0].valid_piece) is None:
+        return None
+    logits = divided[0]
+    if name in _ELEMENTWISE:
+        return _elementwise(func, logits, piece, args, kwargs)
+    if not args or args[0] is not logits:
+        return None
+    rest = args[1:]
+    if func in _REDUCTIONS:
+        return _REDUCTIONS[func](logits, piece, *rest, **kwargs)
+    if name in _CASTS:
+        return None if logits.is_log else _derived(logits, piece, func(piece, *rest, **kwargs))
+    if name in _RESHAPES:
+        return _reshape(func, logits, piece, rest, kwargs)
+    if name == "__getitem__" and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(rest)):
+        return _select(func, logits, piece, rest[0])
+    return _view(func, logits, piece, rest, kwargs) if _is_view(func, name) else None
+
+
+def _is_view(func: Callable[..., Any], name: str) -> bool:
+    return name in _VIEWS or name == "__getitem__" or (name == "__get__" and func in _PROPERTIES)
+
+
+def _derived(logits: DividedLogits, piece: Tensor, own: Tensor) -> DividedLogits | None:
+    """Return logits with the new piece `own`, if each number of it was made from one of `piece`."""
+    if own is piece:
+        return logits
+    if own.shape != piece.shape or not own.is_floating_point() or own.device != piece.device:
+        return None
+    return _wrapped(own, logits.class_dim, logits.family)
+
+
+def _elementwise(
+    func: Callable[..., Any], logits: DividedLogits, piece: Tensor, args: tuple[Any, ...], kwargs: Any
+) -> DividedLogits | None:
+    if logits.is_log or "out" in kwargs:
+        return None
+    rule, group = logits.family.rule, logits.family.group
+    from_the_end = logits.dim() - logits.class_dim
+
+    def own(value: Any) -> Any:
+        if value is logits:
+            return piece
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() >= from_the_end and value.shape[-from_the_end] == rule.full_size:
+            return scatter_to_group(value, group, -from_the_end, rule.sizes)
+        # Each rank has a part of its gradient.
+        return copy_to_group(value, group)
+
+    # Another shape than the piece's: broadcast to more numbers, or to other classes.
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if torch.broadcast_shapes(*(leaf.shape for leaf in tensors)) != logits.shape:
+        return None
+    return _derived(logits, piece, func(*pytree.tree_map(own, args), **pytree.tree_map(own, kwargs)))
+
+
+def _reshape(
+    func: Callable[..., Any], logits: DividedLogits, piece: Tensor, rest: tuple[Any, ...], kwargs: Any
+) -> DividedLogits | None:
+    tried = func(_meta(logits), *rest, **kwargs)
+    stay = logits.class_dim == logits.dim() - 1 and tried.dim() > 0 and tried.shape[-1] == logits.shape[-1]
+    if not stay:
+        return None
+    own = piece.reshape(*tried.shape[:-1], piece.shape[-1])
+    if not (tried.is_contiguous() and logits.is_contiguous()):
+        return None if logits.is_log else _wrapped(own, own.dim() - 1, logits.family)
+    # A view of the whole for autograd, too: what is changed in one of them in place shows in both.
+    viewed: DividedLogits = logits.view(tried.shape)  # type: ignore[assignment]
+    viewed.keep(own, own.dim() - 1, logits.is_log)
+    return viewed
+
+
+def _view(func: Callable[..., Any], logits: DividedLogits, piece: Tensor, rest: tuple[Any, ...], kwargs: Any) -> Tensor:
+    viewed = func(logits, *rest, **kwargs)
+    strides = [_STRIDE if at == logits.class_dim else 0 for at in range(logits.dim())]
+    marked = func(torch.empty_strided(logits.shape, strides, device="meta"), *rest, **kwargs)
+    classes = logits.family.rule.full_size
+    found = [at for at, stride in enumerate(marked.stride()) if stride == _STRIDE and marked.shape[at] == classes]
+    if isinstance(viewed, DividedLogits) and len(found) == 1:
+        own = func(piece, *rest, **kwargs)
+        shape = list(viewed.shape)
+        shape[found[0]] = piece.shape[logits.class_dim]
+        if list(own.shape) == shape:
+            viewed.keep(own, found[0], logits.is_log)
+    return viewed
+
+
+def _select(func: Callable[..., Any], logits: DividedLogits, piece: Tensor, index: Any) -> DividedLogits | None:
+    """Select positions by a mask or by indices, as those whose label counts."""
+    places = index if isinstance(index, tuple) else (index,)
+    if logits.is_log or logits.class_dim != logits.dim() - 1 or not all(isinstance(place, Tensor) for place in places):
+        return None
+    taken = sum(place.dim() if place.dtype in (torch.bool, torch.uint8) else 1 for place in places)
+    if taken >= logits.dim():
+        return None
+    own = func(piece, index)
+    return _wrapped(own, own.dim() - 1, logits.family)
+
+
+def _cross_entropy(
+    logits: DividedLogits,
+    piece: Tensor,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    rest = [size for at, size in enumerate(logits.shape) if at != logits.class_dim]
+    if (
+        logits.is_log
+        or logits.class_dim != min(1, logits.dim() - 1)
+        or not isinstance(target, Tensor)
+        or target.dtype != torch.long
+        or list(target.shape) != rest
+        or (weight is not None and (weight.requires_grad or list(weight.shape) != [logits.family.rule.full_size]))
+        or (size_average, reduce) != (None, None)
+        or reduction not in ("mean", "sum", "none")
+        or not 0.0 <= label_smoothing <= 1.0
+    ):
+        return None
+    family = logits.family
+    family.is_used = True
+    return cross_entropy(
+        piece,
+        target,
+        family.rule,
+        family.group,
+        dim=logits.class_dim,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,  # type: ignore[arg-type]
+        label_smoothing=label_smoothing,
+    )
+
+
+def _nll_loss(logits: DividedLogits, piece: Tensor, *rest: Any, **kwargs: Any) -> Tensor | None:
+    if not logits.is_log:
+        return None
+    logits.is_log = False
+    try:
+        return _cross_entropy(logits, piece, *rest, **kwargs)
+    finally:
+        logits.is_log = True
+
+
+def _log_softmax(
+    func: Callable[..., Any], logits: DividedLogits, piece: Tensor, dim: int | None = None, *rest: Any, **kwargs: Any
+) -> Tensor | None:
+    if dim is None or dim % logits.dim() != logits.class_dim or logits.is_log:
+        return None
+    dtype = kwargs.pop("dtype", None)
+    if dtype is not None:
+        piece = piece.to(dtype)
+        logits = _derived(logits, logits.piece, piece)  # type: ignore[arg-type, assignment]
+    if dtype is not None and logits is None:
+        return None
+    found = func(logits, dim, *rest, **kwargs)
+    if isinstance(found, DividedLogits):
+        found.keep(piece.to(found.dtype), logits.class_dim, is_log=True)
+    return found
+
+
+def _argmax(logits: DividedLogits, piece: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor | None:
+    if dim is None or dim % logits.dim() != logits.class_dim:
+        return None
+    family = logits.family
+    own = piece.detach()
+    index = own.argmax(logits.class_dim, keepdim=True)
+    best = own.gather(logits.class_dim, index)
+    index += family.rule.ranges[family.group.rank][0][0]
+    # Of equal ones the first, as in torch: the ranks are in the order of their classes.
+    best, index = (comm.all_gather(found, family.group, logits.class_dim) for found in (best, index))
+    found = index.gather(logits.class_dim, best.argmax(logits.class_dim, keepdim=True))
+    return found if keepdim else found.squeeze(logits.class_dim)
+
+
+_REDUCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
+    torch.argmax: _argmax,
+    Tensor.argmax: _argmax,
+    **{func: partial(_log_softmax, func) for func in (F.log_softmax, torch.log_softmax, Tensor.log_softmax)},
+}

@@ -1,0 +1,354 @@
+"""Logits that stay divided by class: the loss without a gather, and everything else as on whole logits."""
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.logits import DividedLogits, whole_logits
+from lightning_parallel.tensor.plan import apply_plan
+from tests.harness import distributed, recorded_communication, run
+
+VOCABULARY = 11
+
+
+class Model(nn.Module):
+    def __init__(self, vocabulary=VOCABULARY):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embedding = nn.Embedding(vocabulary, 6)
+        self.mlp = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6))
+        self.head = nn.Linear(6, vocabulary)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x + self.mlp(x))
+
+
+def divided(group, model=None):
+    whole = (model or Model()).double()
+    parts = copy.deepcopy(whole)
+    plan = make_plan(parts, "auto", group)
+    return whole, parts, apply_plan(parts, plan, group)
+
+
+def compare(group, loss_of, gathers, check=None):
+    """`loss_of(logits, targets)` gives a loss; `gathers` is how often all logits are gathered for it."""
+    whole, parts, sharding = divided(group)
+    tokens, targets = torch.randint(VOCABULARY, (2, 2, 5)).unbind()
+    targets[0, :2] = -100
+    expected = loss_of(whole(tokens), targets)
+    logits = parts(tokens)
+    assert isinstance(logits, DividedLogits)
+    assert logits.shape == (2, 5, VOCABULARY)
+    with recorded_communication() as records:
+        loss = loss_of(logits, targets)
+        torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
+        assert type(loss) is torch.Tensor
+        expected.sum().backward()
+        loss.sum().backward()
+    found = [record for record in records if record.op == "all_gather" and record.bytes >= 10 * 8 * 3]
+    assert len(found) == gathers, records
+    for (name, parameter), full in zip(parts.named_parameters(), whole.parameters()):
+        rule = sharding.shards.get(name)
+        want = full.grad if rule is None else rule.split(full.grad, group.rank)
+        torch.testing.assert_close(parameter.grad, want, rtol=1e-10, atol=1e-12)
+
+
+def flat(logits, targets):
+    return F.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_cross_entropy_gathers_no_logits(world):
+    run(cross_entropy_of_flat_logits, world)
+
+
+def cross_entropy_of_flat_logits(group):
+    compare(group, flat, gathers=0)
+
+
+def _shift(logits, targets):
+    return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, VOCABULARY), targets[:, 1:].flatten())
+
+
+def _select(logits, targets):
+    counted = targets != -100
+    return F.cross_entropy(logits[counted], targets[counted], reduction="sum")
+
+
+def _select_by_index(logits, targets):
+    rows, columns = torch.tensor([0, 1, 1]), torch.tensor([3, 0, 2])
+    return F.cross_entropy(logits[rows, columns], targets[rows, columns])
+
+
+def _scaled(logits, targets):
+    scale = torch.tensor(1.5, dtype=torch.double, requires_grad=True)
+    bias = torch.linspace(-1, 1, VOCABULARY, dtype=torch.double)
+    mask = torch.arange(VOCABULARY) == 4
+    changed = (scale * logits / 0.7 + bias).masked_fill(mask, -1e9)
+    changed = torch.where(mask, -7.0, 5 * torch.tanh(changed / 5))
+    return F.cross_entropy(changed.transpose(1, 2), targets)
+
+
+def _smooth(logits, targets):
+    weight = torch.linspace(1, 2, VOCABULARY, dtype=torch.double)
+    loss = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1, reduction="none", ignore_index=3)
+    return loss(logits.permute(0, 2, 1), targets.clamp(min=0))
+
+
+def _log_softmax(logits, targets):
+    return F.nll_loss(F.log_softmax(logits, dim=-1).view(-1, VOCABULARY), targets.view(-1))
+
+
+def _log_softmax_module(logits, targets):
+    return nn.NLLLoss()(nn.LogSoftmax(dim=1)(logits.mT), targets)
+
+
+def _log_softmax_of_type(logits, targets):
+    return F.nll_loss(logits.flatten(0, 1).log_softmax(-1, dtype=torch.double), targets.flatten())
+
+
+def _positional(logits, targets):
+    return F.cross_entropy(input=logits.reshape(10, -1), target=targets.reshape(10), ignore_index=-100)
+
+
+def _one_by_one(logits, targets):
+    return sum(F.cross_entropy(row[-1], target[-1]) for row, target in zip(logits.unbind(), targets.unbind()))
+
+
+def _accuracy(logits, targets):
+    best = logits.argmax(-1)
+    assert type(best) is torch.Tensor
+    assert torch.equal(best, torch.argmax(logits.detach(), dim=2, keepdim=True).squeeze(2))
+    return flat(logits, targets) + (best == targets).double().mean() + best.sum()
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        _shift,
+        _select,
+        _select_by_index,
+        _scaled,
+        _smooth,
+        _log_softmax,
+        _log_softmax_module,
+        _log_softmax_of_type,
+        _positional,
+        _accuracy,
+    ],
+)
+def test_losses_gather_no_logits(loss_of):
+    run(losses_gather_no_logits, 2, loss_of=loss_of)
+
+
+def losses_gather_no_logits(group, loss_of):
+    compare(group, loss_of, gathers=0)
+
+
+def _sum_of_squares(logits, targets):
+    return flat(logits, targets) + logits.pow(2).mean() + (logits * logits).mean()
+
+
+def _probabilities(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), F.one_hot(targets.flatten().clamp(min=0), VOCABULARY).double())
+
+
+def _changed_in_place(logits, targets):
+    view = logits.view(-1, VOCABULARY)
+    logits[..., 4] = -3.0
+    logits.masked_fill_(logits > 0.5, 0.25)
+    return F.cross_entropy(view, targets.view(-1))
+
+
+def _changed_through_a_view(logits, targets):
+    logits.view(-1, VOCABULARY)[2:4] *= 0.5
+    return flat(logits, targets)
+
+
+def _changed_after_a_copy(logits, targets):
+    copied = logits.clone()
+    scaled = copied / 2
+    logits.zero_()
+    return flat(copied, targets) + flat(scaled, targets) + copied.exp().mean() + scaled.exp().mean() + logits.sum()
+
+
+def _log_softmax_looked_at(logits, targets):
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1).mean()
+    return F.nll_loss(log_p.flatten(0, 1), targets.flatten()) + entropy
+
+
+def _other_layout(logits, targets):
+    return F.cross_entropy(logits.reshape(5, VOCABULARY, 2), targets.reshape(5, 2))
+
+
+def _some_classes(logits, targets):
+    return F.cross_entropy(logits[..., :7].flatten(0, 1), targets.flatten() % 7) + logits[..., 3].mean()
+
+
+class _Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+def _custom_function(logits, targets):
+    return _Cube.apply(logits).mean() + flat(logits, targets)
+
+
+def _iterated(logits, targets):
+    return sum(F.cross_entropy(row, target) for row, target in zip(logits, targets))
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        _iterated,
+        _one_by_one,
+        _sum_of_squares,
+        _probabilities,
+        _changed_in_place,
+        _changed_through_a_view,
+        _log_softmax_looked_at,
+        _other_layout,
+        _some_classes,
+        _custom_function,
+    ],
+)
+def test_others_gather_once(loss_of):
+    run(others_gather_once, 2, loss_of=loss_of)
+
+
+def others_gather_once(group, loss_of):
+    compare(group, loss_of, gathers=1)
+
+
+def test_copies_keep_their_values():
+    run(copies_keep_their_values, 2)
+
+
+def copies_keep_their_values(group):
+    compare(group, _changed_after_a_copy, gathers=3)
+
+
+class _LargestTensor(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DividedLogits) and not leaf.is_meta:
+                self.numel = max(self.numel, leaf.numel())
+        return result
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_rank_makes_more_than_its_logits(world):
+    run(makes_its_logits_only, world)
+
+
+def makes_its_logits_only(group):
+    whole, parts, _ = divided(group, Model(1009))
+    tokens, targets = torch.randint(1009, (2, 4, 16)).unbind()
+    largest = {}
+    for name, model in (("whole", whole), ("parts", parts)):
+        with _LargestTensor() as mode:
+            logits = model(tokens)
+            F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.view(-1)).backward()
+        largest[name] = mode.numel
+    assert largest["whole"] == 4 * 16 * 1009
+    assert largest["parts"] <= 4 * 16 * -(-1009 // group.size)
+
+
+@distributed(world_size=2)
+def test_everyone_finds_an_ordinary_tensor(group):
+    whole, parts, _ = divided(group)
+    tokens = torch.randint(VOCABULARY, (2, 5))
+    expected, logits = whole(tokens).detach(), parts(tokens)
+    looks = {
+        "numpy": lambda x: torch.from_numpy(x.detach().numpy()),
+        "array": lambda x: torch.as_tensor(np.asarray(x.detach())),
+        "list": lambda x: torch.tensor(x.tolist(), dtype=torch.double),
+        "item": lambda x: torch.tensor([[[v.item() for v in row] for row in part] for part in x], dtype=torch.double),
+        "data": lambda x: x.data,
+        "dlpack": lambda x: torch.from_dlpack(x.detach()),
+        "pickle": lambda x: pickle.loads(pickle.dumps(x.detach())),
+        "copy": lambda x: copy.deepcopy(x.detach()),
+        "save": lambda x: _saved(x),
+        "stack": lambda x: torch.stack(list(x)),
+        "checkpoint": lambda x: checkpoint(torch.mul, x, 1.0, use_reentrant=False),
+        "parameter": lambda x: nn.Parameter(x.detach()),
+        "new": lambda x: x.new_zeros(x.shape) + x,
+        "out": lambda x: torch.mul(x.detach(), 1, out=torch.empty(x.shape, dtype=x.dtype)),
+        "whole": whole_logits,
+    }
+    for name, look in looks.items():
+        found = look(parts(tokens))
+        torch.testing.assert_close(
+            whole_logits(found.detach()), expected, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert "DividedLogits" not in repr(logits)
+    assert repr(logits.detach()) == repr(whole_logits(logits.detach()))
+    with pytest.raises(RuntimeError, match="in place; use the form that makes a new tensor"):
+        logits.detach().transpose_(0, 1)
+
+
+def _saved(x):
+    file = io.BytesIO()
+    torch.save({"logits": x}, file)
+    file.seek(0)
+    found = torch.load(file)["logits"]
+    assert type(found) is torch.Tensor
+    return found
+
+
+@distributed(world_size=2)
+def test_gradients_of_the_logits_can_be_asked_for_before_the_loss(group):
+    whole, parts, _ = divided(group)
+    tokens, targets = torch.randint(VOCABULARY, (2, 2, 5)).unbind()
+    found = []
+    for model in (whole, parts):
+        logits = model(tokens)
+        logits.retain_grad()
+        logits.register_hook(lambda grad: 2 * grad)
+        flat(logits, targets).backward()
+        found.append(logits.grad)
+    torch.testing.assert_close(found[1], found[0])
+    logits = parts(tokens)
+    flat(logits, targets)
+    with pytest.raises(RuntimeError, match="call `retain_grad` or `register_hook` before the loss"):
+        logits.retain_grad()
+
+
+@distributed(world_size=2)
+def test_outside_of_training_logits_are_gathered_at_once(group):
+    _, parts, _ = divided(group)
+    tokens = torch.randint(VOCABULARY, (2, 5))
+    with torch.no_grad():
+        assert type(parts(tokens)) is torch.Tensor
+    assert type(parts.eval()(tokens)) is torch.Tensor
+
+
+@distributed(world_size=2)
+def test_first_of_equal_logits(group):
+    _, parts, _ = divided(group)
+    nn.init.zeros_(parts.head.weight)
+    nn.init.zeros_(parts.head.bias)
+    assert parts(torch.zeros(2, 5, dtype=torch.long)).argmax(-1).eq(0).all()
