@@ -352,3 +352,36 @@ def test_first_of_equal_logits(group):
     nn.init.zeros_(parts.head.weight)
     nn.init.zeros_(parts.head.bias)
     assert parts(torch.zeros(2, 5, dtype=torch.long)).argmax(-1).eq(0).all()
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel"])
+def test_losses_of_transformers(name):
+    run(losses_of_transformers, 2, name=name)
+
+
+def losses_of_transformers(group, name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 6}
+    kind = getattr(transformers, name)
+    torch.manual_seed(1)
+    config = kind.config_class(**sizes, num_key_value_heads=2, intermediate_size=12)
+    config.pad_token_id = None
+    whole, parts, sharding = divided(group, kind(config).train())
+    for model in (whole, parts):
+        for layer in model.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0
+    tokens = torch.randint(61, (2, 2, 9))
+    with recorded_communication() as records:
+        outputs = parts(input_ids=tokens[0], labels=tokens[1], use_cache=False)
+        outputs.loss.backward()
+    assert not [record for record in records if record.op == "all_gather"]
+    expected = whole(input_ids=tokens[0], labels=tokens[1], use_cache=False)
+    expected.loss.backward()
+    # Their losses are computed in single precision.
+    torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(whole_logits(outputs.logits), expected.logits, rtol=1e-10, atol=1e-10)
+    for (name, parameter), full in zip(parts.named_parameters(), whole.parameters()):
+        rule = sharding.shards.get(name)
+        want = full.grad if rule is None else rule.split(full.grad, group.rank)
+        torch.testing.assert_close(parameter.grad, want, rtol=1e-5, atol=1e-7)
