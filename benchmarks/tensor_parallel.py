@@ -1,15 +1,19 @@
-"""Tensor parallelism against a hand-written DTensor plan, sequence parallelism against without, experts against one.
+"""Tensor parallelism against a hand-written DTensor plan, sequence parallelism against without, and parts of models.
 
-    python benchmarks/tensor_parallel.py [plan] [sequence] [experts]
+    python benchmarks/tensor_parallel.py [plan] [sequence] [experts] [head]
         [--widths 128 256 512 1024] [--steps 30] [--ranks 2] [--threads 1] [--implementation grouped_mm]
+        [--vocabulary 50257]
 
     plan      the same transformer (pre-norm blocks, separate query, key and value): ours / DTensor
     sequence  the same with sequence parallelism / without; also the bytes that a rank keeps for backward
-    experts   transformers' Mixtral (eight experts, two for each token): ours / one process, the first rank alone with as
-              many threads; and the share of the parameters that a rank holds
+    experts   transformers' Mixtral (eight experts, two for each token): ours / one process, the first rank alone with
+              as many threads; and the share of the parameters that a rank holds
+    head      a head without bias and `F.cross_entropy` of 512 targets, whose logits stay divided, are gathered (ours,
+              with `gather_logits`), or are DTensors under `loss_parallel`; and the most bytes of tensors that a step
+              makes, over those of all logits
 
-The same input, forward + backward + SGD step. Steps of both alternate, so that a change of the machine's speed meets
-both. Only ratios are printed, below 1 is faster. They depend on the threads per rank.
+The same input, forward + backward, and an SGD step but for the head. Steps of all alternate, so that a change of the
+machine's speed meets them alike. Only ratios are printed, below 1 is faster. They depend on the threads per rank.
 """
 
 from __future__ import annotations
@@ -20,19 +24,26 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from gpu_models import Block
 from rich.console import Console
 from rich.table import Table
+from sleeping import LiveBytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.auto_plan import make_plan
-from lightning_parallel.tensor.plan import apply_plan
+from lightning_parallel.tensor.head import Head
+from lightning_parallel.tensor.layers import Column, Style
+from lightning_parallel.tensor.plan import Plan, apply_plan
 
 TARGETS = {128: 0.45, 256: 0.55, 512: 0.75, 1024: 0.95}
 BATCH, LENGTH, LAYERS, WARMUP = 4, 128, 4, 3
@@ -134,6 +145,37 @@ def _kept_bytes(model: nn.Module, x: Tensor) -> int:
     return sum(sizes.values())
 
 
+def _heads(width: int, vocabulary: int) -> dict[str, Callable[[], None]]:
+    """One forward and backward of a head with its loss, for each contender."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
+    x, targets = torch.randn(BATCH * LENGTH, width), torch.randint(vocabulary, (BATCH * LENGTH,))
+    group = Group.of(axis="tensor_parallel")
+    mesh = init_device_mesh("cpu", (group.size,))
+    styles: dict[str, Style] = {"divided": Head(), "gathered": Column(gather_output=True)}
+    steps: dict[str, Callable[[], None]] = {}
+    for name, style in styles.items():
+        apply_plan(model := copy.deepcopy(whole), Plan({"1": style}), group)
+        steps[name] = partial(_head_step, model, x, targets, nullcontext)
+    theirs = parallelize_module(
+        copy.deepcopy(whole), mesh, {"1": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    )
+    steps["loss_parallel"] = partial(_head_step, theirs, x, targets, loss_parallel)
+    return steps
+
+
+def _head_step(model: nn.Module, x: Tensor, targets: Tensor, around: Callable[[], Any]) -> None:
+    model.zero_grad()
+    with around():
+        nn.functional.cross_entropy(model(x), targets).backward()
+
+
+def _peak_bytes(step: Callable[[], None]) -> int:
+    with LiveBytes() as live:
+        step()
+    return live.peak
+
+
 def plan(options: argparse.Namespace) -> Table:
     """Our plan against one of DTensor."""
     table = _table("ours / DTensor", "target")
@@ -161,6 +203,26 @@ def experts(options: argparse.Namespace) -> Table:
     return table
 
 
+def head(options: argparse.Namespace) -> Table:
+    """Divided logits against gathered ones and DTensor's."""
+    table = Table(title=f"a head of {options.vocabulary:,} classes and its cross-entropy")
+    for header in ("width", "step", "time / gathered", "time / loss_parallel", "bytes / all logits"):
+        table.add_column(header, justify="right")
+    for width in options.widths:
+        steps = _heads(width, options.vocabulary)
+        seconds = _times(steps, options.steps)
+        for name, step in steps.items():
+            ratios = [
+                statistics.median(mine / other for mine, other in zip(seconds[name], seconds[against]))
+                for against in ("gathered", "loss_parallel")
+            ]
+            share = _peak_bytes(step) / (BATCH * LENGTH * options.vocabulary * 4)
+            # What DTensors compute inside is not seen.
+            shown = "" if name == "loss_parallel" else f"{share:.2f}"
+            table.add_row(str(width), name, *(f"{ratio:.2f}" for ratio in ratios), shown)
+    return table
+
+
 def _table(title: str, last: str) -> Table:
     table = Table(title=f"step time, {title}")
     for header in ("width", "median", "least", "most", last):
@@ -168,7 +230,7 @@ def _table(title: str, last: str) -> Table:
     return table
 
 
-SECTIONS = {section.__name__: section for section in (plan, sequence, experts)}
+SECTIONS = {section.__name__: section for section in (plan, sequence, experts, head)}
 
 
 def _measure(rank: int, ranks: int, folder: str, options: argparse.Namespace) -> None:
@@ -183,17 +245,22 @@ def _measure(rank: int, ranks: int, folder: str, options: argparse.Namespace) ->
 
 
 def _ratios(contenders: dict[str, Callable[[], None]], count: int) -> list[str]:
-    """Median, least and most of the first contender's step time over the second's; their steps alternate."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    """Median, least and most of the first contender's step time over the second's."""
+    first, second = _times(contenders, count).values()
+    ratios = [one / other for one, other in zip(first, second)]
+    return [f"{figure:.2f}" for figure in (statistics.median(ratios), min(ratios), max(ratios))]
+
+
+def _times(steps: dict[str, Callable[[], None]], count: int) -> dict[str, list[float]]:
+    """Return the seconds of each step, one after the other in turn, without those of the warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(count + WARMUP):
-        for name, step in contenders.items():
+        for name, step in steps.items():
             dist.barrier()
             start = time.perf_counter()
             step()
             seconds[name].append(time.perf_counter() - start)
-    first, second = (times[WARMUP:] for times in seconds.values())
-    ratios = [one / other for one, other in zip(first, second)]
-    return [f"{figure:.2f}" for figure in (statistics.median(ratios), min(ratios), max(ratios))]
+    return {name: found[WARMUP:] for name, found in seconds.items()}
 
 
 def main() -> None:
@@ -205,6 +272,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--implementation", choices=["eager", "batched_mm", "grouped_mm"], default="grouped_mm")
+    parser.add_argument("--vocabulary", type=int, default=50257)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_measure, (options.ranks, folder, options), options.ranks)

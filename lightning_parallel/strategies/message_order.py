@@ -119,7 +119,8 @@ class MessageOrder:
 
 _WAY_OUT = (
     "Each rank holds a part of its layers, so all ranks have to call it, or none: leave out the condition on the rank"
-    " there (`is_global_zero`, `rank_zero_only`), and let only what follows depend on it"
+    " there (`is_global_zero`, `rank_zero_only`), and let only what follows depend on it. To look at the logits of a"
+    " divided head in training is such a call, too: `gather_logits=True` lets all ranks gather them in each step"
 )
 
 

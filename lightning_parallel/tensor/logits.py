@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_parallel import comm
-from lightning_parallel.comm import ApartError, Group
+from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import (
     DisableTorchFunctionSubclass,
     log_softmax_operator,
@@ -205,16 +205,7 @@ def divided_logits(piece: Tensor, rule: Shard, group: Group) -> DividedLogits:
 
 
 def _gather(piece: Tensor, dim: int, family: _Family) -> Tensor:
-    try:
-        return comm.all_gather(piece, family.group, dim, family.rule.sizes).contiguous()
-    except RuntimeError as error:
-        if not isinstance(error.__cause__, ApartError):
-            raise
-        raise RuntimeError(
-            f"the logits of the model are looked at, which in training are divided by class over the tensor-parallel"
-            f" ranks and gathered by whoever looks at them: {error}. To gather them in each step:"
-            " `gather_logits=True`"
-        ) from error
+    return comm.all_gather(piece, family.group, dim, family.rule.sizes).contiguous()
 
 
 def _wrapped(piece: Tensor, dim: int, family: _Family) -> DividedLogits:

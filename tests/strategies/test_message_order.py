@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import Callback
 
 from lightning_parallel import TensorParallelStrategy
@@ -119,7 +120,7 @@ import sys
 from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy
 from lightning_parallel.strategies import message_order
 from tests.strategies.models import loader, trainer_for
-from tests.strategies.test_message_order import Sampling, SamplingDeep, SamplingNet
+from tests.strategies.test_message_order import LookingNet, Sampling, SamplingDeep, SamplingNet
 
 message_order.WAIT_S = message_order.STEP_WAIT_S = 2.0
 where = sys.argv[1]
@@ -128,7 +129,7 @@ if where == "stage":
     trainer_for(PipelineParallelStrategy(pipeline_parallel_size=2), 2).fit(SamplingDeep(), loader())
 else:
     trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, callbacks=callbacks)
-    trainer.fit(SamplingNet(where, 2, 2).double(), loader(), loader())
+    trainer.fit((LookingNet([0]) if where == "look" else SamplingNet(where, 2, 2)).double(), loader(), loader())
 print("the run ended")
 """
 
@@ -138,6 +139,10 @@ print("the run ended")
     [
         ("on_train_batch_end", "in `Sampling.on_train_batch_end` on rank 0, "),
         ("after", r"called in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1"),
+        (
+            "look",
+            r"called in `training_step` \(test_message_order.py, line \d+\) on rank 0, but not on rank 1.*gather_log",
+        ),
         ("stage", r"in `training_step` \(.*line \d+\): the step does not do\s+the same on every stage"),
     ],
 )
@@ -174,3 +179,49 @@ def test_steps_may_differ_on_all_ranks_together(group):
     trainer.validate(module, loader(), verbose=False)
     assert len(order._known) == known, "what the ranks have agreed on is not agreed on again"
     assert order._calls._count == len(loader()), "once in each step"
+
+
+class LookingNet(Net):
+    """Looks at the outputs of its last layer, which is divided, in some steps and on some ranks."""
+
+    def __init__(self, ranks, first=2, returns=False):
+        super().__init__()
+        self.ranks, self.first, self.returns, self.seen = ranks, first, returns, []
+
+    def training_step(self, batch, index):
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        if self.global_rank in self.ranks and self.global_step >= self.first:
+            self.seen.append(float(logits.std()))
+        return {"loss": loss, "logits": logits.detach()} if self.returns else loss
+
+
+class LookingAtOutputs(Callback):
+    """Looks at what a step returned, on rank zero only."""
+
+    def on_train_batch_end(self, trainer, module, outputs, *_):
+        if trainer.is_global_zero:
+            assert type(outputs["logits"]) is torch.Tensor
+            module.seen.append(float(outputs["logits"].std()))
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@distributed(world_size=2)
+def test_all_ranks_may_look_at_logits(returns, group):
+    seen = []
+    for devices in (1, 2):
+        strategy = TensorParallelStrategy(tensor_parallel_size=2) if devices == 2 else "auto"
+        module = LookingNet([] if returns else [0, 1], returns=returns).double()
+        callbacks = [LookingAtOutputs()] if returns else []
+        trainer_for(strategy, devices, callbacks=callbacks).fit(module, loader())
+        seen.append(module.seen)
+    assert seen[0]
+    if not returns or group.rank == 0:
+        assert seen[1] == pytest.approx(seen[0], rel=1e-10)
+
+
+@distributed(world_size=2)
+def test_one_rank_may_look_at_logits_that_are_gathered(group):
+    module = LookingNet([0]).double()
+    trainer_for(TensorParallelStrategy(tensor_parallel_size=2, gather_logits=True), 2).fit(module, loader())
+    assert bool(module.seen) == (group.rank == 0)
