@@ -149,6 +149,7 @@ class DividedLogits(Tensor):
         return self.piece if is_valid else None
 
     @classmethod
+    @torch.compiler.disable  # compiled code leaves its graph where it meets these logits
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -385,3 +385,74 @@ def losses_of_transformers(group, name):
         rule = sharding.shards.get(name)
         want = full.grad if rule is None else rule.split(full.grad, group.rank)
         torch.testing.assert_close(parameter.grad, want, rtol=1e-5, atol=1e-7)
+
+
+def _whole_step(model, tokens, targets):
+    logits = model(tokens)
+    return F.cross_entropy((logits * 2.0).view(-1, VOCABULARY), targets.view(-1)) + logits.pow(2).mean()
+
+
+def _compiled_loss(model, tokens, targets):
+    return torch.compile(flat, backend="aot_eager")(model(tokens), targets)
+
+
+def _compiled_model(model, tokens, targets):
+    return flat(torch.compile(model, backend="eager")(tokens), targets)
+
+
+def _compiled_step(model, tokens, targets):
+    return torch.compile(_whole_step, backend="eager")(model, tokens, targets)
+
+
+def _checkpointed_loss(model, tokens, targets):
+    return checkpoint(lambda: flat(model(tokens), targets), use_reentrant=False)
+
+
+def _checkpointed_model(model, tokens, targets):
+    return flat(checkpoint(model, tokens, use_reentrant=False), targets)
+
+
+def _checkpointed_anew(model, tokens, targets):
+    x = model.embedding(tokens)
+    return flat(checkpoint(lambda x: model.head(x + model.mlp(x)), x, use_reentrant=True), targets)
+
+
+def _under_autocast(model, tokens, targets):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+        return _whole_step(model, tokens, targets)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        *(_compiled_loss, _compiled_model, _compiled_step),
+        *(_checkpointed_loss, _checkpointed_model, _checkpointed_anew, _under_autocast),
+    ],
+)
+def test_steps(step):
+    run(steps_are_equal, 2, step=step)
+
+
+def steps_are_equal(group, step):
+    whole, parts, sharding = divided(group)
+    tokens, targets = torch.randint(VOCABULARY, (2, 2, 5)).unbind()
+    losses = [step(model, tokens, targets) for model in (whole, parts)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=1e-12)
+    for (name, parameter), full in zip(parts.named_parameters(), whole.parameters()):
+        rule = sharding.shards.get(name)
+        want = full.grad if rule is None else rule.split(full.grad, group.rank)
+        torch.testing.assert_close(parameter.grad, want, rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_half_precision_and_autocast(group):
+    whole, parts, _ = divided(group)
+    tokens, targets = torch.randint(VOCABULARY, (2, 2, 5)).unbind()
+    for model in (whole, parts):
+        model.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = [flat(model(tokens), targets) for model in (whole, parts)]
+    assert losses[0].dtype == losses[1].dtype == torch.float32
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-2, atol=2e-2)
