@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.comm import Group
+from lightning_parallel.compat.torch import FakeTensor
 from lightning_parallel.tensor.layers import Column, ColumnLinear, Style, gather_features
 from lightning_parallel.tensor.logits import divided_logits
 from lightning_parallel.tensor.low_rank import layer_sizes, low_rank_of
@@ -57,8 +58,10 @@ class HeadLinear(ColumnLinear):
         self.gather_output = True
         rule, group = self.feature_rule, self.group
         # Without gradients, and outside of training, nothing is saved by leaving them divided.
-        is_trained = self.training and torch.is_grad_enabled() and y.requires_grad and type(y) is Tensor
-        if group.size == 1 or not (is_trained and rule.consecutive) or y.is_meta:
+        is_trained = self.training and torch.is_grad_enabled() and y.requires_grad
+        # What stands for a tensor of another stage is gathered in shape only.
+        is_plain = type(y) in (Tensor, FakeTensor) and not y.is_meta
+        if group.size == 1 or not (is_trained and is_plain and rule.consecutive):
             return gather_features(y, rule, group)
         return divided_logits(y, rule, group)
 

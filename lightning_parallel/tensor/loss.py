@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import assert_on_device
+from lightning_parallel.compat.torch import assert_on_device, has_data
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["cross_entropy"]
@@ -68,7 +68,7 @@ def cross_entropy(
     known = ((target >= 0) & (target < classes.count) | ~valid).all()
     if target.device.type != "cpu":
         assert_on_device(known, "a target is not a class")  # the host does not wait
-    elif not known:
+    elif has_data(target) and not known:
         raise IndexError(f"targets must be in [0, {classes.count}) or {ignore_index}, found {target.unique().tolist()}")
     losses = _CrossEntropy.apply(logits.movedim(dim, -1), target, valid, weight, classes)
     if torch.is_autocast_enabled(logits.device.type):
