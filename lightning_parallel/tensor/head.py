@@ -76,13 +76,12 @@ def find_heads(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, Styl
         module: The model.
         styles: The styles of its layers, by path.
     """
-    lists = tuple(
-        f"{path}." for path, child in module.named_modules() if isinstance(child, (nn.ModuleList, nn.ModuleDict))
-    )
+    lists = tuple(f"{path}." for path, child in module.named_modules() if isinstance(child, nn.ModuleList))
     gathered = {
         path: style
         for path, style in styles.items()
         if isinstance(style, Column) and style.gather_output and not path.startswith(lists)
+        if low_rank_of(module.get_submodule(path)) is None
     }
     kinds = {path: (re.sub(r"\d+", "*", path), layer_sizes(module.get_submodule(path))) for path in gathered}
     repeated = Counter(kinds.values())

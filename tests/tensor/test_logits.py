@@ -14,8 +14,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.tensor.auto_plan import make_plan
+from lightning_parallel.tensor.head import find_heads, gathered_heads
+from lightning_parallel.tensor.layers import Column
 from lightning_parallel.tensor.logits import DividedLogits, whole_logits
 from lightning_parallel.tensor.plan import apply_plan
+from lightning_parallel.tensor.plan_table import sharding_rows
 from tests.harness import distributed, recorded_communication, run
 
 VOCABULARY = 11
@@ -456,3 +459,48 @@ def test_half_precision_and_autocast(group):
         losses = [flat(model(tokens), targets) for model in (whole, parts)]
     assert losses[0].dtype == losses[1].dtype == torch.float32
     torch.testing.assert_close(losses[1], losses[0], rtol=2e-2, atol=2e-2)
+
+
+@distributed(world_size=2)
+def test_parameters_beside_the_head_have_whole_gradients(group):
+    whole, parts, _ = divided(group)
+    tokens, targets = torch.randint(VOCABULARY, (2, 2, 5)).unbind()
+    found = []
+    for model in (whole, parts):
+        torch.manual_seed(4)
+        scale, bias, per_token = (
+            torch.rand(size, dtype=torch.double, requires_grad=True) for size in ((), (VOCABULARY,), (2, 5, 1))
+        )
+        loss = flat(per_token * model(tokens) * scale.exp() + bias, targets)
+        found.append(torch.autograd.grad(loss, [scale, bias, per_token]))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@distributed(world_size=2)
+def test_the_table_names_the_head(group):
+    _, parts, sharding = divided(group)
+    rows = sharding_rows(sharding, {name: tuple(value.shape) for name, value in parts.named_parameters()})
+    (row,) = (row for row in rows if row[0] == "head")
+    assert row[1] == "head"
+    assert "stays divided until someone looks at it" in row[-1]
+    assert gathered_heads(sharding.plan.styles) == {"head": Column(gather_output=True)}
+
+
+class Several(nn.Module):
+    """Layers that no plan knows, between repeated ones, and two heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(2))
+        self.between = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.heads = nn.ModuleDict({"inside": nn.Linear(8, 5)})
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 7))
+
+
+def test_heads_are_outside_of_repeated_layers():
+    model = Several()
+    paths = [name for name, child in model.named_modules() if isinstance(child, nn.Linear)]
+    found = find_heads(model, dict.fromkeys(paths, Column(gather_output=True)))
+    assert sorted(found) == ["first", "heads.inside", "net.4"]
