@@ -1,5 +1,7 @@
 """Slices of parameters, and the reducer that leaves slices of the means: whatever was used, shared or accumulated."""
 
+import contextlib
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -100,6 +102,52 @@ def test_gradients_are_freed_while_backward_runs(group):
         (expected(_data(rank)[0]).sum() / 2).backward()
     reducer.reduce()
     assert_slices(layers, slices, {name: value.grad for name, value in expected.named_parameters()})
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@distributed(world_size=2)
+def test_updates_are_gathered_whatever_the_size_and_the_strides(group, in_order):
+    def made():
+        generator = torch.Generator().manual_seed(3)
+        shapes = {
+            "large": (512, 160),
+            "odd": (513, 161),
+            "turned": (300, 300),
+            "small": (3,),
+            "one": (1, 1),
+            "none": (),
+        }
+        tensors = {name: torch.randn(s, generator=generator, dtype=torch.float64) for name, s in shapes.items()}
+        tensors["turned"] = tensors["turned"].t()
+        return nn.ParameterDict(tensors)
+
+    def train(module, step):
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        patches = Patches()
+        slices = step(optimizer, patches)
+        for number in range(2):
+            for name, parameter in module.items():
+                parameter.grad = None if name == "small" and number else parameter.detach().cos() + number
+            optimizer.step()
+        patches.undo()
+        return slices
+
+    def divided(optimizer, patches):
+        slices = ParameterSlices(dict(module.named_parameters()), group, bucket_bytes=1 << 20)
+        slices.divide(optimizer, patches)
+        return slices
+
+    module, expected = made(), made()
+    addresses = {name: parameter.data_ptr() for name, parameter in module.items()}
+    with comm.strict_order() if in_order else contextlib.nullcontext():
+        slices = train(module, divided)
+    train(expected, lambda *_: None)
+    torch.testing.assert_close(dict(module.items()), dict(expected.items()), rtol=1e-12, atol=1e-14)
+    assert addresses == {name: parameter.data_ptr() for name, parameter in module.items()}
+    assert module["turned"].stride() == (1, 300)
+    # The large one was sent from where it is.
+    sent = sum(module[name].nbytes for name in ("odd", "turned"))
+    assert sent <= slices.traffic.peak <= 1.6 * sent
 
 
 @distributed(world_size=4)

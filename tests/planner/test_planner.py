@@ -613,6 +613,19 @@ def test_the_legend_stays_in_its_half_of_the_picture():
     assert len({y for _, y, _ in halves[1]}) == 2
 
 
+def test_replicas_hold_slices_where_they_divide_state():
+    plans = [plan(Model(), tokens(), cluster(), measured=False, zero_stages=(stage,)) for stage in (0, 1, 2)]
+    names = {layout.name for layout in plans[0].layouts if not layout.refusal and layout.mesh.data_parallel > 1}
+    assert names
+    for name in names:
+        whole, first, second = (
+            next(layout for layout in found.layouts if layout.name == name).memory for found in plans
+        )
+        replicas = next(layout for layout in plans[0].layouts if layout.name == name).mesh.data_parallel
+        assert first.optimizer == second.optimizer == whole.optimizer / replicas
+        assert first.gradients == whole.gradients >= second.gradients
+
+
 def test_accumulated_batches_share_one_reduction_and_one_update():
     alone, four = (plan(Model(), tokens(), cluster(), measured=False, accumulated=count) for count in (1, 4))
     once = {layout.mesh: layout for layout in alone.possible}
