@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import forward_hooks_of, parameters_of, pytree
 from lightning_parallel.tensor.autograd import copy_to_group, reduce_from_group, whole_from_group
-from lightning_parallel.tensor.inspection import is_linear, is_native, sizes_of
+from lightning_parallel.tensor.inspection import is_linear, is_native, sizes_of, structure_of
 from lightning_parallel.tensor.layers import Column, Row, convert, shard_parameters
 from lightning_parallel.tensor.low_rank import linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor
@@ -231,6 +231,7 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: G
         verifier: Accepts divisions.
         group: The tensor-parallel group.
     """
+    trials = _Trials(verifier, group)
     for path in _owners(module):
         owner = module.get_submodule(path)
         if any(any(forward_hooks_of(child)) for child in owner.modules() if child is not owner):
@@ -241,8 +242,9 @@ def plan_experts(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: G
         accepted = None
         for depth in range(len(parts), max(-1, len(parts) - MOST_AROUND - 1), -1):
             around = ".".join(parts[:depth])
-            if accepted is None and _takes_one_tensor(module.get_submodule(around)):
-                accepted = _first_verified(module, around, ".".join(parts[depth:]), divisions, plan, verifier, group)
+            block = module.get_submodule(around)
+            if accepted is None and _takes_one_tensor(block):
+                accepted = trials.accepted(block, ".".join(parts[depth:]), divisions, plan.under(around))
         if accepted is None:
             plan.notes[path] = NOT_THE_SAME if divisions else f"whole: too few features for {group.size} ranks"
         else:
@@ -258,6 +260,7 @@ def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Gro
         verifier: Accepts divisions.
         group: The tensor-parallel group.
     """
+    trials = _Trials(verifier, group)
     for path, around in module.named_modules():
         lists = [child for child in around.children() if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
         inside = plan.under(path)
@@ -268,7 +271,7 @@ def join_lists(module: nn.Module, plan: Plan, verifier: PlanVerifier, group: Gro
         if any(any(forward_hooks_of(child)) for child in around.modules() if child is not around):
             continue
         division = _division_of_pairs(around, inside)
-        accepted = division and _first_verified(module, path, "", [division], Plan(), verifier, group)
+        accepted = division and trials.accepted(around, "", [division], Plan())
         if accepted:
             prefix = f"{path}." if path else ""
             for name in inside.styles:
@@ -303,31 +306,38 @@ def _takes_one_tensor(module: nn.Module) -> bool:
     return sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in given) <= 1
 
 
-def _first_verified(
-    module: nn.Module,
-    around: str,
-    path: str,
-    divisions: list[_Division],
-    plan: Plan,
-    verifier: PlanVerifier,
-    group: Group,
-) -> Plan | None:
-    """Return the plan for the experts at `path`, inside of the module at `around`, that is verified; None for none."""
-    # Those that need the same copy are tried with it.
-    alike: dict[Any, list[_Division]] = {}
-    for division in divisions:
-        alike.setdefault((division.width, division.tensors, division.attributes), []).append(division)
-    block = module.get_submodule(around)
-    for number, several in enumerate(alike.values()):
-        width = min(several[0].width, FEW * group.size)
-        candidates = [Plan() for _ in several]
-        for candidate, division in zip(candidates, several):
-            candidate.add(path, division.plan(width, group))
-        narrow = several[0].narrowed(block, path, width)
-        found = verifier.first_verified(narrow, plan.under(around), candidates, source=f"experts {number}")
-        if found is not None:
-            return several[candidates.index(found)].plan(several[0].width, group)
-    return None
+class _Trials:
+    """Tries divisions of experts, once for blocks of equal structure."""
+
+    def __init__(self, verifier: PlanVerifier, group: Group) -> None:
+        self._verifier = verifier
+        self._group = group
+        self._known: dict[object, _Division | None] = {}
+
+    def accepted(self, block: nn.Module, path: str, divisions: list[_Division], given: Plan) -> Plan | None:
+        """Return the plan for the experts at `path` inside of a block that is verified; None for none."""
+        # The copies that are tried have other objects in their attributes, so the verifier would not know them again.
+        key = (structure_of(block), path, tuple(divisions), repr(given.styles))
+        if key not in self._known:
+            self._known[key] = self._try(block, path, divisions, given)
+        division = self._known[key]
+        return None if division is None else division.plan(division.width, self._group)
+
+    def _try(self, block: nn.Module, path: str, divisions: list[_Division], given: Plan) -> _Division | None:
+        # Those that need the same copy are tried with it.
+        alike: dict[Any, list[_Division]] = {}
+        for division in divisions:
+            alike.setdefault((division.width, division.tensors, division.attributes), []).append(division)
+        for number, several in enumerate(alike.values()):
+            width = min(several[0].width, FEW * self._group.size)
+            candidates = [Plan() for _ in several]
+            for candidate, division in zip(candidates, several):
+                candidate.add(path, division.plan(width, self._group))
+            narrow = several[0].narrowed(block, path, width)
+            found = self._verifier.first_verified(narrow, given, candidates, source=f"experts {number}")
+            if found is not None:
+                return several[candidates.index(found)]
+        return None
 
 
 def _owners(module: nn.Module, path: str = "") -> Iterator[str]:
