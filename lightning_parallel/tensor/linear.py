@@ -60,8 +60,8 @@ def column_linear(
         inputs: The one object that all layers of the group share.
         transposed: Whether the weight is stored as (in, out), as in transformers' `Conv1D`.
     """
-    shared, gradient = inputs.enter(x)
-    return _ColumnLinearFunction.apply(shared, weight, bias, gradient, transposed)
+    shared, gradient, part = inputs.enter(x)
+    return _ColumnLinearFunction.apply(shared, weight, bias, gradient, transposed, part)
 
 
 def row_linear(
@@ -190,17 +190,20 @@ class SharedInputs:
         self.lengths = lengths
         self._source: Callable[[], Tensor | None] | None = None
         self._key: tuple[int, torch.dtype, int] | None = None
-        self._entry: tuple[Tensor, _InputGradient] | None = None
+        self._entry: tuple[Tensor, _InputGradient, Tensor | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInputs:
         return self  # layers of a copied model must go on sharing one object
 
-    def enter(self, x: Tensor) -> tuple[Tensor, _InputGradient | None]:
-        """Return the tensor to compute on, and the collector of its gradient; None if no gradient is needed."""
+    def enter(self, x: Tensor) -> tuple[Tensor, _InputGradient | None, Tensor | None]:
+        """Return the tensor to compute on, the collector of its gradient, and what to keep for backward instead of it.
+
+        The second is None if no gradient is needed, the third if the tensor itself is to be kept.
+        """
         dtype = compute_dtype(x)
         layout = self._layout(x)
         if not (torch.is_grad_enabled() and x.requires_grad):
-            return self._whole(x.to(dtype), layout), None
+            return self._whole(x.to(dtype), layout), None, None
         # The same tensor object is another input once it was changed in place (version), or if activation
         # checkpointing recomputes during backward (graph task): that builds a separate graph, with its own gradient.
         key = (version_of(x), dtype, current_graph_task_id())
@@ -210,7 +213,9 @@ class SharedInputs:
             # The copy is held until `x` is gone, its gradient is known, or another input comes.
             self._source = weakref.ref(x, self._forget)
             self._key = key
-            self._entry = _ColumnInputFunction.apply(x, dtype, gradient), gradient
+            # Of a divided sequence a rank keeps its part, and backward gathers it again.
+            part = None if layout is None else x.detach().to(dtype)
+            self._entry = _ColumnInputFunction.apply(x, dtype, gradient), gradient, part
         self._entry[1].expected += 1  # each layer that reads the input adds a part in backward
         return self._entry
 
@@ -254,15 +259,39 @@ class _InputGradient:
         self.task = -1
         self.total: Tensor | None = None
         self.pending: Pending | None = None
+        self.gathering: Pending | None = None
+        self.gathered: Tensor | None = None
+
+    def _begin(self) -> None:
+        """Forget what an earlier backward pass that did not need this gradient left behind."""
+        task = current_graph_task_id()
+        if task != self.task:
+            for pending in (self.pending, self.gathering):
+                if pending is not None:
+                    pending.wait()
+            self._clear()
+            self.task = task
+
+    def gather(self, part: Tensor) -> None:
+        """Start to gather the input again, of which `part` was kept; once for all layers that share it."""
+        self._begin()
+        if self.gathering is None and self.gathered is None and self.layout is not None:
+            self.gathering = comm.all_gather(part, self.inputs.group, *self.layout, async_op=True)
+
+    def whole(self) -> Tensor:
+        """Return the input that `gather` gathers, in the backward of a layer after its `add`."""
+        if self.gathering is not None:
+            self.gathered = self.gathering.wait()
+            self.gathering = None
+        whole = self.gathered
+        assert whole is not None
+        if self.seen == self.expected:
+            self.gathered = None
+        return whole
 
     def add(self, grad: Tensor, weight: Tensor, shape: torch.Size) -> None:
         """Add grad (n, out) @ weight (out, in); the last layer of a backward pass starts the reduction."""
-        task = current_graph_task_id()
-        if task != self.task:  # an earlier backward pass that did not need this gradient left its part behind
-            if self.pending is not None:
-                self.pending.wait()
-            self._clear()
-            self.task = task
+        self._begin()
         if self.total is None:
             self.total = grad @ weight
         else:
@@ -312,11 +341,18 @@ class _ColumnInputFunction(Function):
 class _ColumnLinearFunction(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: _InputGradient | None, transposed: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient: _InputGradient | None,
+        transposed: bool,
+        part: Tensor | None,
     ) -> Tensor:
         matrix = weight.to(x.dtype)
         # A frozen weight needs no gradient, and its layer no input in backward.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)
+        ctx.save_for_backward((x if part is None else part) if ctx.needs_input_grad[1] else None, matrix)
+        ctx.keeps_part = part is not None and ctx.needs_input_grad[1]
         ctx.shape = x.shape
         ctx.gradient = gradient
         ctx.transposed = transposed
@@ -329,10 +365,14 @@ class _ColumnLinearFunction(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, matrix = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.keeps_part:
+            ctx.gradient.gather(x)  # in flight during the product below
         # The input gradient goes first: its reduction runs while the weight gradient below is computed.
         if ctx.gradient is not None:
             ctx.gradient.add(rows, matrix.t() if ctx.transposed else matrix, ctx.shape)
-        return None, *_parameter_gradients(ctx, x, rows), None, None
+        if ctx.keeps_part:
+            x = ctx.gradient.whole()
+        return None, *_parameter_gradients(ctx, x, rows), None, None, None
 
 
 class _RowLinearFunction(Function):
