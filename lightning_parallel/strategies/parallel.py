@@ -31,8 +31,8 @@ class TensorParallelStrategy(MeshStrategy):
         plan: `"auto"`: the plan a Hugging Face model brings, else by structure. Or a dict from globs over module
             paths to styles: `column`, `row`, `column_gather`, `row_split`, `vocab`, `head`, `attention`,
             `transformer_layer`, `replicate`, or Hugging Face's names.
-        sequence_parallel: Also divide the activations between the layers of stacked blocks along the sequence
-            (dimension 1), which saves memory at the same communication.
+        sequence_parallel: Also divide the activations between the layers of stacked blocks along the sequence, which
+            saves memory; backward gathers the inputs of attention and MLP once more.
         gather_logits: Gather the output of a divided head at once, also in training, where it is otherwise left
             divided until code of the step looks at it: for steps that look at it on some ranks only.
         kwargs: See `MeshStrategy`: `compression`, `process_group_backend`, `timeout`, `start_method`, and Lightning's

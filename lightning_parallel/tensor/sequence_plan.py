@@ -70,8 +70,10 @@ def _holds_parts(modules: Mapping[str, nn.Module], path: str) -> bool:
 
 def _is_divided(block: nn.Module, inside: Plan) -> bool:
     kinds = (Attention, TransformerLayer, Column, Row)
-    is_container = isinstance(block, (nn.ModuleList, nn.ModuleDict))
-    return not is_container and any(isinstance(style, kinds) for style in inside.styles.values())
+    # A list of blocks, and a linear layer in a sublayer, are no blocks.
+    if isinstance(block, (nn.ModuleList, nn.ModuleDict)) or isinstance(inside.styles.get(""), (Column, Row)):
+        return False
+    return any(isinstance(style, kinds) for style in inside.styles.values())
 
 
 def _inside(plan: Plan, block: str) -> Plan:
