@@ -148,14 +148,17 @@ def _candidates(block: nn.Module, inside: Plan, dim: int) -> Iterator[Plan]:
     around = [region_around(inside, path, Column).rstrip(".") for path in inside.styles if _is_row(inside.styles[path])]
     sublayers = tuple(dict.fromkeys(filter(None, around)))
     # What takes or makes whole features by itself needs whole sequences, too; with the layers beside it.
-    alone = [path for path, style in inside.styles.items() if _is_gathered(style) and not _is_inside(path, sublayers)]
+    alone = [path for path, style in inside.styles.items() if _needs_whole(style) and not _is_inside(path, sublayers)]
     modules = tuple(dict.fromkeys(_parent(block, path) for path in alone))
     # A sublayer that mixes positions otherwise than by its divided layers (a router) computes on whole sequences.
     whole = [(), *((path,) for path in sublayers if len(sublayers) > 1)]
     for gathered, wraps_all in ((paths, wraps) for wraps in (False, True) for paths in whole):
         divided = tuple(path for path in sublayers if path not in gathered)
         region = SequenceRegion("", ("",), divided, (*gathered, *modules), dim, wraps_all)
-        styles = sequence_parallel_styles(block, inside.styles, dim, divided, region.gathered)
+        try:
+            styles = sequence_parallel_styles(block, inside.styles, dim, divided, region.gathered)
+        except ValueError:
+            continue
         yield Plan(styles, sequence_regions=[region])
 
 
@@ -172,6 +175,12 @@ def _is_row(style: Style) -> bool:
 
 def _is_gathered(style: Style) -> bool:
     return bool(getattr(style, "gather_output", False) or getattr(style, "split_input", False))
+
+
+def _needs_whole(style: Style) -> bool:
+    """Return whether a module divided by this style computes on whole sequences: layers by themselves, experts."""
+    kinds = (Column, Row, Attention, TransformerLayer, Replicate, PerHead)
+    return _is_gathered(style) or not isinstance(style, kinds)
 
 
 def _is_inside(path: str, modules: Collection[str]) -> bool:

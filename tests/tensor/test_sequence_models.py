@@ -270,3 +270,16 @@ def test_functions_of_a_divided_input(group):
         result = function(x)
         assert not isinstance(result, DividedInput)
         torch.testing.assert_close(result, function(x.gathered()))
+
+
+@distributed(world_size=2)
+def test_experts_get_all_positions(group):
+    sizes = {"hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(**sizes, **experts, num_key_value_heads=2, head_dim=4, vocab_size=TOKENS)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    plan = make_plan(transformers.Qwen3MoeForCausalLM(config), "auto", group, True)
+    (region,) = plan.sequence_regions
+    assert region.gathered == tuple(f"model.layers.{number}.mlp" for number in range(2))
+    assert region.sublayers == tuple(f"model.layers.{number}.self_attn" for number in range(2))
