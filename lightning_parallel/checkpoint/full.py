@@ -214,12 +214,14 @@ class Checkpoints:
                 values[name, key] = value
                 if not isinstance(value, Tensor) or value.dim() == 0:
                     continue
-                local = parameter.shape
+                # A hook between backward and step may ask while the parameter is a slice.
+                shape = parameter.shape if self.slices is None else self.slices.whole_shape(parameter)
+                local = shape
                 if name in self.rules:
                     # The parameter is whole after a run, when the optimizer still has the state of its shard.
-                    local = self.rules[name].local_shape(parameter.shape, self.tensor_group.rank)
+                    local = self.rules[name].local_shape(shape, self.tensor_group.rank)
                     shards[name, key] = self.rules[name]
-                is_alike = value.shape in (parameter.shape, local)
+                is_alike = value.shape in (shape, local)
                 if self.slices is not None and self.slices.divides(parameter):
                     is_alike = value.numel() == self.slices.size(local.numel())
                     sliced[name, key] = local

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group, Pending, Traffic, fill_buckets
@@ -57,6 +58,7 @@ class ParameterSlices:
         self.holds_gradients = False
         # Of narrow parameters: the data of the whole, and its gradient where it is kept.
         self._whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
+        self._hooks: list[RemovableHandle] = []
 
     # ------------------------------------------------------------------------------------------------ which elements
 
@@ -114,10 +116,8 @@ class ParameterSlices:
         if gradient is None and parameter.grad is not None:
             kept, gradient = parameter.grad, self.cut(parameter.grad)
         self._whole[parameter] = whole, kept
-        # A gradient must have the shape of its parameter at any time.
-        parameter.grad = None
-        parameter.data = self.cut(whole)
-        parameter.grad = None if gradient is None else gradient.view(parameter.shape)
+        mine = self.cut(whole)
+        _replace(parameter, mine, None if gradient is None else gradient.view(mine.shape))
 
     @torch.no_grad()
     def widen(self, gathered: Iterable[nn.Parameter] = ()) -> None:
@@ -128,9 +128,7 @@ class ParameterSlices:
         """
         updated = {parameter: parameter.data for parameter in self._whole}
         for parameter, (whole, gradient) in self._whole.items():
-            parameter.grad = None
-            parameter.data = whole
-            parameter.grad = gradient
+            _replace(parameter, whole, gradient)
         self._whole = {}
         self.holds_gradients = False
         self._gather(list(gathered), updated)
@@ -170,6 +168,41 @@ class ParameterSlices:
         for parameter, columns in zip(members, rows.split([self.width(p.numel()) for p in members], 1)):
             _write(parameter.data, columns)
         self.traffic.remove(rows.nbytes // self.group.size * (1 + self.group.size))
+
+    def close(self) -> None:
+        """Make parameters whole, as before a step that failed, and leave the module alone from now on."""
+        self.widen()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # -------------------------------------------------------------------------------------------------- state dicts
+
+    def keep_states_whole(self, module: nn.Module) -> None:
+        """Let state dicts hold whole parameters, as they were before the step, where these are narrow; until `close`.
+
+        What a hook between backward and step saves would be this replica's slice.
+        """
+        for owner in module.modules():
+            if any(self.divides(parameter) for parameter in owner.parameters(recurse=False)):
+                self._watch(owner)
+
+    def _watch(self, owner: nn.Module) -> None:
+        shown: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+        # Functions, since torch marks what it is given. Copies of a module have them, too, but no narrow parameters.
+        def before(module: nn.Module, *_: Any) -> None:
+            for parameter in module.parameters(recurse=False):
+                if parameter in self._whole:
+                    shown.append((parameter, parameter.data, parameter.grad))
+                    _replace(parameter, self._whole[parameter][0], None)
+
+        def after(module: nn.Module, *_: Any) -> None:
+            while shown:
+                _replace(*shown.pop())
+
+        self._hooks.append(owner.register_state_dict_pre_hook(before))
+        self._hooks.append(owner.register_state_dict_post_hook(after))
 
     # --------------------------------------------------------------------------------------------------- optimizers
 
@@ -238,6 +271,13 @@ class _Replay:
             )
         self._is_called = True
         return self._loss
+
+
+def _replace(parameter: Tensor, data: Tensor, gradient: Tensor | None) -> None:
+    """Give a parameter other data, and a gradient of their shape: it must have its shape at any time."""
+    parameter.grad = None
+    parameter.data = data
+    parameter.grad = gradient
 
 
 def padded_to(width: int, tensor: Tensor) -> Tensor:

@@ -343,7 +343,7 @@ class MeshStrategy(MeshCheckpoints):
             self._reducer = None
         self._patches.undo()
         if self._slices is not None:
-            self._slices.widen()  # of a step that failed
+            self._slices.close()
         self.end_saves()
         module = self.lightning_module
         if module is not None and self._groups is not None:

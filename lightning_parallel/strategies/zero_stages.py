@@ -76,6 +76,8 @@ def make_slices(stage: ZeroStage, module: LightningModule, groups: MeshGroups) -
         if stage == 2:
             _check_gradients_unneeded(module)
         slices = ParameterSlices(dict(module.named_parameters()), groups.data_parallel)
+        if stage == 2:
+            slices.keep_states_whole(module)
     except ValueError as error:
         failure = error
     comm.raise_together(failure, groups.world)

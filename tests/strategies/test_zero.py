@@ -276,6 +276,34 @@ REFUSED = {
 }
 
 
+class Saves(Varied):
+    """Takes its state, and a checkpoint of the second step, between backward and step."""
+
+    def __init__(self, path):
+        super().__init__(functools.partial(AdamW, lr=0.01), blocks=2)
+        self.path, self.states = path, []
+
+    def on_before_optimizer_step(self, optimizer):
+        self.states += [{name: value.clone() for name, value in self.state_dict().items()}]
+        self.states += [{name: value.clone() for name, value in self.blocks[0].state_dict().items()}]
+        if self.global_step == 1:
+            self.trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@distributed(world_size=4)
+def test_what_is_saved_before_a_step_is_whole(group, layout):
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    expected, found = Saves(folder / f"one{group.rank}.ckpt"), Saves(folder / "zero.ckpt")
+    fit(expected, "auto", 1, max_epochs=1)
+    run(layout, found, 2, max_epochs=1)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+    close(found.states, expected.states)
+    mine, saved = (torch.load(one.path, weights_only=False) for one in (expected, found))
+    for key in ("state_dict", "optimizer_states"):
+        close(saved[key], mine[key])
+
+
 @distributed(world_size=2)
 def test_other_optimizers_are_refused_on_all_ranks(group):
     for reason, make in REFUSED.items():
