@@ -218,10 +218,12 @@ def check_sliced(optimizers: Sequence[Optimizer], replicas: int) -> None:
 
 
 def _slices(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Cut tensors as `ParameterSlices` does."""
+    """Cut tensors as `ParameterSlices` does; also into few elements, as some optimizers go by the size of a tensor."""
     flat = [(tensor.reshape(-1), (-1, *[1] * (tensor.dim() - 1))) for tensor in tensors]
-    half = _SIZE // 2 - 1  # not between rows
-    return [[one[:half].view(shape) for one, shape in flat], [one[half:].view(shape) for one, shape in flat]]
+    bounds = [0, 2, _SIZE // 2 - 1]  # not between rows
+    return [
+        [one[start:stop].view(shape) for one, shape in flat] for start, stop in zip(bounds, [*bounds[1:], _SIZE**2])
+    ]
 
 
 def _check_sharded(optimizers: Sequence[Optimizer], names: Mapping[int, str], rules: Mapping[str, Shard]) -> None:
