@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -215,7 +216,7 @@ class ParameterSlices:
         own = optimizer.step
 
         @functools.wraps(own)  # schedulers look at its attributes
-        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             replay = None
             if closure is not None:
                 with torch.enable_grad():
@@ -232,7 +233,8 @@ class ParameterSlices:
                 self.widen(gathered)
             return result
 
-        patches.replace(optimizer, "step", step)
+        # A method, as which schedulers wrap it that are made while the model trains.
+        patches.replace(optimizer, "step", MethodType(step, optimizer))
 
     def _is_trained(self, parameter: nn.Parameter) -> bool:
         # Without a gradient, too: which ones have one is not known to be the same on all replicas.

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,32 @@ def test_optimizers_that_step_in_turn(group):
     trainer_for(HybridParallelStrategy(zero_stage=1), 2, max_epochs=1).fit(module, loader(2, group.rank))
     for name, value in module.state_dict().items():
         torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+class WarmLate(Net):
+    """Gets a scheduler after its first epoch."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.late = torch.optim.lr_scheduler.ExponentialLR(self.trainer.optimizers[0], 0.5)
+
+    def on_train_batch_end(self, *_):
+        if self.current_epoch >= 1:
+            self.late.step()
+
+
+@distributed(world_size=2)
+def test_schedulers_may_be_made_while_the_model_trains(group):
+    expected = WarmLate().double()
+    trainer_for(max_epochs=3).fit(expected, loader())
+    for stage in (1, 2):
+        module = WarmLate().double()
+        with warnings.catch_warnings():
+            # "before `optimizer.step()`", if it does not see the steps.
+            warnings.filterwarnings("error", message="Detected call of")
+            strategy = HybridParallelStrategy(zero_stage=stage)
+            trainer_for(strategy, 2, max_epochs=3).fit(module, loader(2, group.rank))
+        torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), rtol=1e-10, atol=1e-12)
 
 
 @distributed(world_size=4)
