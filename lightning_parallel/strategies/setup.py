@@ -355,14 +355,27 @@ def _plan(
         link=link,
         sync_group=groups.world,
     )
-    try:
-        plan = planned(example=None if example is None else (example[0], microbatches[0]))
-    except ValueError:
-        if example is None or module.trainer.training:
-            raise
-        # A step that samples a text, say: every rank runs it on the whole model, however the model is cut.
-        plan = planned()
+    traced = None if example is None else (example[0], microbatches[0])
+    plan = planned(example=traced) if module.trainer.training else _plan_for_evaluation(planned, traced)
     return replace(plan, request=request)
+
+
+def _plan_for_evaluation(planned: Callable[..., PipelinePlan], example: tuple[Callable[[Any], Any], Any] | None) -> Any:
+    """Return a plan in which each layer is called once, if there is one.
+
+    A step that samples a text, say, calls them as often as it likes: every rank runs it on the whole model, however
+    the model is cut.
+    """
+    plan = None
+    try:
+        plan = planned(example=example)
+        if example is None or len(set(plan.layers)) == len(plan.layers):
+            return plan
+        return planned()
+    except ValueError:
+        if example is None:
+            raise
+        return planned() if plan is None else plan  # one layer for all
 
 
 def _request(
