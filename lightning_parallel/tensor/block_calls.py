@@ -1,4 +1,4 @@
-"""How a model calls its blocks: seen in a run of its forward without data, up to the first of them.
+"""How a model calls its blocks: seen in a run of its forward without data, up to the first of them or through all.
 
 A copy of the model on the meta device computes shapes only, so that it costs neither memory nor time. What it is given
 (tokens, hidden states, an image) is tried; the values of what its code makes of that, and gives to the block beside
@@ -8,22 +8,34 @@ the hidden states, such as rotations and masks, do not matter to a comparison: t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_parallel import comm
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import BUFFERS, MODULES, PARAMETERS, buffers_of, children_of, parameters_of, pytree
+from lightning_parallel.compat.torch import (
+    BUFFERS,
+    MODULES,
+    PARAMETERS,
+    buffers_of,
+    children_of,
+    parameters_of,
+    pytree,
+    version_of,
+)
 from lightning_parallel.tensor.inspection import is_linear, sizes_of
 from lightning_parallel.tensor.verify import INPUT_SHAPE, BlockCall, devices_in_use
 
-__all__ = ["block_call"]
+__all__ = ["block_call", "joined_blocks"]
 
 SIDES = (32, 64, 224)  # of images
 MOST_CHANNELS = 16
+# What code may ask of a tensor without reading what differs between a part of the positions and all of them.
+_HARMLESS = {"dtype", "device", "is_cuda", "is_meta", "layout", "requires_grad", "ndim", "dim", "is_floating_point"}
 
 
 class _CalledError(Exception):
@@ -144,3 +156,123 @@ def _values_of(like: Tensor) -> Tensor:
         mask = torch.ones(like.shape, dtype=torch.bool)
         return mask.tril() if is_square else mask
     return torch.arange(like.shape[-1] if like.dim() else 1, dtype=like.dtype).expand(like.shape).clone()
+
+
+# --------------------------------------------------------------------------------------------------- through all blocks
+
+
+def joined_blocks(root: nn.Module, blocks: Sequence[str], group: Group) -> set[tuple[str, str]]:
+    """Return the pairs of neighbours the first of which gives its output to the second, unchanged, and to nothing else.
+
+    Args:
+        root: The whole model.
+        blocks: Paths of the blocks of one container, in their order.
+        group: The tensor-parallel group; all its ranks must call this.
+
+    Returns:
+        No pair that was not seen: what the model does between those blocks is not known.
+    """
+    found = None
+    stack = blocks[0].rpartition(".")[0]
+    around = stack
+    with torch.random.fork_rng(devices_in_use()):
+        while found is None:
+            owner = root.get_submodule(around)
+            # Code of the model may go through the modules of a `Sequential` one by one.
+            is_list = isinstance(owner, (nn.ModuleList, nn.ModuleDict)) or (around == stack and around != "")
+            if not is_list:
+                found = _joined_by(owner, [path.removeprefix(f"{around}.").lstrip(".") for path in blocks])
+            if not around:
+                break
+            around = around.rpartition(".")[0]
+    pairs = [] if found is None else [pair for number, pair in enumerate(zip(blocks, blocks[1:])) if number in found]
+    return set(pairs).intersection(*comm.all_gather_object(pairs, group))
+
+
+def _joined_by(owner: nn.Module, blocks: Sequence[str]) -> set[int] | None:
+    """Return which blocks are joined to the next one in the forward of `owner`; None if it does not run so far."""
+    for given in _possible_arguments(owner, owner.get_submodule(blocks[0])):
+        hollow = _without_data(owner, {})
+        uses = _BlockUses()
+        for number, path in enumerate(blocks):
+            uses.watch(number, hollow.get_submodule(path), owner.get_submodule(path))
+        try:
+            with torch.no_grad(), uses:
+                output = hollow(given)
+            uses.read(output)
+        except Exception:  # the user's code on an input it may not be made for, or after the blocks
+            pass
+        if len({number for number, _ in uses.calls}) == len(blocks):
+            return uses.joined()
+    return None
+
+
+class _BlockUses(TorchFunctionMode):
+    """Watches which code uses the outputs of blocks.
+
+    Attributes:
+        calls: The number of each block that was called, and that of the call whose output it was given; else -1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int]] = []
+        self._outputs: dict[int, tuple[Tensor, int, int]] = {}  # held, so that no other tensor gets their ids
+        self._used: set[int] = set()
+        self._depth = 0
+
+    def watch(self, number: int, hollow: nn.Module, block: nn.Module) -> None:
+        """Watch the calls of one block, `hollow` of data."""
+        own = hollow.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            before = copy.deepcopy((args, kwargs))  # without what it puts into a cache
+            try:
+                return own(*args, **kwargs)
+            except Exception:  # it looks at values
+                call = _with_values(*before)
+                output = call(copy.deepcopy(block), call.hidden)
+                return pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), output)
+
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._depth += 1
+            hidden = _hidden((args, kwargs))
+            known, version, call = self._outputs.get(id(hidden), (None, -1, -1))
+            is_same = hidden is not None and hidden is known and version_of(hidden) == version
+            self.read([leaf for leaf in pytree.tree_leaves((args, kwargs)) if leaf is not hidden])
+            self.calls.append((number, call if is_same else -1))
+
+        def leave(_: nn.Module, args: Any, output: Any) -> None:
+            hidden = _hidden(output)
+            if hidden is not None:
+                self._outputs[id(hidden)] = hidden, version_of(hidden), len(self.calls) - 1
+            self._depth -= 1
+
+        vars(hollow)["forward"] = forward
+        hollow.register_forward_pre_hook(enter, with_kwargs=True)
+        hollow.register_forward_hook(leave)
+
+    def read(self, values: Any) -> None:
+        """Take note of outputs of blocks that are used by other code than blocks."""
+        leaves = pytree.tree_leaves(values)
+        self._used |= {self._outputs[id(leaf)][2] for leaf in leaves if id(leaf) in self._outputs}
+
+    def joined(self) -> set[int]:
+        """Return the blocks each of whose outputs goes into the next block, in the next call, and nowhere else."""
+        numbers = [number for number, _ in self.calls]
+        broken = {number for call, number in enumerate(numbers) if call in self._used}
+        for call, (number, given) in enumerate(self.calls):
+            if given < 0 or given != call - 1 or numbers[given] != number - 1:
+                broken.add(number - 1)
+            if call + 1 == len(numbers) or numbers[call + 1] != number + 1:
+                broken.add(number)
+        return set(numbers) - broken
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+        if not self._depth and name not in _HARMLESS:
+            # A conversion that has nothing to do returns the tensor itself.
+            self.read([leaf for leaf in pytree.tree_leaves((args, kwargs)) if leaf is not result])
+        return result

@@ -78,11 +78,19 @@ def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
 def _sequence_lines(sharding: Sharding) -> list[str]:
     """Return where the sequence is divided, and why it is not elsewhere."""
     lines = []
+    alone: dict[str, list[str]] = {}
     for region in sharding.plan.sequence_regions:
+        if len(region.blocks) == 1:
+            alone.setdefault(re.sub(r"\d+$", "*", region.blocks[0]), []).append(region.blocks[0])
         lines.append(f"positions are divided in {_run(region.blocks)}")
         if region.gathered:
             names = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) for name in region.gathered)
             lines[-1] += f"; gathered for {', '.join(names)}, which takes whole sequences"
+    for blocks in alone.values():
+        if len(blocks) > 1:
+            lines.append(
+                f"positions are whole between {', '.join(blocks)}: the model was not seen to join them as they are"
+            )
     whole: dict[tuple[str, str], list[str]] = {}
     for path, reason in sharding.plan.whole_sequences.items():
         whole.setdefault((re.sub(r"\d+$", "*", path), reason), []).append(path)

@@ -5,7 +5,8 @@
 
 What is between the divided layers, norms and dropout, takes each position by itself: a rank computes its own positions,
 and the gradients of the parameters there are sums over the ranks. Whether a block allows that is tried: called as its
-model calls it, it must compute what it computed before. Blocks in a row that do are one region.
+model calls it, it must compute what it computed before. Blocks in a row that do are one region, if the model was seen
+to give the output of each to the next as it is; else each is a region by itself, with whole sequences between them.
 
 Source: https://arxiv.org/abs/2205.05198, section 4.2.
 """
@@ -18,7 +19,7 @@ from dataclasses import replace
 from torch import nn
 
 from lightning_parallel.tensor.attention import Attention, TransformerLayer, transformer_styles
-from lightning_parallel.tensor.block_calls import block_call
+from lightning_parallel.tensor.block_calls import block_call, joined_blocks
 from lightning_parallel.tensor.layers import Column, Replicate, Row, Style
 from lightning_parallel.tensor.per_head import PerHead
 from lightning_parallel.tensor.plan import Plan, region_around
@@ -86,6 +87,7 @@ def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, ver
     """Divide the sequence along the blocks in a row that allow it, of the stack at `path`."""
     run: list[SequenceRegion] = []
     call = block_call(root, blocks[0], verifier.group)
+    joined = joined_blocks(root, blocks, verifier.group) if len(blocks) > 1 else set()
     for block in blocks:
         found = _sequence_plan(root.get_submodule(block), _inside(plan, block), verifier, call)
         if isinstance(found, str):
@@ -101,7 +103,8 @@ def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, ver
             tuple(f"{block}.{name}" for name in names) for names in (region.sublayers, region.gathered)
         )
         found_region = SequenceRegion("", (block,), sublayers, gathered, region.dim, region.wraps_all)
-        if run and (run[0].dim, run[0].wraps_all) != (region.dim, region.wraps_all):
+        is_alike = not run or (run[0].dim, run[0].wraps_all) == (region.dim, region.wraps_all)
+        if run and not (is_alike and (run[-1].blocks[-1], block) in joined):
             _add_region(plan, path, run)
             run = []
         run.append(found_region)

@@ -283,3 +283,45 @@ def test_experts_get_all_positions(group):
     (region,) = plan.sequence_regions
     assert region.gathered == tuple(f"model.layers.{number}.mlp" for number in range(2))
     assert region.sublayers == tuple(f"model.layers.{number}.self_attn" for number in range(2))
+
+
+class BetweenBlocks(Language):
+    """Has code between its blocks, of which each is right by itself."""
+
+    kind = ""
+
+    def __init__(self):
+        super().__init__([Block() for _ in range(4)])
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in self.blocks)
+
+    def forward(self, tokens):
+        x = first = self.embedding(tokens)
+        for number, (block, norm) in enumerate(zip(self.blocks, self.norms)):
+            if self.kind == "unseen" and not number:
+                assert int(tokens.max()) < TOKENS  # fails without data
+            if self.kind in ("residual", "unseen"):
+                x = x + block(norm(x))
+            elif self.kind == "mean" and number == 2:
+                x = block(x + x.mean(1, keepdim=True))
+            elif self.kind == "in place" and number:
+                x = block(x.add_(0.1))
+            elif self.kind == "skip" and number == 3:
+                x = block(x + first)
+            else:
+                x = block(x.to(torch.float64))
+            if not number and self.kind == "skip":
+                first = x
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("kind", ["residual", "unseen", "mean", "in place", "skip"])
+@distributed(world_size=2)
+def test_blocks_with_code_between_them_are_divided_each_by_itself(group, kind):
+    model, whole, sharding = divided(group, type("Kind", (BetweenBlocks,), {"kind": kind}))
+    compare(group, model, whole, sharding, lengths=(7, 2))
+    runs = {"mean": [(0, 1), (2, 3)], "skip": [(0,), (1, 2), (3,)]}.get(kind, [(0,), (1,), (2,), (3,)])
+    expected = [tuple(f"blocks.{number}" for number in run) for run in runs]
+    assert [region.blocks for region in sharding.plan.sequence_regions] == expected
+    if len(runs) == 4:
+        caption = str(sharding_table(model, sharding, 2).caption)
+        assert "positions are whole between blocks.0, blocks.1, blocks.2, blocks.3: the model was not seen" in caption
