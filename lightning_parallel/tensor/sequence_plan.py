@@ -30,7 +30,9 @@ __all__ = ["divide_sequences", "sequence_parallel_styles"]
 
 CANNOT_RUN = "its blocks cannot be run alone to compare them"
 DIFFERS = "its blocks compute something else with some of the positions"
+FLAT = "its hidden states have no dimension of positions"
 PARTS = "no module calls its parts as one block, which could be tried"
+UNSEEN = "it is in a block of another list, and its inputs could not be seen in a run of the model without data"
 WHOLE = "its layers are not divided"
 
 
@@ -87,6 +89,9 @@ def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, ver
     """Divide the sequence along the blocks in a row that allow it, of the stack at `path`."""
     run: list[SequenceRegion] = []
     call = block_call(root, blocks[0], verifier.group)
+    if call is None and _is_in_a_list(root, path):  # experts, perhaps, which get tokens without an order
+        plan.whole_sequences |= dict.fromkeys(blocks, UNSEEN)
+        return
     joined = joined_blocks(root, blocks, verifier.group) if len(blocks) > 1 else set()
     for block in blocks:
         found = _sequence_plan(root.get_submodule(block), _inside(plan, block), verifier, call)
@@ -111,6 +116,12 @@ def _divide_stack(root: nn.Module, path: str, blocks: list[str], plan: Plan, ver
     _add_region(plan, path, run)
 
 
+def _is_in_a_list(root: nn.Module, path: str) -> bool:
+    parts = path.split(".")
+    around = (root.get_submodule(".".join(parts[:depth])) for depth in range(1, len(parts)))
+    return any(isinstance(module, (nn.ModuleList, nn.Sequential)) for module in around)
+
+
 def _add_region(plan: Plan, path: str, run: list[SequenceRegion]) -> None:
     if run:
         plan.sequence_regions.append(
@@ -131,7 +142,7 @@ def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier, call:
         return WHOLE
     shape = None if call is None else call.hidden.shape
     if shape is not None and len(shape) < 3:
-        return "its hidden states have no dimension of positions"
+        return FLAT
     dim = 0 if _has_positions_first(block) or (shape is not None and shape[0] > shape[1]) else 1
     candidates = list(_candidates(block, inside, dim))
     given = Plan(attributes=inside.attributes)  # the candidates have the styles of all layers

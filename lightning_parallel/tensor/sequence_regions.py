@@ -94,6 +94,11 @@ def divide_sequence(owner: nn.Module, blocks: Sequence[nn.Module], group: Group,
         if _is_evaluated(module):
             return None
         hidden = _main(args, kwargs)
+        if hidden.dim() <= dim + 1:  # would divide features
+            raise RuntimeError(
+                f"a `{type(module).__name__}` that is divided along the sequence is given {tuple(hidden.shape)}, not"
+                " hidden states (batch, sequence, features). Use `sequence_parallel=False`"
+            )
         piece = scatter_to_group(hidden, group, dim, lengths.divide(hidden.shape[dim]))
         if module.training:  # dropout between the layers draws for different positions on each rank
             region.open(piece.device)

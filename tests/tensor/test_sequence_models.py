@@ -325,3 +325,49 @@ def test_blocks_with_code_between_them_are_divided_each_by_itself(group, kind):
     if len(runs) == 4:
         caption = str(sharding_table(model, sharding, 2).caption)
         assert "positions are whole between blocks.0, blocks.1, blocks.2, blocks.3: the model was not seen" in caption
+
+
+class Selected(nn.Module):
+    """Gives each of its experts, which are of different widths, the tokens that go there."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, width), nn.GELU(), nn.Linear(width, WIDTH)) for width in (8, 12, 16, 20)
+        )
+
+    def forward(self, x):
+        tokens = x.reshape(-1, WIDTH)
+        weights, chosen = self.gate(tokens).softmax(-1).max(-1)
+        result = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            (at,) = (chosen == number).nonzero(as_tuple=True)
+            result = result.index_add(0, at, expert(tokens[at]) * weights[at, None])
+        return result.reshape(x.shape)
+
+
+class Selecting(Block):
+    """Its attention cannot be divided by heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp = nn.Identity(), Selected()
+
+
+@distributed(world_size=2)
+def test_experts_of_different_widths_are_no_stack_of_blocks(group):
+    class Both(Language):
+        def __init__(self):
+            super().__init__([Block()])
+            self.mixed = nn.ModuleList([kind_of_block("shifts")(), Selecting()])
+
+        def forward(self, tokens):
+            x = self.blocks[0](self.embedding(tokens))
+            for block in self.mixed:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    model, whole, sharding = divided(group, Both)
+    compare(group, model, whole, sharding)
+    assert not any("experts" in path for region in sharding.plan.sequence_regions for path in region.blocks)
