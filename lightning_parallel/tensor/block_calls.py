@@ -37,6 +37,16 @@ MOST_CHANNELS = 16
 # What code may ask of a tensor without reading what differs between a part of the positions and all of them.
 _HARMLESS = {"dtype", "device", "is_cuda", "is_meta", "layout", "requires_grad", "ndim", "dim", "is_floating_point"}
 
+# What code that asks for the value of a tensor without data gets: it only decides about the way to the blocks.
+_VALUES: dict[str, Any] = {
+    "__bool__": False,
+    "__contains__": False,
+    "item": 0,
+    "__int__": 0,
+    "__index__": 0,
+    "__float__": 0.0,
+}
+
 
 class _CalledError(Exception):
     """The block is called; carries its arguments."""
@@ -269,8 +279,10 @@ class _BlockUses(TorchFunctionMode):
         return set(numbers) - broken
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        if name in _VALUES and isinstance(args[0], Tensor) and args[0].is_meta:
+            return _VALUES[name]  # of packed sequences, say, which a mask is made for
+        result = func(*args, **(kwargs or {}))
         name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         if not self._depth and name not in _HARMLESS:
             # A conversion that has nothing to do returns the tensor itself.
