@@ -32,15 +32,12 @@ from lightning_parallel.pipeline.measure import count_parameters, measure
 from lightning_parallel.pipeline.module_use import ModuleUse, Step, trace_in_order, use_by_registration
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan, PlannedParameter, device_of
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, activations_held, build_schedule
-from lightning_parallel.pipeline.search import Balance, cut_layers
+from lightning_parallel.pipeline.search import WITH_CHUNKS, Balance, cut_layers
 from lightning_parallel.pipeline.simulate import Cost, Link, validate
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import InterceptedModel
 
 __all__ = ["analyze"]
-
-_WITH_CHUNKS = {"1f1b": "interleaved_1f1b", "zb_h1": "interleaved_zb", "zbv": "interleaved_zb"}
-"""What schedules with one stage on each rank, or with the last stage on the first, become with several passes."""
 
 
 def analyze(
@@ -268,7 +265,7 @@ def _for_passes(schedule: Schedule, passes: int) -> Schedule:
             f"the layers are called {passes} times in a step: expected a schedule that goes through the ranks as often "
             f"in the same order, got stages on the ranks {list(ranks)}"
         )
-    name = _WITH_CHUNKS.get(schedule.name, schedule.name)
+    name = WITH_CHUNKS.get(schedule.name, schedule.name)
     return build_schedule(name, schedule.num_ranks, schedule.num_microbatches, chunks)
 
 

@@ -156,12 +156,12 @@ class CallSite:
             RuntimeError: If there is no handler and the module is on another stage.
         """
         handler = self.active.handler
+        if handler is not None and self.places:
+            index = self.active.last = self.place_after(self.active.last)
+            return handler.layer(Call(self, module, function, args, kwargs, index))
         call = Call(self, module, function, args, kwargs)
         if handler is not None:
-            if not self.places:
-                return handler.outer_module(call)
-            self.active.last = self.place_after(self.active.last)
-            return handler.layer(replace(call, index=self.active.last))
+            return handler.outer_module(call)
         if self.active.outside is not None:
             result = self.active.outside(call)
             if result is not NotImplemented:

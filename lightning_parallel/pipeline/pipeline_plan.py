@@ -164,26 +164,17 @@ class PipelinePlan:
         # A tied parameter counts on each of its stages, since each holds it.
         return sum(parameter.count for parameter in self.parameters.values() if stage in parameter.stages)
 
-    def stage_bytes(self, stage: int, copies: float) -> tuple[float, float]:
-        """Predict the memory of a stage, in bytes: what it holds for its parameters, and the most activations.
+    def held_parameters(self, stage: int) -> list[PlannedParameter]:
+        """Return the parameters that a rank holds for a stage.
 
-        Args:
-            stage: The stage.
-            copies: Bytes held for each byte of a trained parameter: itself, its gradient, the optimizer's state.
+        Of several stages of a rank, the first holds what they share: those of a layer that is called several times.
         """
-        held = 0.0
-        new_gradient = 0.0
         ranks = self.schedule.stage_ranks
-        for parameter in self.parameters.values():
-            # Of several stages of a rank, the first holds it for all: those of a layer that is called several times.
-            if stage == next((other for other in parameter.stages if ranks[other] == ranks[stage]), None):
-                # A frozen parameter has neither a gradient nor a state.
-                held += parameter.num_bytes * (copies if parameter.is_trained else 1)
-                new_gradient = max(new_gradient, parameter.num_bytes * parameter.is_trained)
-        if self.schedule.num_microbatches > 1:
-            # Autograd makes the gradient of a microbatch before it adds it to those of the others.
-            held += new_gradient
-        return held, self.activation_bytes(stage)
+        return [
+            parameter
+            for parameter in self.parameters.values()
+            if stage == next((other for other in parameter.stages if ranks[other] == ranks[stage]), None)
+        ]
 
     def activation_bytes(self, stage: int) -> float:
         """Return the most bytes of activations that a stage holds at once."""

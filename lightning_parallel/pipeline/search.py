@@ -9,7 +9,7 @@ The slowest stage sets the pace of every schedule, so an even cut saves more tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
@@ -20,6 +20,7 @@ from lightning_parallel.tracing.spans import bytes_text, seconds_text
 
 __all__ = [
     "BALANCES",
+    "WITH_CHUNKS",
     "Balance",
     "Candidate",
     "Choice",
@@ -312,6 +313,11 @@ class Choice:
             bytes_text(candidate.peak_bytes) if candidate.peak_bytes else "",
             verdict,
         )
+
+
+WITH_CHUNKS: Mapping[str, str] = {"1f1b": "interleaved_1f1b", "zb_h1": "interleaved_zb", "zbv": "interleaved_zb"}
+"""What schedules with one stage on each rank, or with the last one on the first rank, become where stages follow each
+other several times: see `LayerStack.passes`."""
 
 
 def choose_schedule(

@@ -17,7 +17,7 @@ from math import ceil
 from lightning_parallel.mesh import Mesh
 from lightning_parallel.pipeline.pipeline_plan import Costs
 from lightning_parallel.pipeline.schedule import Schedule, build_schedule
-from lightning_parallel.pipeline.search import cut_layers, stage_costs
+from lightning_parallel.pipeline.search import WITH_CHUNKS, cut_layers, stage_costs
 from lightning_parallel.pipeline.simulate import Cost, Link, simulate
 from lightning_parallel.planner.collective_costs import collective_s
 from lightning_parallel.planner.hardware import Cluster
@@ -37,8 +37,6 @@ SCHEDULE_CHOICES: dict[str, tuple[int, ...]] = {
     "zbv": (2,),
 }
 """Schedules to try, with their stages per rank; of equally fast ones the first is taken."""
-
-_ONE_PASS_ONLY = ("1f1b", "zb_h1", "zbv")
 
 STEP_OPERATIONS, ACTION_OPERATIONS = 3000, 1000
 """What the Trainer and a strategy do on the host for each batch, and the pipeline's runtime for each action, in small
@@ -476,7 +474,7 @@ def _chunks_of(name: str, passes: int) -> tuple[int, ...]:
     choices = SCHEDULE_CHOICES[name]
     if passes == 1:
         return choices
-    return () if name in _ONE_PASS_ONLY else tuple(passes * max(1, chunks // 2) for chunks in choices)
+    return () if name in WITH_CHUNKS else tuple(passes * max(1, chunks // 2) for chunks in choices)
 
 
 def _first_line(error: ValueError) -> str:

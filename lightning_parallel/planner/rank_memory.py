@@ -132,14 +132,14 @@ class RankMemory:
 
 
 def stage_memory(plan: PipelinePlan, stage: int, copies: float, replicas: int = 1, zero_stage: int = 0) -> RankMemory:
-    """Predict what a stage of a pipeline holds.
+    """Predict what a stage of a pipeline holds, without what another stage of its rank holds already.
 
     Args:
         plan: The plan.
         stage: The stage.
         copies, replicas, zero_stage: As for `RankMemory.of`.
     """
-    mine = [parameter for parameter in plan.parameters.values() if stage in parameter.stages]
+    mine = plan.held_parameters(stage)
     trained = [parameter.num_bytes for parameter in mine if parameter.is_trained]
     frozen = sum(parameter.num_bytes for parameter in mine if not parameter.is_trained)
     return RankMemory.of(

@@ -35,7 +35,7 @@ from lightning_parallel.pipeline.microbatch import SplitBatch, num_samples, spli
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import Costs, PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, Kind, Schedule, build_schedule
-from lightning_parallel.pipeline.search import Balance, Workload, choose_schedule
+from lightning_parallel.pipeline.search import WITH_CHUNKS, Balance, Workload, choose_schedule
 from lightning_parallel.planner.links import measure_link
 from lightning_parallel.strategies import replicas
 from lightning_parallel.strategies.checkpoint_files import replace_file
@@ -328,12 +328,12 @@ def _plan(
     def choose(costs: Costs, passes: int) -> Schedule:
         workload = Workload(costs.layers, costs.prologue, costs.epilogue, measured_microbatches=counts[0], link=link)
         # What goes through the layers several times has as many stages on every rank.
-        names = SCHEDULES if passes == 1 else ("gpipe", "interleaved_1f1b", "interleaved_zb")
+        names = [name for name in SCHEDULES if passes == 1 or name not in WITH_CHUNKS]
         choice = choose_schedule(
             workload,
             ranks,
             counts,
-            schedules=tuple(names),
+            schedules=names,
             virtual_stages=[passes * chunks for chunks in (1, 2, 4)],
             memory_limit_bytes=options.memory_limit_bytes,
         )

@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import combinations, islice, product
 from typing import Any, Literal
 
 import torch
@@ -45,6 +45,7 @@ __all__ = ["Experts", "ExpertsModule", "find_routers", "join_lists", "plan_exper
 NOT_THE_SAME = "whole: divided, it would compute something else, draw other random numbers, or keep parts for the loss"
 MOST_CANDIDATES = 64
 MOST_PROJECTIONS = 3  # in one weight
+MOST_ATTRIBUTES = 4  # choices of some of them
 MOST_AROUND = 2  # modules around the experts that are tried to run, when the experts cannot be run alone
 FEW = 8  # features for each rank, in trials
 ALIGNED = 16  # bytes, of which rows are a multiple where kernels compute grouped products
@@ -443,11 +444,8 @@ def _uses(biases: dict[str, nn.Parameter], sizes: set[int]) -> Iterator[dict[str
 
 
 def _attributes(owner: nn.Module, width: int, counts: set[int]) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yield which attributes of the module, numbers of features, its code may read: none, some by name, all."""
+    """Yield which attributes of the module, numbers of features, its code may read: none, each, all, some of few."""
     numbers = {name: value for name, value in vars(owner).items() if type(value) is int}
     found = tuple((name, value // width) for name, value in numbers.items() if value in {n * width for n in counts})
-    named = tuple(entry for entry in found if any(word in entry[0] for word in INNER_NAMES))
-    yield from dict.fromkeys([(), named, found])
-
-
-INNER_NAMES = ("inter", "inner", "ff", "expert_dim", "mlp")
+    some = (several for size in range(2, len(found)) for several in combinations(found, size))
+    yield from dict.fromkeys([(), *((each,) for each in found), found, *islice(some, MOST_ATTRIBUTES)])

@@ -34,7 +34,7 @@ from lightning_parallel.planner.hardware import Device, parse_bandwidth, parse_b
 from lightning_parallel.planner.layouts import LayoutSearch
 from lightning_parallel.planner.plan_picture import draw_plan
 from lightning_parallel.planner.plan_report import layout_yaml, plan_text, strategy_arguments
-from lightning_parallel.planner.rank_memory import Held, state_variants
+from lightning_parallel.planner.rank_memory import Held, stage_memory, state_variants
 from lightning_parallel.planner.rehearsal import Rehearsal, training_step
 from lightning_parallel.planner.shared_cores import shared_makespan_s
 from lightning_parallel.strategies.auto_parallel import accumulated_batches, first_of_loaders
@@ -237,9 +237,13 @@ def test_memory_is_what_the_table_of_stages_says(monkeypatch):
     run = analyze(model, 2, "1f1b", num_microbatches=4, example=example)
     # What the strategy measures on real data is what is counted without.
     for stage, memory in enumerate(layout.memories):
-        held, activations = run.stage_bytes(stage, 4.0)
-        assert held == memory.parameters + memory.gradients + memory.optimizer
-        assert activations == pytest.approx(memory.activations + memory.logits, rel=1e-3)
+        held = stage_memory(run, stage, 4.0)
+        assert (held.parameters, held.gradients, held.optimizer) == (
+            memory.parameters,
+            memory.gradients,
+            memory.optimizer,
+        )
+        assert held.activations == pytest.approx(memory.activations + memory.logits, rel=1e-3)
 
 
 # -- rehearsal ---------------------------------------------------------------------------------------------------------
