@@ -144,6 +144,18 @@ def test_shards_that_two_ranks_hold(group):
     torch.testing.assert_close(found, whole.norm() * torch.tensor([[1.0, 1.0], [0.0, 2.0]], dtype=torch.float64))
 
 
+def expect_equal_steps(optimizer_of, expected, module, x):
+    """Train both; the parameters of `module` are DTensors."""
+    optimizers = [optimizer_of(each.parameters()) for each in (expected, module)]
+    for _ in range(3):
+        for each, optimizer in zip((expected, module), optimizers):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+    whole = {name: value.full_tensor() for name, value in module.state_dict().items()}
+    torch.testing.assert_close(whole, dict(expected.state_dict()), rtol=1e-10, atol=1e-12)
+
+
 @distributed(world_size=4)
 def test_shards_of_fsdp_over_tensor_parallelism(group):
     """Both dimensions of the mesh divide the first of a weight, which torch then calls a strided shard."""
@@ -151,14 +163,7 @@ def test_shards_of_fsdp_over_tensor_parallelism(group):
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(module, mesh=mesh["data"])
-    optimizers = [OPTIMIZERS["lamb vectors"](each.parameters()) for each in (expected, module)]
-    for _ in range(2):
-        for each, optimizer in zip((expected, module), optimizers):
-            optimizer.zero_grad()
-            each(x).square().sum().backward()
-            optimizer.step()
-    whole = {name: value.full_tensor() for name, value in module.state_dict().items()}
-    torch.testing.assert_close(whole, dict(expected.state_dict()), rtol=1e-10, atol=1e-12)
+    expect_equal_steps(OPTIMIZERS["lamb vectors"], expected, module, x)
 
 
 @distributed(world_size=2)
@@ -168,14 +173,7 @@ def test_shards_of_fsdp(group):
     x, expected, module = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5), network(), network()
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     fully_shard(module, mesh=mesh)
-    optimizers = [OPTIMIZERS["lamb"](each.parameters()) for each in (expected, module)]
-    for _ in range(3):
-        for each, optimizer in zip((expected, module), optimizers):
-            optimizer.zero_grad()
-            each(x).square().sum().backward()
-            optimizer.step()
-    whole = {name: value.full_tensor() for name, value in module.state_dict().items()}
-    torch.testing.assert_close(whole, dict(expected.state_dict()), rtol=1e-10, atol=1e-12)
+    expect_equal_steps(OPTIMIZERS["lamb"], expected, module, x)
     flat = FullyShardedDataParallel(network(), use_orig_params=True, device_id=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"FSDP1 has flattened them. Use FSDP2"):
         LARS(flat.parameters())

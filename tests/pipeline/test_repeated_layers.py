@@ -1,5 +1,8 @@
 """Layers that are called several times in a step: siamese steps, one layer for all, each twice in a row; exact."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,7 @@ from lightning_parallel.pipeline.analysis import analyze
 from lightning_parallel.pipeline.layer_stack import LayerStack
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.schedule import SCHEDULES, build_schedule
+from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring
 from lightning_parallel.planner.rank_memory import stage_memory
 from tests.harness import distributed
 from tests.pipeline.test_engine import engine_for, expect_equal
@@ -168,3 +172,29 @@ def test_a_measured_cut_counts_every_call():
     assert len(plan.costs.layers) == 8
     assert all(cost.forward_s > 0 for cost in plan.costs.layers)
     assert not any(cost.resident_bytes for cost in plan.costs.layers[4:])
+
+
+def test_a_part_of_an_entry_called_again_is_refused():
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+    first, second = model.layers
+
+    def step(x):
+        for layer in (first[0], first[1], first[0], *second):
+            x = layer(x)
+        return x.mean()
+
+    with pytest.raises(ValueError, match=r"`layers.0.0` is called again after `layers.0.1`, and not with all layers"):
+        analyze(model, 2, example=(step, torch.ones(2, 4)), layers="layers", balance="uniform")
+
+
+def test_the_layers_of_the_benchmark_put_their_weights_off(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    layer = importlib.import_module("sleeping").Sleeper(0.0, 0.0, 0.0, 4)
+    later = WeightGradients()
+    with deferring(later):
+        layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert len(later) == 1
+    assert layer.weight.grad is None
+    later.compute()
+    assert layer.weight.grad is not None

@@ -66,3 +66,16 @@ def same_by_name(model, whole, rules, group, attribute, atol=1e-10):
             continue
         expected = rules[name].split(full, group.rank) if name in rules else full
         torch.testing.assert_close(mine, expected, rtol=atol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def same_gradients(found, gradients, rules, group, tolerance):
+    """Compare gradients by name with those of the whole model, relative to the largest element of each."""
+    missing = [[name for name, value in some.items() if value is None] for some in (found, gradients)]
+    assert missing[0] == missing[1]
+    for name, expected in gradients.items():
+        if expected is None:
+            continue
+        scale = expected.abs().max().clamp(min=1e-3)
+        if name in rules:
+            expected = rules[name].split(expected, group.rank)
+        torch.testing.assert_close(found[name] / scale, expected / scale, rtol=tolerance, atol=tolerance, msg=name)

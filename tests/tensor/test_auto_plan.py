@@ -17,6 +17,7 @@ from lightning_parallel.tensor.layers import Column, Row
 from lightning_parallel.tensor.plan import apply_plan
 from lightning_parallel.tensor.sharding import ShardPart, reduce_partial_
 from tests.harness import distributed
+from tests.tensor.oracle import same_gradients
 
 VOCABULARY = 101  # does not divide
 SMALL = {
@@ -123,13 +124,7 @@ def _compare(group, build, rtol=1e-5, sequence_parallel=False, plan="auto"):
     sharding = apply_plan(model, plan, group)
     local_losses, local = _train(model, sharding, group)
     torch.testing.assert_close(local_losses, losses, rtol=rtol, atol=rtol)
-    for name, expected in gradients.items():
-        if expected is None:
-            continue
-        scale = expected.abs().max().clamp(min=1e-3)
-        if name in sharding.shards:
-            expected = sharding.shards[name].split(expected, group.rank)
-        torch.testing.assert_close(local[name] / scale, expected / scale, rtol=rtol, atol=rtol, msg=name)
+    same_gradients(local, gradients, sharding.shards, group, rtol)
     return plan, model
 
 
