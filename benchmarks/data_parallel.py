@@ -26,6 +26,8 @@ from lightning_parallel.comm import Group
 from lightning_parallel.data_parallel import GradientReducer
 
 STEPS = 4
+Build = Callable[[], tuple[nn.Module, Tensor]]
+Report = Callable[[str, Build, Group, int], None]
 
 
 def mlp() -> tuple[nn.Module, Tensor]:
@@ -45,7 +47,7 @@ def deep() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(200))), torch.randn(64, 64)
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+MODELS: dict[str, Build] = {
     "MLP, 8 x 1024": mlp,
     "transformer, 8 x 256, 256 tokens": lambda: transformer(256, 8, 256),
     "transformer, 8 x 512, 256 tokens": lambda: transformer(512, 8, 256),
@@ -54,7 +56,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 }
 
 
-def sides(build: Callable[[], tuple[nn.Module, Tensor]], group: Group) -> list[Callable[[], None]]:
+def sides(build: Build, group: Group) -> list[Callable[[], None]]:
     """One step of ours, one step of torch's."""
     torch.manual_seed(0)
     module, x = build()
@@ -87,7 +89,7 @@ def stepper(called: nn.Module, x: Tensor, reduce: Callable[[], None]) -> Callabl
     return step
 
 
-def peaks(build: Callable[[], tuple[nn.Module, Tensor]], group: Group) -> list[int]:
+def peaks(build: Build, group: Group) -> list[int]:
     """Most bytes alive besides the parameters, of ours and of torch's."""
     found = []
     for side in (lambda module, x: ours(module, x, group), torchs):
@@ -115,46 +117,45 @@ def compare(steps: list[Callable[[], None]], rounds: int) -> list[list[list[floa
     return [side[1:] for side in times]  # the first round is for warming up
 
 
-def work(rank: int, ranks: int, threads: int, rounds: int, words: list[str], file: str) -> None:
-    """Measure every model; rank 0 prints."""
-    torch.set_num_threads(threads)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+def report(name: str, build: Build, group: Group, rounds: int) -> None:
+    """Measure a model, and print its row on the first rank."""
+    ours_s, peer_s = compare(sides(build, group), rounds)
+    flat = [sum(side, []) for side in (ours_s, peer_s)]
+    median, best = ([reduce(side) for side in flat] for reduce in (statistics.median, min))
+    by_round = [statistics.median(a) / statistics.median(b) for a, b in zip(ours_s, peer_s)]
+    bytes_held = peaks(build, group)
+    if group.rank == 0:
+        print(
+            f"{name:36} {median[0] / median[1]:8.3f} {best[0] / best[1]:8.3f}   {min(by_round):.2f} .. "
+            f"{max(by_round):.2f} {bytes_held[0] / bytes_held[1]:8.2f}",
+            flush=True,
+        )
+
+
+def work(rank: int, report: Report, options: argparse.Namespace, file: str) -> None:
+    """Report on every model whose name is asked for."""
+    torch.set_num_threads(options.threads)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=options.ranks)
     group = Group.of(axis="data_parallel")
     for name, build in MODELS.items():
-        if not any(word in name for word in words):
-            continue
-        ours_s, peer_s = compare(sides(build, group), rounds)
-        flat = [sum(side, []) for side in (ours_s, peer_s)]
-        median, best = ([reduce(side) for side in flat] for reduce in (statistics.median, min))
-        by_round = [statistics.median(a) / statistics.median(b) for a, b in zip(ours_s, peer_s)]
-        bytes_held = peaks(build, group)
-        if rank == 0:
-            print(
-                f"{name:36} {median[0] / median[1]:8.3f} {best[0] / best[1]:8.3f}   {min(by_round):.2f} .. "
-                f"{max(by_round):.2f} {bytes_held[0] / bytes_held[1]:8.2f}",
-                flush=True,
-            )
+        if any(word in name for word in options.words):
+            report(name, build, group, options.rounds)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def start(description: str, title: str, report: Report) -> None:
+    """Read the options, print the title, and start the ranks."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("words", nargs="*", default=[""], help="models whose names have one of these in them")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="computing threads of each rank")
     parser.add_argument("--rounds", type=int, default=12)
-    arguments = parser.parse_args()
-    print(f"{arguments.ranks} ranks, gloo, {arguments.threads} threads each; target: <= 1.05")
-    print(f"{'':36} {'medians':>8} {'minima':>8}   {'rounds':12} {'memory':>8}")
+    options = parser.parse_args()
+    print(f"{options.ranks} ranks, gloo, {options.threads} threads each; {title}")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(
-            work,
-            args=(arguments.ranks, arguments.threads, arguments.rounds, arguments.words, f"{folder}/ranks"),
-            nprocs=arguments.ranks,
-        )
+        mp.spawn(work, args=(report, options, f"{folder}/ranks"), nprocs=options.ranks)
 
 
 if __name__ == "__main__":
-    main()
+    start(__doc__ or "", f"target: <= 1.05\n{'':36} {'medians':>8} {'minima':>8}   {'rounds':12} {'memory':>8}", report)

@@ -10,16 +10,13 @@ rank, and the most bytes alive besides the parameters.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from data_parallel import MODELS
+from data_parallel import Build, start
 from sleeping import LiveBytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -113,7 +110,7 @@ def timed(steps: list[Callable[[], None]], rounds: int) -> list[list[float]]:
     return [side[STEPS:] for side in times]  # the first round is for warming up
 
 
-def measure(build: Callable[[], tuple[nn.Module, Tensor]], group: Group, rounds: int) -> list[tuple[float, int, int]]:
+def measure(build: Build, group: Group, rounds: int) -> list[tuple[float, int, int]]:
     """Median seconds, bytes of state and most bytes alive, by side."""
     steps, optimizers, peaks = [], [], []
     for side in SIDES.values():
@@ -132,39 +129,13 @@ def measure(build: Callable[[], tuple[nn.Module, Tensor]], group: Group, rounds:
     return list(zip(medians, map(state_bytes, optimizers), peaks))
 
 
-def work(rank: int, ranks: int, threads: int, rounds: int, words: list[str], file: str) -> None:
-    """Measure every model; rank 0 prints."""
-    torch.set_num_threads(threads)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    group = Group.of(axis="data_parallel")
-    for name, build in MODELS.items():
-        if not any(word in name for word in words):
-            continue
-        found = measure(build, group, rounds)
-        for side, numbers in zip(SIDES, found) if rank == 0 else ():
-            ratios = "".join(f"{number / base:10.2f}" for number, base in zip(numbers, found[0]))
-            print(f"{name:36}{side:26}{ratios}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", default=[""], help="models whose names have one of these in them")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="computing threads of each rank")
-    parser.add_argument("--rounds", type=int, default=12)
-    arguments = parser.parse_args()
-    print(f"{arguments.ranks} ranks, gloo, {arguments.threads} threads each; against DistributedDataParallel")
-    print(f"{'':62}{'step':>10}{'state':>10}{'alive':>10}")
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(
-            work,
-            args=(arguments.ranks, arguments.threads, arguments.rounds, arguments.words, f"{folder}/ranks"),
-            nprocs=arguments.ranks,
-        )
+def report(name: str, build: Build, group: Group, rounds: int) -> None:
+    """Measure a model, and print a row for each side on the first rank."""
+    found = measure(build, group, rounds)
+    for side, numbers in zip(SIDES, found) if group.rank == 0 else ():
+        ratios = "".join(f"{number / base:10.2f}" for number, base in zip(numbers, found[0]))
+        print(f"{name:36}{side:26}{ratios}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    start(__doc__ or "", f"against DistributedDataParallel\n{'':62}{'step':>10}{'state':>10}{'alive':>10}", report)
