@@ -13,7 +13,7 @@ from lightning_parallel.tracing.spans import bytes_text, count_text, seconds_tex
 
 __all__ = ["draw_plan", "plan_page"]
 
-_WIDTH, _MARGIN, _LABEL, _GAP, _ROW, _BAR, _FIGURE = 1320.0, 28.0, 250.0, 40.0, 40.0, 20.0, 80.0
+_WIDTH, _MARGIN, _LABEL, _GAP, _ROW, _BAR, _FIGURE = 1360.0, 28.0, 290.0, 40.0, 40.0, 20.0, 80.0
 _LETTER = 6.6  # of an entry of the legend, in wide fonts
 _MOST_LIMITS = 2.5  # where bars end that are longer: those that fit are to be told apart
 _LIMIT = "#d6336c"
@@ -107,7 +107,8 @@ def _label(svg: Element, layout: Layout, y: float) -> None:
     chunks = f" V={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
     staged = layout.mesh.pipeline_parallel > 1
     schedule = f"{layout.schedule}{chunks}, m={layout.microbatches} · " if staged else ""
-    svg_text(svg, _MARGIN, y + 25, f"{schedule}{count_text(layout.samples_per_s)} samples/s", 11, MUTED)
+    divided = f"ZeRO {layout.zero_stage} · " if layout.zero_stage else ""
+    svg_text(svg, _MARGIN, y + 25, f"{schedule}{divided}{count_text(layout.samples_per_s)} samples/s", 11, MUTED)
 
 
 def _legend(

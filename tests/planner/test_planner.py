@@ -457,6 +457,7 @@ def test_what_does_not_fit_on_each_replica_is_divided_over_them():
     assert layout.step.reduction > replicas.step.reduction
     assert strategy_arguments(layout)["zero_stage"] == 1
     assert "zero_stage: 1" in layout_yaml(found, layout)
+    assert "ZeRO 1 · " in draw_plan(found)
 
 
 class Siamese(Model):
