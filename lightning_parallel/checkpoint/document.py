@@ -174,13 +174,20 @@ def decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
     Raises:
         ValueError: If it has a form that `encode` does not make.
     """
+    try:
+        return _decode(document, tensor)
+    except RecursionError as error:
+        raise ValueError("expected a checkpoint, found values within values without end") from error
+
+
+def _decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
     if isinstance(document, list):
-        return [decode(entry, tensor) for entry in document]
+        return [_decode(entry, tensor) for entry in document]
     if not isinstance(document, dict):
         return document
     tag = next(iter(document), "")
     if len(document) != 1 or not tag.startswith("$"):
-        return {key: decode(entry, tensor) for key, entry in document.items()}
+        return {key: _decode(entry, tensor) for key, entry in document.items()}
     value = document[tag]
     if tag in ("$tensor", "$array"):
         if not isinstance(value, str):
@@ -190,20 +197,31 @@ def decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
         return _enum(value)
     if tag not in _DECODERS:
         raise ValueError(f"expected one of {', '.join(_DECODERS)}, found {tag!r}: a newer version, or a damaged file")
+    inner = _decode(value, tensor)
     try:
-        return _DECODERS[tag](decode(value, tensor))
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        if not isinstance(inner, _CONTENTS.get(tag, object)):
+            raise TypeError(type(inner))
+        return _DECODERS[tag](inner)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"expected a value of {tag}, found {str(value)[:100]!r}") from error
 
 
 def _enum(value: Any) -> Any:
     """Return a member of an enumeration whose class is imported already, its value otherwise."""
+    if not isinstance(value, list) or [type(part) for part in value[:2]] != [str, str] or len(value) != 3:
+        raise ValueError(f"expected a value of $enum, found {str(value)[:100]!r}")
     module, name, plain = value
     kind: Any = sys.modules.get(module)
-    for part in str(name).split("."):
-        kind = getattr(kind, part, None)
-    plain = decode(plain, _no_tensor)
-    return kind(plain) if isinstance(kind, type) and issubclass(kind, Enum) else plain
+    for part in name.split("."):
+        # Not `getattr`: a module may have one that imports others.
+        kind = getattr(kind, "__dict__", {}).get(part)
+    plain = _decode(plain, _no_tensor)
+    if not isinstance(kind, type) or not issubclass(kind, Enum):
+        return plain
+    try:
+        return kind(plain)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"expected a member of `{module}.{name}`, found {str(plain)[:100]!r}") from error
 
 
 def _no_tensor(name: str) -> Tensor:
@@ -211,7 +229,7 @@ def _no_tensor(name: str) -> Tensor:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
+    found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
         raise ValueError(name)
     return found
@@ -245,6 +263,12 @@ _SCALARS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (range, "$range", lambda value: [value.start, value.stop, value.step]),
     (slice, "$slice", lambda value: [value.start, value.stop, value.step]),
 ]
+
+_CONTENTS = dict.fromkeys(("$tuple", "$set", "$frozenset", "$deque", "$size", "$dict", "$defaultdict"), list) | {
+    "$counter": dict,
+    "$ordered": dict,
+}
+"""What is packed in a container: not a range, say, whose numbers were never in the file."""
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,

@@ -33,7 +33,7 @@ from uuid import uuid4
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_parallel.checkpoint.manifest import Manifest
+from lightning_parallel.checkpoint.manifest import Manifest, is_file_name
 
 __all__ = [
     "ABANDONED_S",
@@ -110,6 +110,10 @@ class Folder:
     def parent(self) -> Folder:
         return Folder(self.fs, self.path.rpartition("/")[0])
 
+    def within(self, name: str) -> Folder:
+        """Return a folder in it."""
+        return Folder(self.fs, self.file(name))
+
     def file(self, name: str) -> str:
         """Return the path of a file in it."""
         return f"{self.path}/{name}"
@@ -128,14 +132,15 @@ class Folder:
 
     def has(self, name: str) -> bool:
         """Tell whether there is such a file."""
-        return bool(self.fs.exists(self.file(name)))
+        return bool(self.fs.isfile(self.file(name)))
 
     def size(self, name: str) -> int | None:
-        """Return the size of a file in bytes; None if it is not there."""
+        """Return the size of a file in bytes; None if it is not there, or no file: a pipe would be waited for."""
         try:
-            return int(self.fs.info(self.file(name))["size"])
+            found = self.fs.info(self.file(name))
         except FileNotFoundError:
             return None
+        return int(found["size"]) if found["type"] == "file" else None
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file that is there with all of `content`, or as before."""
@@ -268,7 +273,7 @@ class NewFolder:
         for file, size in manifest.files.items():
             if own is None or file == own:
                 self._check(file, size)
-        manifest.name = self.target.name
+        manifest.name = self.target.name if is_file_name(self.target.name) else ""
         self._finish(manifest)
 
     def take_part(self, file: str, size: int) -> None:
@@ -395,8 +400,9 @@ def _recover(path: str) -> None:
     manifest = _manifest_of(Folder.at(path))
     if manifest is None or not manifest.name:
         return
+    # It stays beside itself, under a name that a checkpoint may have.
     target = os.path.join(os.path.dirname(path), manifest.name)
-    if not os.path.lexists(target):
+    if not manifest.name.startswith(".") and not os.path.lexists(target):
         with suppress(OSError):
             os.rename(path, target)
 
@@ -431,9 +437,8 @@ def find(folder: Folder) -> Folder | None:
     if folder.has(LATEST):
         with suppress(ValueError, KeyError, TypeError, AttributeError):
             name = json.loads(folder.read(LATEST))["checkpoint"]
-            inner = Folder(folder.fs, folder.file(name))
-            if "/" not in name and inner.has(MANIFEST):
-                return inner
+            if is_file_name(name) and folder.within(name).has(MANIFEST):
+                return folder.within(name)
         return next(newest_in(folder), None)
     return None
 

@@ -21,10 +21,25 @@ import torch
 
 from lightning_parallel.tensor.sharding import Range
 
-__all__ = ["FORMAT", "Manifest", "SavedPart", "SavedTensor", "check_coverage", "dtype_named"]
+__all__ = [
+    "FORMAT",
+    "Manifest",
+    "SavedPart",
+    "SavedTensor",
+    "check_coverage",
+    "check_places",
+    "checked_shape",
+    "dtype_named",
+    "is_file_name",
+]
 
 FORMAT = "lightning_parallel.sharded"
 VERSION = 1
+_MOST_ELEMENTS = 1 << 60
+_MOST_DIMS = 64
+"""Of a tensor that torch can copy."""
+_LATEST_S = 253_000_000_000
+"""A time near the end of the year 9987, after which there are no dates."""
 
 
 @dataclass(frozen=True)
@@ -129,26 +144,77 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
+        self._check_facts()
         for file, size in self.files.items():
-            if not _is_file_name(file) or not isinstance(size, int):
+            if not is_file_name(file) or type(size) is not int:
                 raise ValueError(f"`{file}` is not the name of a file in the folder")
         for name, tensor in self.tensors.items():
             for part in tensor.parts:
                 if part.file not in self.files or part.begin + part.num_bytes > self.files[part.file]:
                     raise ValueError(f"`{name}` is said to be at byte {part.begin} of `{part.file}`, which has no such")
+        check_places(
+            (part.file, part.begin, part.num_bytes, name)
+            for name, tensor in self.tensors.items()
+            for part in tensor.parts
+        )
         problems = check_coverage(self.tensors)
         if problems:
             raise ValueError("\n".join(problems))
 
+    def _check_facts(self) -> None:
+        """Check what people are shown, and by what the newest checkpoint and its place are found."""
+        if self.name != "" and not is_file_name(self.name):
+            raise ValueError(f"{self.name!r} is not the name of a folder")
+        _count(self.step)
+        created = self.created
+        if type(created) not in (int, float) or not 0 <= created <= _LATEST_S:
+            raise ValueError(f"expected the seconds since 1970 at which it was saved, found {created!r}")
+        if not all(type(size) is int and size > 0 for size in self.layout.values()):
+            raise ValueError(f"expected the number of ranks along each axis, found {self.layout!r}")
+        if not all(isinstance(version, str) for version in self.versions.values()):
+            raise ValueError(f"expected the versions of packages as text, found {self.versions!r}")
 
-def _is_file_name(name: str) -> bool:
-    # A path would let a manifest that somebody else wrote read any file of this machine.
-    return bool(name) and "/" not in name and "\\" not in name and name not in (".", "..")
+
+def is_file_name(name: object) -> bool:
+    """Tell whether `name` is the name of an entry of a folder, and no path that leads out of it."""
+    # Somebody else may have written it: a path could name any file or place of this machine.
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def check_places(places: Iterable[tuple[str, int, int, str]]) -> None:
+    """Check that no two tensors are said to be in the same bytes of a file.
+
+    What is read is then no larger than the files are.
+
+    Args:
+        places: File, first byte, number of bytes and name of each.
+
+    Raises:
+        ValueError: If two are.
+    """
+    ends: dict[str, tuple[int, str]] = {}
+    for file, begin, num_bytes, name in sorted(place for place in places if place[2]):
+        end, before = ends.get(file, (0, ""))
+        if begin < end:
+            raise ValueError(f"`{name}` and `{before}` are said to be in the same bytes of `{file}`, at {begin}")
+        ends[file] = begin + num_bytes, name
+
+
+def checked_shape(sizes: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor as it stands in a file.
+
+    Raises:
+        ValueError: If torch can have no such tensor.
+    """
+    shape = tuple(_count(size) for size in sizes)
+    if len(shape) > _MOST_DIMS or prod(max(1, size) for size in shape) > _MOST_ELEMENTS:
+        raise ValueError(f"expected the shape of a tensor, found {str(shape)[:200]}")
+    return shape
 
 
 def _tensor(entry: Mapping[str, Any]) -> SavedTensor:
     dtype_named(entry["dtype"])
-    shape = tuple(_count(size) for size in entry["shape"])
+    shape = checked_shape(entry["shape"])
     return SavedTensor(entry["dtype"], shape, bool(entry["is_sharded"]), tuple(map(_part, entry["parts"])))
 
 
@@ -176,7 +242,7 @@ def dtype_named(name: str) -> torch.dtype:
     Raises:
         ValueError: If there is none.
     """
-    found = getattr(torch, name, None)
+    found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"expected the name of a dtype, found {name!r}; a newer torch may know it")
     return found

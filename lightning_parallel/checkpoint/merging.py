@@ -99,9 +99,8 @@ class _Merged:
 
     def _stand_in(self, name: str) -> Tensor:
         """Return a tensor of the right form whose memory is never touched."""
-        if name not in self.tensors:
-            raise ValueError(f"the checkpoint {self.saved.folder} names a tensor `{name}` that it does not hold")
-        saved, dtype = self.tensors[name], dtype_named(self.tensors[name].dtype)
+        _, dtype = self.saved.facts(name)
+        saved = self.tensors[name]
         size = num_bytes_of(saved)
         if size == 0:
             return torch.empty(saved.shape, dtype=dtype)

@@ -110,13 +110,18 @@ class SavedCheckpoint:
         return decode(self.manifest.document, cache(self._tensor))
 
     def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:
-        """Return the shape and the dtype of a tensor."""
+        """Return the shape and the dtype of a tensor.
+
+        Raises:
+            ValueError: If it holds no such.
+        """
+        if name not in self.manifest.tensors:
+            raise ValueError(f"the checkpoint {self.folder} names a tensor `{name}` that it does not hold")
         saved = self.manifest.tensors[name]
         return saved.shape, dtype_named(saved.dtype)
 
     def _tensor(self, name: str) -> Tensor:
-        if name not in self.manifest.tensors:
-            raise ValueError(f"the checkpoint {self.folder} names a tensor `{name}` that it does not hold")
+        self.facts(name)
         return StoredTensor.of(self, name) if self.manifest.tensors[name].is_sharded else self.read(name)
 
     # -------------------------------------------------------------------------------------------------------- tensors

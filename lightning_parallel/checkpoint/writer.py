@@ -244,7 +244,7 @@ class ShardedWriter:
             for name, tensor in tensors.items()
         }
         step = checkpoint.get("global_step", 0)
-        step = step if isinstance(step, int) else 0
+        step = step if type(step) is int and step >= 0 else 0
         return _Snapshot(target, document, described, parts, step, is_apart), left_out
 
     # --------------------------------------------------------------------------------------------------------- commit

@@ -1,6 +1,7 @@
 """The files of a sharded checkpoint: what is read is what was written, in any cut, or an error."""
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -252,6 +253,15 @@ def test_one_flipped_byte_anywhere_is_seen(checkpoint):
     assert value_at(checkpoint) == 1.0
 
 
+def changed_manifest(path, change):
+    """Change a manifest as somebody would who knows its checksum."""
+    body = json.loads((path / MANIFEST).read_bytes().split(b"\n", 1)[1])
+    change(body)
+    text = json.dumps(body).encode()
+    head = json.dumps({"sha256": hashlib.sha256(text).hexdigest()}).encode()
+    (path / MANIFEST).write_bytes(head + b"\n" + text)
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -264,20 +274,68 @@ def test_one_flipped_byte_anywhere_is_seen(checkpoint):
         (lambda m: m.update(document={"$call": "os.system"}), "expected one of"),
         (lambda m: m.update(document={"a": {"$tensor": "nowhere"}}), "does not hold"),
         (lambda m: m.update(document={"a": {"$dtype": "save"}}), "expected a value of \\$dtype"),
+        (lambda m: m.update(document={"a": {"$enum": [[], "x", 1]}}), "expected a value of \\$enum"),
+        (lambda m: m.update(document={"a": {"$enum": ["enum", "Enum", 1]}}), "expected a member of `enum.Enum`"),
+        (lambda m: m.update(document={"$tuple": {"$range": [0, 10**12, 1]}}), "expected a value of \\$tuple"),
+        (lambda m: m.update(document={"$device": "x"}), "expected a value of \\$device"),
+        (lambda m: m.update(document={"$timedelta": [10**20, 0, 0]}), "expected a value of \\$timedelta"),
         (lambda m: m.update(version=2), "newer release"),
+        *(
+            (lambda m, name=name: m.update(name=name), "not the name of a folder")
+            for name in ("/etc/x", "../../x", "..", ".", "a/b", "a\0b", "..\\x", 3, None, ["x"], {})
+        ),
+        *((lambda m, step=step: m.update(step=step), "at least 0") for step in ("1", -1, 1.5, None, True, [])),
+        *(
+            (lambda m, created=created: m.update(created=created), "expected the seconds since 1970")
+            for created in ("now", None, -1, 1e300, 10**400, True)
+        ),
+        *(
+            (lambda m, layout=layout: m.update(layout=layout), "expected a manifest|the number of ranks")
+            for layout in (3, None, ["tensor"], {"tensor": "2"}, {"tensor": 0})
+        ),
+        *(
+            (lambda m, versions=versions: m.update(versions=versions), "expected a manifest|the versions of packages")
+            for versions in (3, None, ["torch"], {"torch": 2})
+        ),
+        (lambda m: m.update(files={next(iter(m["files"])): True}), "not the name of a file"),
+        (lambda m: m["tensors"]["state_dict/bias"].update(shape=[3, 0, 10**30]), "expected the shape"),
+        (lambda m: m["tensors"]["state_dict/bias"].update(shape=[3] + [1] * 99), "expected the shape"),
+        (lambda m: m["tensors"].update({"x": m["tensors"]["state_dict/bias"]}), "in the same bytes of"),
         (lambda m: m.update(tensors=3), "expected a manifest"),
     ],
 )
 def test_a_hostile_manifest_is_refused(checkpoint, change, expected):
-    import hashlib
-
-    body = json.loads((checkpoint / MANIFEST).read_bytes().split(b"\n", 1)[1])
-    change(body)
-    text = json.dumps(body).encode()
-    head = json.dumps({"sha256": hashlib.sha256(text).hexdigest()}).encode()
-    (checkpoint / MANIFEST).write_bytes(head + b"\n" + text)
+    changed_manifest(checkpoint, change)
     with pytest.raises(ValueError, match=expected):
         value_at(checkpoint)
+
+
+def test_a_save_that_was_begun_by_others_moves_nowhere(tmp_path):
+    """What a killed save has left is given its name back, if that is a checkpoint's beside it."""
+    place = tmp_path / "checkpoints"
+    for name in (str(tmp_path / "autostart"), "../autostart", "..", "a/../../autostart", ".ssh", "mine.ckpt"):
+        write(place / "a.ckpt")
+        left = place / ".replaced-0123-4567-1-1"
+        os.rename(place / "a.ckpt", left)
+        changed_manifest(left, lambda manifest, name=name: manifest.update(name=name))
+        write(place / "b.ckpt", 2.0)
+        assert files_of(tmp_path) == ["checkpoints"], name
+        assert set(files_of(place)) == {"b.ckpt", LATEST, "mine.ckpt" if name == "mine.ckpt" else left.name}, name
+        shutil.rmtree(place)
+
+
+def test_newest_is_found_beside_damaged_ones_and_never_outside(checkpoint, tmp_path):
+    """`latest.json` may name nothing but an entry of the folder."""
+    shutil.copytree(checkpoint, tmp_path / "outer")
+    inner = tmp_path / "outer" / "inner"
+    for name, value in (("b.ckpt", 2.0), ("c.ckpt", 3.0)):
+        write(inner / name, value, step=int(value))
+    changed_manifest(inner / "b.ckpt", lambda manifest: manifest.update(step="9"))
+    (inner / "pipe.ckpt").mkdir()
+    os.mkfifo(inner / "pipe.ckpt" / MANIFEST)  # reading it would wait for a writer
+    for latest in ("..", "../a.ckpt", ".", "", "c.ckpt/../..", 3, None, ["c.ckpt"], "pipe.ckpt"):
+        (inner / LATEST).write_text(json.dumps({"checkpoint": latest}))
+        assert value_at(inner) == 3.0, latest
 
 
 def test_a_pickle_in_place_of_a_file_is_not_executed(checkpoint, tmp_path):
