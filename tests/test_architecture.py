@@ -1,4 +1,4 @@
-"""The layout of the package: layers, circles of imports, long functions, unique names, and private names of dependencies.
+"""The layout of the package: layers, circles of imports, long functions, unique names, private names of dependencies.
 
 Each rule is a function from the root of a package to the lines that violate it, so that the tests can also show that
 each of them sees what it forbids.

@@ -38,7 +38,6 @@ from lightning_parallel.strategies.compression_files import remove_compression
 from lightning_parallel.strategies.mesh_compression import MeshCompression
 from lightning_parallel.strategies.optimization import WholeGroups
 from lightning_parallel.strategies.processes import MeshProcesses
-from lightning_parallel.strategies.proof_record import save_proofs
 from lightning_parallel.strategies.setup import save_plan
 from lightning_parallel.tensor.sharding import Shard
 
@@ -237,10 +236,8 @@ class MeshCheckpoints(MeshProcesses):
 
     @override
     def save_beside(self, filepath: PathLike) -> None:
-        if self.is_global_zero:
-            save_proofs(filepath)
-            if self.engine is not None:
-                save_plan(self.engine.plan, filepath)
+        if self.is_global_zero and self.engine is not None:
+            save_plan(self.engine.plan, filepath)
 
     @override
     def begin_batch(self, flag: bool) -> bool:

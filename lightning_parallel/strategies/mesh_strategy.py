@@ -94,8 +94,8 @@ class MeshStrategy(MeshCheckpoints):
         checkpoint_format: `full`, one ordinary Lightning checkpoint, for any layout and for stock Lightning; or
             `sharded`, a folder to which each rank writes its part, for any layout, see `MeshCheckpoints`.
         async_save: Let training go on while a sharded checkpoint is written; a step waits for a copy only.
-        verify: Whether the module's own steps are compared with those of one process before the first batch: `always`,
-            `off`, or `auto`: once for each structure of the model, plan and version, remembered beside checkpoints.
+        verify: Whether each run compares the module's own steps with those of one process before their first batch:
+            `auto` and `always` do, `off` does not.
         restore: On which ranks the module is whole again after a run that ended well: `all`, `rank_zero` or `off`;
             `auto` decides by its size, and says so if it is not `all`.
         process_group_backend: Backend of torch.distributed; by the device when omitted.

@@ -246,8 +246,7 @@ def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], to
             differences.append(StepDifference(kind, name, math.inf, "is missing"))
             continue
         mine = found[name]
-        if isinstance(value, float) or not isinstance(value, Tensor):
-            value, mine = torch.as_tensor(value), torch.as_tensor(mine)
+        value, mine = _as_tensor(value), _as_tensor(mine)
         is_exact = not (value.is_floating_point() or value.is_complex())
         if is_exact != (not (mine.is_floating_point() or mine.is_complex())):
             # A mean over microbatches may be a float where one process has a count.
@@ -255,7 +254,7 @@ def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], to
         relative = relative_difference(mine, value, 1e-2)
         if relative > (0.0 if is_exact and tolerance < HALF else tolerance):
             short = value.numel() == 1 and mine.numel() == 1
-            detail = f"is {mine.item():.6g}, but {value.item():.6g} on one process" if short else ""
+            detail = _two_numbers(mine.item(), value.item()) if short else ""
             if mine.shape != value.shape:
                 detail = f"has shape {tuple(mine.shape)}, but {tuple(value.shape)} on one process"
             differences.append(StepDifference(kind, name, relative, detail))
@@ -263,6 +262,24 @@ def compare(kind: str, found: Mapping[str, Any], expected: Mapping[str, Any], to
         StepDifference(kind, name, math.inf, "is not there on one process") for name in found if name not in expected
     ]
     return differences
+
+
+def _as_tensor(value: Any) -> Tensor:
+    # The default precision would round a number before it is compared.
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=_DOUBLE.get(type(value)))
+
+
+_DOUBLE = {float: torch.float64}
+
+
+def _two_numbers(found: float, expected: float) -> str:
+    """Return two numbers in words, with as many digits as show that they differ."""
+    one, two = f"{found:.6g}", f"{expected:.6g}"
+    for digits in range(7, 18):
+        if one != two:
+            break
+        one, two = f"{found:.{digits}g}", f"{expected:.{digits}g}"
+    return f"is {one}, but {two} on one process"
 
 
 def compare_gradients(

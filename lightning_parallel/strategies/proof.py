@@ -41,7 +41,6 @@ from lightning_parallel.strategies.observed_step import (
     relative_difference,
     tolerance_of,
 )
-from lightning_parallel.strategies.proof_record import record, recorded, step_key
 from lightning_parallel.strategies.step_runs import DividedRun, StepCall, StepRuns, Way, WholeRun
 from lightning_parallel.strategies.step_state import Snapshot, complete_rules
 from lightning_parallel.tensor.audit import StepAudit
@@ -114,7 +113,7 @@ class FirstBatches:
             runs = self._make_runs()
             # What every rank runs on the whole model is what one process runs.
             if runs.steps is None or runs.steps.goes_in_stages(name, args, kwargs):
-                StepProof(runs, remembers=self._verify == "auto").prove(name, args, kwargs)
+                StepProof(runs).prove(name, args, kwargs)
 
 
 class StepProof:
@@ -124,12 +123,10 @@ class StepProof:
 
     Args:
         runs: Runs a step both ways.
-        remembers: Whether to leave out what was verified before, in this process or beside the run's checkpoints.
     """
 
-    def __init__(self, runs: StepRuns, remembers: bool = True) -> None:
+    def __init__(self, runs: StepRuns) -> None:
         self.runs = runs
-        self.remembers = remembers
         self.module = runs.module
         self.replica = runs.groups.replica
 
@@ -145,9 +142,6 @@ class StepProof:
         """
         begun_s = time.perf_counter()
         batch, *rest = args
-        key = step_key(self.runs, name, batch)
-        if self.remembers and self._is_known(key):
-            return
         call = StepCall(name, self._first_samples(batch), tuple(rest), kwargs)
         with self.runs.nothing_left():
             verdict = _Comparison(self.runs, call)
@@ -155,17 +149,7 @@ class StepProof:
             if (verdict.failure or differs) and call.batch is not batch:
                 # Some steps are made for one size of batch, or take another path for a single sample.
                 verdict = _Comparison(self.runs, replace(call, batch=batch))
-        text = self._report(verdict, time.perf_counter() - begun_s)
-        if text:
-            record(key, text, ParallelState.of(self.module).attributes)
-
-    def _is_known(self, key: str) -> bool:
-        """Tell whether a step was verified before, and take over what was learned then; the first rank decides."""
-        known = recorded(key, self.module.trainer) if self.runs.groups.world.rank == 0 else None
-        known = comm.broadcast_object(known, self.runs.groups.world)
-        if known is not None:
-            ParallelState.of(self.module).attributes.update(known)
-        return known is not None
+        self._report(verdict, time.perf_counter() - begun_s)
 
     def _first_samples(self, batch: Any) -> Any:
         """Return two samples; in a pipeline two microbatches, of two samples if the run's have several.
@@ -188,8 +172,8 @@ class StepProof:
         except ValueError:
             return batch
 
-    def _report(self, verdict: _Comparison, seconds: float) -> str:
-        """Raise or warn on all ranks together; returns what was verified, empty if nothing was."""
+    def _report(self, verdict: _Comparison, seconds: float) -> None:
+        """Raise or warn on all ranks together; print what was verified."""
         mine = (verdict.failure, verdict.differences, verdict.hint, verdict.varying)
         everyone = comm.all_gather_object(mine, self.runs.groups.world)
         found = [difference for _, differences, _, _ in everyone for difference in differences]
@@ -203,12 +187,11 @@ class StepProof:
             raise ProofError(_READS_GRADIENTS.format(failure))
         if failure:
             rank_zero_warn(f"`{name}` was not compared with that of one process: {failure}")
-            return ""
+            return
         of = "" if name == "training_step" else f"`{name}` "
         left_out = f", but for {', '.join(varying)}, which differ from run to run on one process too" if varying else ""
         text = f"{of}verified on {verdict.summary}{left_out}"
         rank_zero_info(f"{text} ({seconds:.1f} s)")
-        return text
 
 
 def _message(call: StepCall, found: Sequence[StepDifference], hint: str) -> str:

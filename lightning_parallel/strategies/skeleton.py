@@ -7,18 +7,15 @@ together with its full tensors, until the next run divides it in the same way (`
 from __future__ import annotations
 
 import copy
-import hashlib
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_parallel.compat import FOREIGN, ParallelState
+from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import BUFFERS, PARAMETERS, buffers_of, parameters_of
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
 from lightning_parallel.tensor.sharding import Shard
@@ -135,13 +132,6 @@ class Skeleton:
         if type(value) is list:
             return [self._captured(item) if isinstance(item, nn.Parameter) else item for item in value]
         return copy.copy(value) if isinstance(value, dict) else value
-
-    def fingerprint(self) -> str:
-        """Hash what decides how the module computes, besides its data; equal in another process with the same code."""
-        digest = hashlib.sha256()
-        for child, change in self._changes:
-            digest.update(_described(child, change).encode())
-        return digest.hexdigest()
 
     # ------------------------------------------------------------------------------------------ whole between runs
 
@@ -403,47 +393,3 @@ class _FetchedList(list[Any]):
 
     def _fetched(self, item: Any) -> Any:
         return self._source(item.name) if isinstance(item, _Named) else item
-
-
-# ------------------------------------------------------------------------------------------------------ fingerprint
-
-
-def _described(child: nn.Module, change: _Change) -> str:
-    """Describe what decides how a module computes: its class with its code, plain attributes, names of parameters."""
-    attributes = {**vars(child), **change.attributes}
-    plain = {name: _setting(value) for name, value in attributes.items() if not name.startswith("_")}
-    codes = [
-        _code(function)
-        for kind in change.kind.__mro__
-        if kind.__module__.partition(".")[0] not in FOREIGN
-        for _, function in sorted(vars(kind).items())
-    ]
-    return repr((change.kind.__qualname__, sorted(plain.items()), sorted(change.parameters), codes))
-
-
-def _setting(value: Any) -> str:
-    """Describe an attribute: its value, the code of a function, the entries of a configuration."""
-    if isinstance(value, (Tensor, nn.Module)) or (hasattr(value, "__len__") and len(value) > _MOST_ENTRIES):
-        return type(value).__qualname__
-    if isinstance(value, FunctionType):
-        # What a function of the user's is closed over decides what it computes.
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return _code(value) + repr([_setting(cell) for cell in cells if not callable(cell)])
-    return re.sub(r"0x[0-9a-f]+", "", repr(value))
-
-
-_MOST_ENTRIES = 1000
-"""Longer containers are data, such as a data set, and do not decide how a module computes."""
-
-
-def _code(value: Any) -> str:
-    """Return the byte code of a function, with its constants and those of functions inside it."""
-    value = getattr(value, "__func__", getattr(value, "fget", value))
-    if not isinstance(value, FunctionType):
-        return repr(value) if isinstance(value, (bool, int, float, str)) else ""
-    return _code_of(value.__code__)
-
-
-def _code_of(code: CodeType) -> str:
-    constants = [_code_of(item) if isinstance(item, CodeType) else repr(item) for item in code.co_consts]
-    return code.co_code.hex() + repr(code.co_names) + repr(constants)

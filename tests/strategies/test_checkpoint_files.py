@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import shutil
 import signal
@@ -32,7 +31,6 @@ from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import innermost_io
 from lightning_parallel.strategies import checkpoint_files
 from lightning_parallel.strategies.checkpoint_files import SafeCheckpointIO, StagedFile, check_file
-from lightning_parallel.strategies.proof_record import forget
 from tests.harness import distributed, run_script, start_script
 from tests.strategies.models import Net, fit_single, loader, trainer_for
 
@@ -498,22 +496,6 @@ def test_a_damaged_file_is_refused_on_all_ranks(group, kind, damage):
     assert str(path) in assert_same_error(error, group)
 
 
-@distributed(world_size=2)
-def test_the_plan_and_the_proof_beside_it_are_replaced_at_once(group):
-    folder = shared_folder(group)
-    replaced = []
-
-    def replace(source, target):
-        replaced.append(Path(target).name)
-        os.replace(source, target)
-
-    with system(replace=replace):
-        fit("mesh", group, max_epochs=1, verifies=True).save_checkpoint(folder / "a.ckpt")
-    forget()  # else later tests would find the file, too
-    assert replaced == (["a.ckpt", "proof.json"] if group.rank == 0 else [])
-    assert json.loads((folder / "proof.json").read_text())
-
-
 class Fills(ModelCheckpoint):
     """Leaves no room on the disk after the first checkpoint of an epoch."""
 
@@ -573,7 +555,6 @@ def test_the_best_before_is_removed_after_the_new_one_is_there(group, is_async):
             super().remove_checkpoint(path)
 
     plugin = AsyncCheckpointIO(Notes()) if is_async else Notes()
-    forget()
     callback = ModelCheckpoint(folder, monitor="train_loss", filename="{epoch}", save_last=True)
     with system(replace=replace):
         fit(

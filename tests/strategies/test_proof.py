@@ -1,7 +1,7 @@
 """The proof: steps are compared with those of one process before their first batch."""
 
-import json
 import logging
+import re
 import tempfile
 import time
 import warnings
@@ -16,7 +16,8 @@ from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.compat import Patches, patched
-from lightning_parallel.strategies import proof_record, reference
+from lightning_parallel.strategies import reference
+from lightning_parallel.strategies.observed_step import compare
 from lightning_parallel.strategies.proof import ProofError
 from lightning_parallel.strategies.reference import Owners, WholeModel, run_reference
 from lightning_parallel.strategies.skeleton import Skeleton
@@ -389,28 +390,20 @@ def test_the_argument():
 
 
 @distributed(world_size=2)
-def test_a_verified_step_is_remembered_beside_its_checkpoints(group):
+def test_each_run_checks_itself_whatever_lies_beside_its_checkpoints(group):
     folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    for _ in range(2):
+        callback = ModelCheckpoint(folder, every_n_train_steps=1)
+        said = fit(Tokens(), "tensor", "auto", callbacks=[callback], enable_checkpointing=True)
+        assert group.rank > 0 or said[0].startswith("verified on 2 samples")
+    assert all(path.suffix == ".ckpt" for path in folder.iterdir())
 
-    def callbacks():
-        return [ModelCheckpoint(folder, every_n_train_steps=1)]
 
-    class Remembered(Tokens):
-        pass
-
-    options = {"enable_checkpointing": True}
-    first = fit(Remembered(), "tensor", "auto", callbacks=callbacks(), **options)
-    written = json.loads((folder / proof_record.PROOF_FILE).read_text())
-    proof_record.forget()
-    again = fit(Remembered(), "tensor", "auto", callbacks=callbacks(), **options)
-    Remembered.loss = lambda self, x, y: F.cross_entropy(self(x), y, label_smoothing=0.1)
-    proof_record.forget()
-    other = fit(Remembered(), "tensor", "auto", callbacks=callbacks(), **options)
-    if group.rank == 0:
-        assert first[0].startswith("verified on 2 samples")
-        assert first[0].rpartition(" (")[0] in [entry["text"] for entry in written.values()]
-        assert again == []
-        assert other[0].startswith("verified on 2 samples")
+def test_numbers_that_differ_are_shown_to_differ():
+    for found, expected in ((0.46005512, 0.46005498), (1.0, 1.0 + 1e-15), (3.0, 4.0)):
+        (difference,) = compare("logged value", {"a": found}, {"a": expected}, 1e-16)
+        one, two = re.findall(r"(?:is|but) ([\d.]+)", str(difference))
+        assert one != two
 
 
 # -- the whole model ---------------------------------------------------------------------------------------------------
