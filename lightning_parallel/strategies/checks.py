@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import dis
+import hashlib
 import inspect
+import io
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import IO, Any
 
 import numpy
 import torch
@@ -58,14 +61,11 @@ def check_same_batch(batch: Any, group: Group) -> None:
     if group.size == 1:
         return
     # Fingerprints, since the batches themselves may be large; shapes for the message.
-    seen = [
-        (tuple(leaf.shape), str(leaf.dtype), fingerprint(leaf)) if isinstance(leaf, Tensor) else ((), "", leaf)
-        for leaf in _contents(batch, {})
-    ]
+    seen = _contents(batch)
     everyone = comm.all_gather_object(seen, group)
     different = [rank for rank, other in zip(group.ranks, everyone) if other != everyone[0]]
     if different:
-        shapes = {rank: [entry[0] for entry in other] for rank, other in zip(group.ranks, everyone)}
+        shapes = {rank: [shape for shape, *_ in other] for rank, other in zip(group.ranks, everyone)}
         raise ValueError(
             f"the ranks {list(group.ranks)} hold one replica and must get the same batch, but the first batch"
             f" of rank {', '.join(map(str, different))} differs from that of rank {group.ranks[0]} (shapes: {shapes})."
@@ -74,16 +74,60 @@ def check_same_batch(batch: Any, group: Group) -> None:
         )
 
 
-def _contents(batch: Any, known: dict[int, Any]) -> Iterator[Tensor | str | bytes | float]:
-    """Yield the data in a batch: tensors, numbers and text, also inside of objects that pytree does not know."""
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biufc":
-            yield torch.as_tensor(leaf.tolist())  # a copy: some arrays are not writable, or of a type torch lacks
-        elif isinstance(leaf, (Tensor, str, bytes, int, float)):
-            yield leaf
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type) and id(leaf) not in known:
-            known[id(leaf)] = leaf
-            yield from _contents(vars(leaf), known)
+def _contents(batch: Any) -> list[tuple[Any, ...]]:
+    """Return what tells batches apart: shape, dtype and fingerprint of tensors, and hashes of all else by its bits."""
+    found: list[tuple[Any, ...]] = []
+    known: dict[int, Any] = {}
+
+    def add(value: Any) -> None:
+        for leaf in pytree.tree_leaves(value):
+            file = io.BytesIO()
+            pickler = _ContentPickler(file)
+            try:
+                pickler.dump(leaf)
+            except Exception:
+                # Not by its pickle: it refers to itself, or to what has none, such as a lock.
+                found.append(((), type(leaf).__qualname__, None))
+                if hasattr(leaf, "__dict__") and id(leaf) not in known:
+                    known[id(leaf)] = leaf
+                    add(dict(vars(leaf)))
+                continue
+            found.extend(pickler.tensors)
+            found.append(((), type(leaf).__qualname__, hashlib.blake2b(file.getvalue(), digest_size=8).hexdigest()))
+
+    add(batch)
+    return found
+
+
+class _ContentPickler(pickle.Pickler):
+    """Pickles objects alike wherever they hold the same: by value, not by identity, and floats by their bits.
+
+    Attributes:
+        tensors: Shape, dtype and fingerprint of the tensors in them, which are left out.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file, protocol=4)
+        self.fast = True  # what occurs twice is written twice: equal strings are one object on some ranks only
+        self.tensors: list[tuple[Any, ...]] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what stands for a value in the pickle; None for its own."""
+        if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested and not value.is_meta:
+            self.tensors.append((tuple(value.shape), str(value.dtype), fingerprint(value)))
+            return "tensor"
+        if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+            digest = hashlib.blake2b(numpy.ascontiguousarray(value).tobytes(), digest_size=8).hexdigest()
+            self.tensors.append((value.shape, str(value.dtype), digest))
+            return "array"
+        if isinstance(value, (set, frozenset)):
+            # Their order is another in each process; other objects are shown by their address.
+            return sorted(repr(each) for each in value if isinstance(each, (str, bytes, int, float, tuple)))
+        if isinstance(value, torch.device):
+            return value.type  # each rank has its own
+        if callable(value) and hasattr(value, "__qualname__"):
+            return value.__qualname__  # functions and classes are no data, and not all of them can be pickled
+        return None
 
 
 def check_callbacks(trainer: Trainer, ranks_per_replica: int) -> None:

@@ -1,7 +1,9 @@
 """What the ranks of one replica read: the same batches from every loader, and no sample of a stream less."""
 
+import copy
 import multiprocessing
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
+from lightning_parallel.strategies.checks import check_same_batch
 from tests.harness import distributed
 from tests.strategies.models import Net, Samples, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
@@ -55,6 +58,50 @@ def test_batches_in_objects_of_the_user_are_compared(group):
     trainer = trainer_for(TensorParallelStrategy(tensor_parallel_size=2), 2, max_epochs=1)
     with pytest.raises(ValueError, match="must get the same batch"):
         trainer.fit(Opens().double(), batches)
+
+
+class Locked:
+    """Without a pickle, and with a reference to itself."""
+
+    def __init__(self, x):
+        self.x, self.lock, self.me = x, threading.Lock(), self
+
+
+def strange(number, name):
+    """Return a batch of what does not equal itself, or is another object in each process, by its number."""
+    nothing = float("nan")
+    pd = pytest.importorskip("pandas")
+    return {
+        "ages": [nothing, float(number), {"deep": (nothing, np.float64("nan"))}],
+        "tensor": torch.tensor([nothing, number]),
+        "array": np.array([nothing, number], dtype=object),
+        "index": pd.Index([f"{name} {number}", None], dtype="str"),
+        "frame": pd.DataFrame({"a": [nothing, number], "b": ["x", name]}),
+        "set": {f"{name} {letter}" for letter in "abcdefgh"},
+        "own": Locked(torch.tensor([nothing, number])),
+        "names": [name, "".join(name)],  # one object, or two
+        "function": lambda: number,
+        "device": torch.device("cpu"),
+    }
+
+
+@distributed(world_size=2)
+def test_batches_are_compared_by_bits(group):
+    name = "name" if group.rank else "".join(["na", "me"])
+    check_same_batch(strange(1, name), group)
+    check_same_batch(copy.deepcopy(np.array([float("nan")])), group)
+    for key, value in strange(1 + group.rank, "name").items():
+        if key in ("set", "names", "function", "device"):
+            continue
+        with pytest.raises(ValueError, match="must get the same batch.*rank 1 differs"):
+            check_same_batch({key: value}, group)
+    for other in (
+        {"set": {"a", f"b {group.rank}"}},
+        {"names": ["a"] * (1 + group.rank)},
+        {"zero": (0.0, -0.0)[group.rank]},
+    ):
+        with pytest.raises(ValueError, match="must get the same batch"):
+            check_same_batch(other, group)
 
 
 class OfLength(IterableDataset):
