@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -93,12 +94,12 @@ def broadcast_from(make: Callable[[], T], group: Group, source: int = 0, device:
                 packed, tensors = _pack(value)
         except Exception as error:
             failure = error
-    description = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    packed, description = broadcast_object((packed, description), group, source)
+    carried = None if failure is None else _carried(failure)
+    packed, carried = broadcast_object((packed, carried), group, source)
     if failure is not None:
         raise failure
-    if description:
-        raise RuntimeError(f"rank {group.ranks[source]} failed with {description}")
+    if carried is not None:
+        raise _like(*carried, f"\n(found on rank {group.ranks[source]})")
     tensors = _broadcast_tensors(packed.tensors, tensors, group, source, device or torch.device("cpu"))
     return cast(T, value) if group.rank == source else _Unpickler(packed.data, tensors).load()
 
@@ -188,10 +189,10 @@ def barrier(group: Group) -> None:
 def raise_together(error: Exception | None, group: Group) -> None:
     """Raise on every rank of `group` if any rank brings an `error`, so that no rank is left waiting.
 
-    A rank that brings an error raises that one; the others raise one of the same type that names the failed ranks.
+    A rank that brings an error raises that one; the others raise one like it that names the failed ranks.
     """
     try:
-        found = all_gather_object(None if error is None else (type(error).__name__, str(error)), group)
+        found = all_gather_object(None if error is None else _carried(error), group)
     except RuntimeError as failure:
         if error is None:
             raise
@@ -201,10 +202,30 @@ def raise_together(error: Exception | None, group: Group) -> None:
         raise error
     failed = {rank: failure for rank, failure in zip(group.ranks, found) if failure is not None}
     if failed:
-        name, message = next(iter(failed.values()))
-        # Only types that are made from a message alone; others may need arguments that are not known here.
-        kind = {"ValueError": ValueError, "TypeError": TypeError}.get(name, RuntimeError)
-        raise kind(f"{message}\n(found on rank {', '.join(map(str, failed))})")
+        raise _like(*next(iter(failed.values())), f"\n(found on rank {', '.join(map(str, failed))})")
+
+
+def _carried(error: Exception) -> tuple[str, str, bytes]:
+    """Return the type of an error, its text, and what it is made of, for other ranks; empty if it cannot be pickled."""
+    data = b""
+    with suppress(Exception):  # it may hold a tensor with a graph
+        data = pickle.dumps((type(error), error.args, vars(error)))
+    return type(error).__name__, str(error), data
+
+
+def _like(name: str, message: str, data: bytes, where: str) -> Exception:
+    """Return the error of another rank, with where it was found."""
+    with suppress(Exception):
+        # Not by its `__init__`, which may need arguments that are not known here.
+        kind, arguments, attributes = pickle.loads(data)
+        error = kind.__new__(kind, *arguments)
+        error.__dict__.update(attributes)
+        if str(error) == message:
+            # Of some classes, such as `KeyError`, the text is not the argument itself.
+            error.args = (message + where,) if error.args == (message,) else error.args
+            return error
+    kind = {"ValueError": ValueError, "TypeError": TypeError}.get(name, RuntimeError)
+    return kind((message if kind.__name__ == name else f"{name}: {message}") + where)
 
 
 def equal_everywhere(number: int, group: Group) -> bool:

@@ -51,6 +51,7 @@ class MessageLayout:
         tensors: Their shapes and dtypes.
         line: The line of the step that calls it; see `line_of_step`.
         skips: What the tensors after the arguments are.
+        is_failure: Whether it stands for what a stage cannot make, as a step has failed before; it has no tensors.
     """
 
     index: int
@@ -58,6 +59,7 @@ class MessageLayout:
     tensors: tuple[TensorSpec, ...]
     line: str = ""
     skips: tuple[Skip, ...] = ()
+    is_failure: bool = False
 
     @property
     def packed_bytes(self) -> int:

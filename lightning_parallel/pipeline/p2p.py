@@ -32,7 +32,7 @@ from lightning_parallel.comm import Group, Pending
 from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts, TensorSpec
 from lightning_parallel.pipeline.schedule import Action, Channel, Kind, Schedule
 
-__all__ = ["MessageGroups", "StageMessages"]
+__all__ = ["LostMessageError", "MessageGroups", "StageMessages"]
 
 _TAGS = {Kind.F: 1, Kind.I: 2}
 _HOST_TAG = 3
@@ -44,6 +44,10 @@ MessageGroups = Mapping[Channel, Group]
 For NCCL, which has no tags, and carries what is issued to a group one after the other: with fewer groups, messages of
 interleaved schedules would wait for each other, some of them in a circle.
 """
+
+
+class LostMessageError(RuntimeError):
+    """A message did not come, or could not be sent: no more can be exchanged with that rank."""
 
 
 class _Sends(NamedTuple):
@@ -204,9 +208,9 @@ class StageMessages:
         except RuntimeError as error:
             raise self._not_sent(sends.action, sends.receiver, error) from error
 
-    def _not_sent(self, action: Action, receiver: int, error: RuntimeError) -> RuntimeError:
+    def _not_sent(self, action: Action, receiver: int, error: RuntimeError) -> LostMessageError:
         ranks = self.group.ranks
-        return RuntimeError(
+        return LostMessageError(
             f"rank {ranks[self.group.rank]}, pipeline stage {action.stage}, could not send {action} "
             f"to rank {ranks[receiver]}: {error}"
         )
@@ -244,7 +248,7 @@ class StageMessages:
         except RuntimeError as error:
             needed = action._replace(stage=action.stage + (-1 if action.kind is Kind.F else 1))
             ranks = self.group.ranks
-            raise RuntimeError(
+            raise LostMessageError(
                 f"rank {ranks[self.group.rank]}, pipeline stage {action.stage}, waited at {action} for {needed} "
                 f"of rank {ranks[sender]}, which did not come: {error}"
             ) from error
@@ -342,7 +346,7 @@ class _Activations:
         stage, microbatch, num_bytes = packet[:_HEADER_BYTES].view(torch.int64).tolist()
         if (stage, microbatch) != (action.stage - 1, action.microbatch):
             ranks = self.messages.group.ranks
-            raise RuntimeError(
+            raise LostMessageError(
                 f"rank {ranks[self.messages.group.rank]} runs {action} and expected the output of "
                 f"{Action(Kind.F, action.stage - 1, action.microbatch)} from rank {ranks[self.sender]}, got that of "
                 f"{Action(Kind.F, stage, microbatch)}: the ranks run different schedules"

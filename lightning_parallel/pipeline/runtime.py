@@ -6,6 +6,9 @@
     W  compute the deferred weight gradients
 
 Zero-bubble schedules (https://arxiv.org/abs/2401.10241) compute W when the rank would wait otherwise.
+
+A rank on which an action fails goes on through its row without computing, so that no rank waits for its messages:
+activations that say so, and gradients of zeros. All ranks then raise the error.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_parallel import tracing
+from lightning_parallel import comm, tracing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
 from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts, TensorSpec, line_of_step
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of
-from lightning_parallel.pipeline.p2p import MessageGroups, StageMessages
+from lightning_parallel.pipeline.p2p import LostMessageError, MessageGroups, StageMessages
 from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers, missing
 from lightning_parallel.pipeline.random_streams import (
     OwnGenerators,
@@ -49,6 +52,14 @@ from lightning_parallel.pipeline.stage import (
 from lightning_parallel.pipeline.weight_gradients import WeightGradients, deferring
 
 __all__ = ["ScheduleRun"]
+
+_FAILURE = MessageLayout(-1, (), (), is_failure=True)
+
+
+class _FailedBeforeError(BaseException):
+    """Ends a step on a stage whose input has not been made."""
+
+    # Not an `Exception`, so that no handler in the model stops it.
 
 
 @dataclass
@@ -119,6 +130,8 @@ class ScheduleRun:
         self.outputs: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         self.open = tracing.OpenSpan()
+        self.failure: BaseException | None = None
+        self._has_received = False  # what comes from another stage for the current action
 
     def __call__(self) -> StepResult:
         """Run this rank's row of the schedule.
@@ -126,6 +139,7 @@ class ScheduleRun:
         Raises:
             PlaceholderError: If a stage needs data that another one has.
             RuntimeError: If a message does not come, or the step does not go through the layers.
+            Exception: What the step raises. On every rank, except if a message does not come.
         """
         handle: Mapping[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
@@ -141,18 +155,60 @@ class ScheduleRun:
             for action in row:
                 phase = "forward" if action.kind is Kind.F else "backward"
                 with tracing.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
-                    handle[action.kind](action)
-                if self.end_stage is not None and action is last[action.stage]:
+                    self._run(action, handle[action.kind])
+                if self.end_stage is not None and action is last[action.stage] and self.failure is None:
                     self.end_stage(action.stage)
         self.messages.finish()
+        self._raise_together()
         outputs = [self.outputs[number] for number in sorted(self.outputs)]
         losses = [loss * self.weights[number] for number, loss in sorted(self.losses.items()) if self.weights[number]]
         loss = torch.stack(losses).sum() if losses else None
         return StepResult(list(self.microbatches), outputs, list(self.weights), loss)
 
+    def _run(self, action: Action, handle: Callable[[Action], None]) -> None:
+        """Run an action; after a failure, only exchange its messages."""
+        if action.kind is Kind.F:
+            self.states[action.stage, action.microbatch] = _MicrobatchState()
+        self._has_received = False
+        if self.failure is None:
+            try:
+                handle(action)
+            except (LostMessageError, comm.LostRankError):
+                raise
+            except (Exception, _FailedBeforeError) as error:
+                self.failure = error
+        if self.failure is not None:
+            try:
+                self._pass_by(action)
+            except LostMessageError as lost:
+                raise lost if isinstance(self.failure, _FailedBeforeError) else self.failure from lost
+
+    def _pass_by(self, action: Action) -> None:
+        """Exchange the messages of an action that was not run, or failed."""
+        kind, stage, microbatch = action
+        is_last = stage == self.model.num_stages - 1
+        state = self.states[stage, microbatch]
+        if kind is Kind.F:
+            if stage > 0 and state.layout is None:
+                state.layout = self.messages.receive_activations(action).layout
+            if not is_last:
+                self.messages.send_activations(stage, microbatch, Message(_FAILURE, ()))
+        elif kind is not Kind.W:
+            if not is_last and not self._has_received:
+                self.messages.receive_gradients(action)
+            if stage > 0:
+                self.messages.send_gradients(stage, microbatch, self._input_gradients(state))
+
+    def _raise_together(self) -> None:
+        """Raise on every rank if an action failed on one."""
+        if any(comm.on_any_rank([self.failure is not None], self.group)):
+            own = self.failure if isinstance(self.failure, Exception) else None
+            self.states.clear()
+            comm.raise_together(own, self.group)
+
     def _forward(self, action: Action) -> None:
         _, stage, microbatch = action
-        state = _MicrobatchState()
+        state = self.states[stage, microbatch]
         handler = StageForward(
             stage,
             self.model.stage_of,
@@ -181,8 +237,8 @@ class ScheduleRun:
             self._keep_result(microbatch, state, result)
         else:
             self._send(stage, microbatch, state, end, handler.skips)
-        if self.training:
-            self.states[stage, microbatch] = state
+        if not self.training:
+            del self.states[stage, microbatch]
 
     def _seed(self, microbatch: int, number: int = 0) -> None:
         """Seed what the step draws before its layers, after so many calls of outer modules."""
@@ -228,6 +284,8 @@ class ScheduleRun:
             # The span of an action begins when its inputs are there, so that waiting shows as idle time.
             self.open.restart()
             state.layout = message.layout
+            if message.layout.is_failure:
+                raise _FailedBeforeError
             state.values = list(message.tensors)
             flags = [spec.requires_grad for spec in message.layout.tensors]
             if self.training and any(flags):
@@ -337,7 +395,8 @@ class ScheduleRun:
         return inputs
 
     def _backward(self, action: Action) -> None:
-        self._differentiate(action, self.states.pop((action.stage, action.microbatch)))
+        self._differentiate(action, self.states[action.stage, action.microbatch])
+        del self.states[action.stage, action.microbatch]
 
     def _input_gradient(self, action: Action) -> None:
         state = self.states[action.stage, action.microbatch]
@@ -346,9 +405,10 @@ class ScheduleRun:
             self._differentiate(action, state)
 
     def _weight_gradient(self, action: Action) -> None:
-        deferred = self.states.pop((action.stage, action.microbatch)).deferred
+        deferred = self.states[action.stage, action.microbatch].deferred
         assert deferred is not None, "a schedule has an I before each W"
         deferred.compute()
+        del self.states[action.stage, action.microbatch]
 
     def _differentiate(self, action: Action, state: _MicrobatchState) -> None:
         _, stage, microbatch = action
@@ -359,6 +419,7 @@ class ScheduleRun:
         else:
             roots = list(state.roots)
             gradients = self.messages.receive_gradients(action)
+            self._has_received = True
         self.open.restart()
         # If the output requires no gradient, received tensors may still need one, of zeros: the sender waits for it.
         if roots:

@@ -353,9 +353,10 @@ def _variation_told(name: str) -> Iterator[None]:
         yield
     except PlaceholderError as error:
         if error.is_missing:
+            text, mark, where = str(error).partition("\n(found on rank")
             error.args = (
-                f"{error}. The first `{name}` of this run did not compute with it, and so it is not sent; let each do"
-                " so, times zero where it is not wanted",
+                f"{text}. The first `{name}` of this run did not compute with it, and so it is not sent; let each do"
+                f" so, times zero where it is not wanted{mark}{where}",
             )
         raise
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy
+from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, comm
 from lightning_parallel.compat.default_group import all_processes
 from tests.harness import RankError, distributed, run
+from tests.strategies.models import loader, trainer_for
 from tests.strategies.test_pipeline import Deep, fit
 
 
@@ -159,6 +160,99 @@ class CannotBeJoined(Deep):
 def test_what_cannot_be_sent_to_the_other_stages_fails_on_all():
     with pytest.raises(Exception, match="(?i)pickle|lambda"):
         fit(CannotBeJoined(), PipelineParallelStrategy(pipeline_parallel_size=2), 2)
+
+
+class OddError(Exception):
+    """Cannot be made from its text."""
+
+    def __init__(self, code, where):
+        super().__init__(f"code {code} in {where}")
+
+
+class _Exploding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError("exploded")
+
+
+class Failing(Deep):
+    """Fails in one stage of a step, from a batch on."""
+
+    def __init__(self, way, step="training_step", since=0):
+        super().__init__()
+        self.way, self.step, self.since = way, step, since
+
+    def _run(self, batch, index, step):
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        if index < self.since or step != self.step:
+            return loss
+        if self.way == "none":
+            return None
+        if self.way == "item":
+            return loss * self.embed.weight.sum().item()
+        if self.way == "key":
+            return {"a": loss}["b"]
+        if self.way == "odd":
+            raise OddError(3, "the loss")
+        return loss
+
+    def training_step(self, batch, index):
+        return self._run(batch, index, "training_step")
+
+    def validation_step(self, batch, index):
+        return self._run(batch, index, "validation_step")
+
+    def test_step(self, batch, index):
+        return self._run(batch, index, "test_step")
+
+    def predict_step(self, batch, index):
+        return self._run(batch, index, "predict_step")
+
+    def on_train_batch_start(self, batch, index):
+        if self.way == "backward" and index == self.since:
+            self.blocks[1].register_forward_hook(lambda module, given, output: _Exploding.apply(output))
+
+    def on_train_batch_end(self, outputs, batch, index):
+        pass
+
+    def on_validation_epoch_end(self):
+        pass
+
+
+_FAILURES = [
+    (("none", "training_step", 2), "MissingLossError", "expected the step to return its loss"),
+    (("item", "training_step", 2), "PlaceholderError", "parameter `embed.weight`.*did not compute with it"),
+    (("odd", "training_step", 0), "OddError", "code 3 in the loss"),
+    (("key", "training_step", 1), "KeyError", "'b'"),
+    (("backward", "training_step", 1), "ZeroDivisionError", "exploded"),
+    (("odd", "validation_step", 1), "OddError", "code 3 in the loss"),
+    (("item", "test_step", 1), "PlaceholderError", "parameter `embed.weight`"),
+    (("key", "predict_step", 0), "KeyError", "'b'"),
+]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [{"schedule": "1f1b"}, {"schedule": "interleaved_zb", "virtual_stages": 2, "num_microbatches": 4}],
+    ids=str,
+)
+@distributed(world_size=2, deadline_s=120)
+def test_what_fails_on_one_stage_is_raised_by_all(group, schedule):
+    for case, kind, text in _FAILURES:
+        module = Failing(*case)
+        trainer = trainer_for(PipelineParallelStrategy(pipeline_parallel_size=2, **schedule), 2, max_epochs=1)
+        data = loader()
+        run = {"test_step": trainer.test, "predict_step": trainer.predict}.get(case[1])
+        with pytest.raises(Exception, match=f"(?s){text}") as raised:
+            trainer.fit(module, data, data) if run is None else run(module, data)
+        assert raised.type.__name__ == kind, case
+        texts = comm.all_gather_object(str(raised.value).partition("\n(found on rank")[0], group)
+        assert texts[0] == texts[1], case
 
 
 class Leaving(Deep):
