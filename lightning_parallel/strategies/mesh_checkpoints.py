@@ -38,6 +38,7 @@ from lightning_parallel.strategies.compression_files import remove_compression
 from lightning_parallel.strategies.mesh_compression import MeshCompression
 from lightning_parallel.strategies.optimization import WholeGroups
 from lightning_parallel.strategies.processes import MeshProcesses
+from lightning_parallel.strategies.saved_modules import holds_modules, put_whole_copies, weakly
 from lightning_parallel.strategies.setup import save_plan
 from lightning_parallel.tensor.sharding import Shard
 
@@ -57,6 +58,7 @@ class MeshCheckpoints(MeshProcesses):
         self._whole: WholeGroups | None = None
         self._slices: ParameterSlices | None = None
         self._is_restored = False
+        self._last_state = weakly({})
         self._writer: ShardedWriter | None = None
         self._opened: SavedCheckpoint | DistributedCheckpoint | None = None
 
@@ -130,7 +132,9 @@ class MeshCheckpoints(MeshProcesses):
             Values on rank zero only. For a sharded checkpoint tensors without data, which know what this rank writes.
         """
         if not self.is_sharded:
-            return self.full_state_dict()
+            state = self.full_state_dict()
+            self._last_state = weakly(state)
+            return state
         if self._is_restored:
             return as_parts(self.module.state_dict(), self.is_global_zero)
         return self._saved.gather_state()
@@ -219,6 +223,7 @@ class MeshCheckpoints(MeshProcesses):
             # Before the file is written: all ranks gather, and rank 0 alone writes.
             self._compression.save(checkpoint, path, self._rules, self.is_sharded)
         if not self.is_sharded:
+            self._put_whole_copies(checkpoint)
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         left_out = self._sharded_writer().save(checkpoint, path, storage_options, is_apart)
@@ -233,6 +238,17 @@ class MeshCheckpoints(MeshProcesses):
             # After a run nothing waits for it any more.
             self.end_saves()
         self.together(lambda: self.save_beside(filepath))
+
+    def _put_whole_copies(self, checkpoint: dict[str, Any]) -> None:
+        """Replace modules of the hyperparameters by whole ones; every rank must call it."""
+        known, self._last_state = dict(self._last_state), weakly({})
+        if self._is_restored:
+            return
+        writes = self.is_global_zero
+        found = self.together(lambda: writes and holds_modules(checkpoint, self.module))
+        if self.broadcast(found):
+            gather = self.checkpoints.gather_tensors
+            self.together(lambda: put_whole_copies(checkpoint, self.module, known, gather, writes))
 
     @override
     def save_beside(self, filepath: PathLike) -> None:

@@ -374,6 +374,9 @@ class _FetchedParameters(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: copy.deepcopy(value, memo) for key, value in self.items()}
+
 
 class _FetchedList(list[Any]):
     """A list with parameters in it, each fetched when it is read from Python."""
@@ -390,6 +393,9 @@ class _FetchedList(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return (self._fetched(item) for item in super().__iter__())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        return [copy.deepcopy(item, memo) for item in self]
 
     def _fetched(self, item: Any) -> Any:
         return self._source(item.name) if isinstance(item, _Named) else item

@@ -1,7 +1,10 @@
 """Between runs the module is whole: what follows `fit` in a script for one process works."""
 
 import copy
+import functools
 import io
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -305,3 +308,69 @@ def test_a_call_on_one_rank_is_refused():
     message = r"in `CalledOnZero.on_train_batch_end` on rank 0, .*rank 1"
     with patched(message_order, "WAIT_S", 2.0), pytest.raises(RuntimeError, match=message):
         trainer.fit(Sampled().double(), loader())
+
+
+class Layers(nn.Module):
+    """The layers of `Model`, as a network by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(12, 12), nn.Sequential(*(Block() for _ in range(4))), nn.Linear(12, 12))
+        self.rnn, self.tied = nn.LSTM(12, 5, batch_first=True), nn.Linear(12, 12, bias=False)
+        self.tied.weight = self.net[0].weight
+
+    forward = Model.forward
+
+    def as_loss(self, logits, labels):
+        return nn.functional.cross_entropy(logits, labels)
+
+
+class Template(Net):
+    """As the templates of projects have it: made of parts that somebody else has made, all of them hyperparameters."""
+
+    def __init__(self, network, optimizer, loss, parts):
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.net, self.loss = network, loss
+
+    def training_step(self, batch, index):
+        return self.loss(self.net(batch[0]), batch[1])
+
+    validation_step = None
+
+    def configure_optimizers(self):
+        return self.hparams.optimizer(self.parameters())
+
+
+@distributed(world_size=2)
+def test_modules_among_hyperparameters_are_saved_whole(group):
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    strategies = {**{name: LAYOUTS[name][0] for name in ("tensor", "pipeline")}, "zero": _zero}
+    for layout, make in strategies.items():
+        network = _network()
+        parts = {"first": [network.net[0]], "unused": nn.Linear(2, 2)}
+        module = Template(network, functools.partial(torch.optim.SGD, lr=0.1), network.as_loss, parts)
+        trainer = trainer_for(make(), 2, max_epochs=1, enable_checkpointing=True, default_root_dir=folder / layout)
+        trainer.fit(module, loader(2, group.rank) if layout == "zero" else loader())
+        if group.rank > 0:
+            continue
+        path = trainer.checkpoint_callback.best_model_path
+        saved, trained = torch.load(path, weights_only=False)["hyper_parameters"], module.net.state_dict()
+        kinds = {type(child) for value in (saved["network"], *saved["parts"]["first"]) for child in value.modules()}
+        assert kinds == {type(child) for child in _network().modules()}, layout
+        torch.testing.assert_close(dict(saved["network"].state_dict()), dict(trained), rtol=0, atol=0)
+        assert saved["loss"].__self__ is saved["network"]
+        assert saved["parts"]["first"][0] is saved["network"].net[0]
+        assert saved["network"].tied.weight is saved["network"].net[0].weight
+        x = torch.ones(3, 12, dtype=torch.float64)
+        again = Template.load_from_checkpoint(path, weights_only=False)
+        torch.testing.assert_close(again.net(x), module.net(x), rtol=0, atol=0)
+
+
+def _network():
+    torch.manual_seed(0)
+    return Layers().double()
+
+
+def _zero():
+    return HybridParallelStrategy(zero_stage=2)

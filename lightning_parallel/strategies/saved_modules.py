@@ -1,0 +1,154 @@
+"""Modules in a checkpoint, such as a network among the hyperparameters: whole copies take their place.
+
+`save_hyperparameters()` keeps the objects that the constructor was given, of which a divided module is made. Who loads
+the file gives them to the constructor again, and expects them as they would be after a run on one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+
+from lightning_parallel.compat import ParallelState
+
+__all__ = ["holds_modules", "put_whole_copies", "weakly"]
+
+_STATES = ("state_dict", "optimizer_states")
+
+
+def holds_modules(checkpoint: Mapping[str, Any], module: nn.Module) -> bool:
+    """Tell whether something in a checkpoint besides the states refers to a part of `module`, or to all of it."""
+    return bool(_entries_with_modules(checkpoint, module))
+
+
+def _entries_with_modules(checkpoint: Mapping[str, Any], module: nn.Module) -> list[tuple[str, Any]]:
+    """Return where such values are: the key in the checkpoint, and that in the dict there, or None."""
+    parts = {id(child) for child in module.modules()}
+    found: list[tuple[str, Any]] = []
+    for key, value in checkpoint.items():
+        if key in _STATES:
+            continue
+        if type(value) is dict:
+            found += [(key, name) for name, entry in value.items() if _Finder.finds(parts, entry)]
+        elif _Finder.finds(parts, value):
+            found.append((key, None))
+    return found
+
+
+def put_whole_copies(
+    checkpoint: dict[str, Any],
+    module: nn.Module,
+    known: Mapping[str, Tensor],
+    gather: Callable[[], Mapping[str, Tensor]],
+    is_written: bool,
+) -> None:
+    """Replace what `holds_modules` finds by copies in which modules are as they were before they were divided.
+
+    Args:
+        checkpoint: The checkpoint, changed in place where it is written.
+        module: The divided module.
+        known: Full tensors of its state dict, which copies share.
+        gather: Returns the full parameters and buffers, values where the checkpoint is written; all ranks call it.
+        is_written: Whether this rank writes the checkpoint.
+    """
+    full = dict(gather())
+    if not is_written:
+        return
+    # One memory for both, as on one process: the file holds it once.
+    full.update((name, known[name]) for name, value in full.items() if _is_alike(known.get(name), value))
+    memo: dict[int, Any] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    state = ParallelState.of(module)
+    if state.full_states is not None:
+        trained = {name: name in state.full_states.trained for name in full} | trained
+
+    def parameter(name: str) -> nn.Parameter:
+        if name not in parameters:
+            parameters[name] = nn.Parameter(full[name], trained.get(name, False))
+            memo[id(parameters[name])] = parameters[name]
+        return parameters[name]
+
+    if state.whole is None:
+        # Each replica has all of it; `zero_stage=2` may have cut it for the step.
+        memo.update((id(held), parameter(name)) for name, held in module.named_parameters() if name in full)
+        shown: Any = nullcontext()
+    else:
+        shown = state.whole.put_on(parameter, {name: full[name] for name in state.whole.buffer_names if name in full})
+    entries = _entries_with_modules(checkpoint, module)
+    with shown:
+        for key, name in entries:
+            if name is None:
+                checkpoint[key] = copy.deepcopy(checkpoint[key], memo)
+            else:
+                checkpoint[key] = {**checkpoint[key], name: copy.deepcopy(checkpoint[key][name], memo)}
+    for value in list(memo.values()):
+        if isinstance(value, nn.Module):
+            _forget_watchers(value)
+
+
+def _is_alike(known: Tensor | None, value: Tensor) -> bool:
+    return known is not None and known.shape == value.shape and known.dtype == value.dtype and not known.is_meta
+
+
+def _forget_watchers(module: nn.Module) -> None:
+    """Take from a copy the hooks that this library has put on the original: nobody could read them from a file."""
+    own = vars(module)
+    for name in ("_parallel_state", "_pipeline_site"):
+        own.pop(name, None)
+    if _is_ours(own.get("forward")):
+        del own["forward"]
+    for name, hooks in own.items():
+        if not name.endswith("_hooks") or not isinstance(hooks, dict):
+            continue
+        for key, hook in list(hooks.items()):
+            if _is_ours(hook):
+                del hooks[key]
+
+
+def _is_ours(hook: Any) -> bool:
+    function = getattr(hook, "hook", hook)
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "lightning_parallel"
+
+
+def weakly(state: Mapping[str, Any]) -> WeakValueDictionary[str, Tensor]:
+    """Return the tensors of a state dict for as long as somebody else holds them."""
+    return WeakValueDictionary({name: value for name, value in state.items() if isinstance(value, Tensor)})
+
+
+class _Finder(pickle.Pickler):
+    """Looks where a pickle would go, without the data of tensors."""
+
+    def __init__(self, parts: set[int]) -> None:
+        super().__init__(_Nowhere(), pickle.HIGHEST_PROTOCOL)
+        self._parts = parts
+        self.found = False
+
+    def persistent_id(self, value: Any) -> str | None:
+        if isinstance(value, nn.Module) and id(value) in self._parts:
+            self.found = True
+            return "module"
+        return "tensor" if isinstance(value, Tensor) and not isinstance(value, nn.Module) else None
+
+    @classmethod
+    def finds(cls, parts: set[int], value: Any) -> bool:
+        if value is None or isinstance(value, (bool, int, float, str, Tensor)):
+            return False
+        finder = cls(parts)
+        try:
+            finder.dump(value)
+        except Exception:
+            # What cannot be pickled is for the writer to say, who names it; but a module may come after it.
+            return finder.found
+        return finder.found
+
+
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
