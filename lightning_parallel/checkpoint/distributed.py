@@ -13,9 +13,11 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import IO, Any
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from lightning_parallel.comm import Group
 from lightning_parallel.compat.distributed_checkpoint import DistributedIndex, SavedChunk, SavedPlace, read_index
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["DistributedCheckpoint", "is_distributed_checkpoint", "load_safely"]
+__all__ = ["DistributedCheckpoint", "is_distributed_checkpoint", "is_inflated", "load_safely"]
 
 _INDEX, _REST = ".metadata", "meta.pt"
 _MODEL = ("state_dict", "model")
@@ -47,6 +49,12 @@ def load_safely(content: IO[bytes] | os.PathLike[str], name: str, is_mapped: boo
         ValueError: If it may run code, is damaged, or something else.
     """
     try:
+        with suppress(BadZipFile), ZipFile(content) as archive:  # of an older form is no zip file
+            size = content.seek(0, os.SEEK_END) if isinstance(content, io.IOBase) else os.path.getsize(str(content))
+            if is_inflated(archive.infolist(), size):
+                raise ValueError("it would be larger in memory than it is in the file")
+        if isinstance(content, io.IOBase):
+            content.seek(0)
         return torch.load(content, map_location="cpu", weights_only=True, mmap=is_mapped or None)
     except OSError:
         raise
@@ -62,6 +70,14 @@ def load_safely(content: IO[bytes] | os.PathLike[str], name: str, is_mapped: boo
             f"{name} holds more than tensors, numbers and text, and loading it may run code: {kind[1]}. If you trust"
             " who wrote it, call `torch.serialization.add_safe_globals([...])` with the classes in it"
         ) from error
+
+
+def is_inflated(records: Iterable[ZipInfo], size: int) -> bool:
+    """Tell whether what is in a file of `torch.save` is larger than the file of `size` bytes: torch compresses nothing.
+
+    A small file could fill the memory so, by compressed records or by several in the same bytes.
+    """
+    return sum(record.file_size for record in records) > size
 
 
 def is_distributed_checkpoint(path: str) -> bool:
@@ -126,25 +142,32 @@ class DistributedCheckpoint:
                 f" {', '.join(tree) or 'nothing'}{'' if self._rest else f', and no `{_REST}`'}"
             )
         found = load_safely(io.BytesIO(self._rest), f"`{_REST}` in {self.folder}")
-        if not isinstance(found, dict):
-            raise ValueError(f"expected a dict in {self.folder.file(_REST)}, found {type(found).__name__}")
-        optimizers = sorted((key for key in tree if key.startswith(_OPTIMIZER)), key=_number)
-        states = [_numbered_state(tree[key]) for key in optimizers]
+        if not isinstance(found, dict) or not isinstance(tree[model], dict):
+            what = f"`{model}` in {self.folder}" if isinstance(found, dict) else self.folder.file(_REST)
+            raise ValueError(f"expected a dict in {what}")
+        optimizers = sorted((key for key in tree if str(key).startswith(_OPTIMIZER)), key=_number)
+        try:
+            states = [_numbered_state(tree[key]) for key in optimizers]
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"expected the states of optimizers in {self.folder}: {error!r}") from error
         return {**found, "state_dict": tree[model], **({"optimizer_states": states} if states else {})}
 
     def _tree(self) -> dict[str, Any]:
         tree: dict[str, Any] = {}
+        values: dict[SavedPlace, Any] = {}
         for name in (*self.index.tensors, *self.index.objects):
             path = self.index.paths.get(name, (name,))
-            value = self._object(name) if name in self.index.objects else StoredTensor.of(self, name)
+            place = self.index.objects.get(name)
+            if place is not None and place not in values:
+                values[place] = self._load(name, place)
+            value = StoredTensor.of(self, name) if place is None else values[place]
             inner = tree
             for key in path[:-1]:
                 inner = inner.setdefault(key, {})
+                if type(inner) is not dict:
+                    raise ValueError(f"expected one value at each place in {self.folder}, found two at {path}")
             inner[path[-1]] = value
         return tree
-
-    def _object(self, name: str) -> Any:
-        return self._load(name, self.index.objects[name])
 
     def _load(self, name: str, place: SavedPlace) -> Any:
         return load_safely(io.BytesIO(self._bytes(place)), f"`{name}` in {self.folder.file(place.file)}")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_parallel.checkpoint.distributed import DistributedCheckpoint, is_distributed_checkpoint, load_safely
 from lightning_parallel.checkpoint.document import decode
 from lightning_parallel.checkpoint.folder import is_sharded_checkpoint
+from lightning_parallel.checkpoint.manifest import check_places, checked_shape, is_file_name
 from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, new_tensor
 from lightning_parallel.checkpoint.writer import SAFETENSORS_DTYPES
 from lightning_parallel.comm import Group
@@ -30,6 +31,8 @@ from lightning_parallel.tensor.sharding import Shard
 __all__ = ["WeightFiles", "load_weights", "stored_weights"]
 
 _SAFETENSORS, _INDEX, _BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+_MOST_OF_HEADER = 100_000_000
+"""Bytes that `safetensors` reads of a header at most."""
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items() if not dtype.is_complex} | {
     "C64": torch.complex64,
     "C128": torch.complex128,
@@ -120,14 +123,21 @@ def stored_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     if is_sharded_checkpoint(text):
         saved = SavedCheckpoint.open(text)
         content = decode(saved.manifest.document, cache(lambda name: StoredTensor.of(saved, name)))
-        return dict(content["state_dict"])
+        return _state_in(content, text)
     if is_distributed_checkpoint(text):
-        return dict(DistributedCheckpoint.open(text, Group.alone("weights")).checkpoint()["state_dict"])
+        return _state_in(DistributedCheckpoint.open(text, Group.alone("weights")).checkpoint(), text)
     files = _files_at(Path(text))
     if files[0].suffix != ".safetensors":
         return _loaded(files[0])
     source = WeightFiles(files)
     return {name: StoredTensor.of(source, name) for name in source.entries}
+
+
+def _state_in(content: Any, source: str) -> dict[str, Any]:
+    state = content.get("state_dict") if isinstance(content, Mapping) else None
+    if not isinstance(state, Mapping):
+        raise ValueError(f"expected a checkpoint with a `state_dict` in {source}, found none")
+    return {str(name): value for name, value in state.items()}
 
 
 def _files_at(path: Path) -> list[Path]:
@@ -137,10 +147,10 @@ def _files_at(path: Path) -> list[Path]:
         return [path]
     if (path / _INDEX).is_file():
         try:
-            names = sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            names = sorted(set(json.loads((path / _INDEX).read_text("utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"expected an index of `safetensors` files in {path / _INDEX}: {error}") from error
-        wrong = [name for name in names if name != Path(name).name or not (path / name).is_file()]
+        wrong = [str(name) for name in names if not is_file_name(name) or not (path / name).is_file()]
         if wrong or not names:
             raise ValueError(f"expected the files that {path / _INDEX} names, found no {', '.join(wrong) or 'names'}")
         return [path / name for name in names]
@@ -181,16 +191,22 @@ class WeightFiles:
         try:
             stream = self._streams[file]
             begin = 8 + int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(begin - 8) if begin <= size else b"")
-            for name, entry in header.items():
+            if begin > min(size, 8 + _MOST_OF_HEADER):
+                raise ValueError(f"its header is said to have {begin - 8} bytes")
+            places = []
+            for name, entry in json.loads(stream.read(begin - 8)).items():
                 if name == "__metadata__":
                     continue
-                dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
+                dtype, shape = _DTYPES[entry["dtype"]], checked_shape(entry["shape"])
                 first, last = entry["data_offsets"]
                 if last - first != math.prod(shape) * dtype.itemsize or first < 0 or begin + last > size:
                     raise ValueError(f"`{name}` is said to be at {first} to {last} of {size - begin} bytes")
+                if type(first) is not int:
+                    raise TypeError(f"`{name}` is said to be at {first}")
                 self.entries[name] = (file, dtype, shape, begin + first)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+                places.append((file.name, first, last - first, name))
+            check_places(places)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"expected a `safetensors` file in {file}: {type(error).__name__}: {error}") from error
 
     def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -127,14 +127,26 @@ def _index(metadata: Any) -> DistributedIndex:
         offset = key.state.get("offset")
         place = SavedPlace(file, *_counts((info["offset"], info["length"])))
         places[str(key["fqn"]), None if offset is None else _counts(offset)] = place
+    _check_apart(places.values())
     for name, described in metadata["state_dict_metadata"].items():
         if type(described).__name__ == "TensorStorageMetadata":
             found.tensors[str(name)] = _tensor(str(name), described, places)
         else:
             found.objects[str(name)] = places[name, None]
     for name, path in (metadata.state.get("planner_data") or {}).items():
+        if not path or not all(isinstance(key, (str, int)) for key in path):
+            raise ValueError(f"`{name}` stands at {path!r}")
         found.paths[str(name)] = tuple(path)
     return found
+
+
+def _check_apart(places: Iterable[SavedPlace]) -> None:
+    # What is read is then no larger than the files are: at one place is one value.
+    ends: dict[str, int] = {}
+    for place in sorted(set(places), key=lambda place: place.begin):
+        if place.num_bytes and place.begin < ends.get(place.file, 0):
+            raise ValueError(f"several values are said to be in the same bytes of {place.file}, at {place.begin}")
+        ends[place.file] = place.begin + place.num_bytes
 
 
 def _tensor(name: str, described: Any, places: Any) -> tuple[torch.dtype, tuple[int, ...], tuple[SavedChunk, ...]]:
@@ -143,6 +155,8 @@ def _tensor(name: str, described: Any, places: Any) -> tuple[torch.dtype, tuple[
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"`{name}` has the dtype {dtype!r}")
     shape, chunks = _counts(described["size"]), []
+    if len(shape) > 64 or prod(max(1, size) for size in shape) > 1 << 60:
+        raise ValueError(f"`{name}` has the shape {shape}, and no tensor can have it")
     for chunk in described["chunks"]:
         offsets, sizes = _counts(chunk["offsets"]), _counts(chunk["sizes"])
         if len(offsets) != len(shape) or len(sizes) != len(shape):

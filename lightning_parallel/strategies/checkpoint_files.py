@@ -37,6 +37,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parallel import comm
+from lightning_parallel.checkpoint.distributed import is_inflated
 from lightning_parallel.checkpoint.folder import ABANDONED_S, TRANSIENT, sync_folder
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import (
@@ -64,6 +65,8 @@ _PREFIX, _SUFFIX = ".saving-", ".tmp"
 
 _ZIP_HEAD, _PICKLE_HEAD = b"PK\x03\x04", b"\x80"
 _IS_FOLDER = 0x10
+_TORCH_LOADS_ALL = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+"""By which a user lets `torch.load` run what is in a file, where nothing else is said."""
 _CHUNK_BYTES = 1 << 22
 
 
@@ -244,13 +247,17 @@ def check_file(path: PathLike) -> None:
     try:
         with ZipFile(local) as archive, ThreadPoolExecutor(4) as pool:
             records = archive.infolist()
+            if is_inflated(records, local.stat().st_size):
+                raise BadZipFile("its records are larger than it is, and torch compresses nothing")
             # All zero: the writer has left them out (`torch.serialization.set_crc32_options`).
             if any(record.CRC for record in records):
                 found = [fault for fault in pool.map(lambda record: _fault_of(archive, record), records) if fault]
             else:
                 found = []
     except BadZipFile as error:
-        raise _damaged(path, f"it has lost its end, where the records are listed ({error})") from error
+        raise _damaged(
+            path, f"it has lost its end, where the records are listed, or they are changed ({error})"
+        ) from error
     except Exception as error:  # of fields that make no sense
         raise _damaged(path, f"the list of its records cannot be read ({error})") from error
     if found:
@@ -300,12 +307,22 @@ class SafeCheckpointIO(TorchCheckpointIO):
             replace_file(local, lambda file: torch.save(checkpoint, file))  # type: ignore[arg-type]
 
     @override
-    def load_checkpoint(self, path: PathLike, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self,
+        path: PathLike,
+        map_location: Optional[Callable[..., Any]] = lambda storage, _: storage,
+        weights_only: Optional[bool] = None,
+    ) -> dict[str, Any]:
+        if weights_only is None and not os.environ.get(_TORCH_LOADS_ALL):
+            # Lightning takes False then for `http://` and `https://`, where a file may come from anybody.
+            weights_only = True
         try:
-            return super().load_checkpoint(path, *args, **kwargs)
-        except (EOFError, RuntimeError, UnicodeDecodeError) as error:
+            return super().load_checkpoint(path, map_location, weights_only)
+        except OSError:
+            raise
+        except Exception as error:  # a damaged pickle raises nearly anything
             # Not all that torch says here names the file.
-            raise RuntimeError(f"cannot load the checkpoint {path}: {error}") from error
+            raise RuntimeError(f"cannot load the checkpoint {path}: {error or type(error).__name__}") from error
 
 
 class SavesFiles(ParallelStrategy):

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint.folder import state_beside
+from lightning_parallel.checkpoint.manifest import is_file_name
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import PathLike
 from lightning_parallel.compression import Reducer
@@ -181,7 +182,7 @@ def read_compression(saved: Mapping[str, Any], place: Place, path: PathLike, wor
         The state of the same rank of as many, or those of all replicas in one; None where the model is divided
         otherwise, or files are missing: then on all ranks.
     """
-    places = [Place(*found) for found in saved["places"]]
+    places = _checked_places(saved, path)
     now = comm.all_gather_object(place, world)
     if places == now:
         ranks = [world.rank]
@@ -203,6 +204,18 @@ def read_compression(saved: Mapping[str, Any], place: Place, path: PathLike, wor
         )
         return None
     return states[0] if places == now else _stacked(_of_replicas([places[rank] for rank in ranks], states))
+
+
+def _checked_places(saved: Mapping[str, Any], path: PathLike) -> list[Place]:
+    """Return the places of the ranks that saved; what is in a checkpoint somebody else may have written."""
+    try:
+        places = [Place(*found) for found in saved["places"]]
+        is_right = all([type(part) for part in found] == [int, int, int, str] for found in places)
+    except (KeyError, TypeError):
+        is_right = False
+    if not is_right or not is_file_name(saved.get("key")):
+        raise ValueError(f"the checkpoint {path} is damaged: what it says of the compressors' files is none of ours")
+    return places
 
 
 def _found_beside(path: PathLike) -> str:

@@ -214,6 +214,17 @@ def test_what_is_damaged_or_leads_elsewhere_is_named(folder, tmp_path):
     (copy / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="64 of its 128 elements"):
         opened(copy)
+    metadata = pickle.loads((Path(folder) / ".metadata").read_bytes())
+    first, second, *_ = [info for info in metadata.storage_data.values() if info.relative_path == "__0_0.distcp"]
+    second.offset, second.length = first.offset + 1, first.length - 1
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="in the same bytes of __0_0.distcp"):
+        opened(copy)
+    metadata = pickle.loads((Path(folder) / ".metadata").read_bytes())
+    metadata.planner_data["state_dict.head.weight"] = ("state_dict", "blocks.0.up.weight", "x")
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="expected one value at each place"):
+        opened(copy).checkpoint()
     (copy / ".metadata").write_bytes((Path(folder) / ".metadata").read_bytes())
     index, chunks = read_index((copy / ".metadata").read_bytes(), "test"), (copy / "__1_0.distcp").read_bytes()
     name, place = next(

@@ -1,5 +1,6 @@
 """`load_weights`: from every kind of file, into every kind of module; of a divided one each rank reads its part."""
 
+import json
 import os
 import re
 import tempfile
@@ -14,7 +15,7 @@ from torch import nn
 
 from lightning_parallel import HybridParallelStrategy, comm, load_weights
 from lightning_parallel.checkpoint import SavedCheckpoint, ShardedWriter, as_parts
-from lightning_parallel.checkpoint.weights import WeightFiles
+from lightning_parallel.checkpoint.weights import WeightFiles, stored_weights
 from lightning_parallel.cli import main
 from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
@@ -195,6 +196,32 @@ def test_files_that_are_none_are_refused(tmp_path):
         path.write_bytes(wrong)
         with pytest.raises(ValueError, match="expected a `safetensors` file"):
             load_weights(model, path)
+    weight = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    for changed in (
+        {"a": {**weight, "shape": [-2, -3]}},
+        {"a": {**weight, "shape": ["2", 3]}},
+        {"a": {**weight, "shape": [2, 0, 10**30], "data_offsets": [0, 0]}},
+        {"a": {**weight, "data_offsets": ["0", "24"]}},
+        {"a": {**weight, "data_offsets": [0.0, 24.0]}},
+        {"a": {**weight, "dtype": ["F32"]}},
+        {"a": weight, "b": weight},
+        {"a": weight, "b": {**weight, "shape": [1], "data_offsets": [20, 24]}},
+        {"a": [["x"] * 3]},
+        ["a"],
+    ):
+        head = json.dumps(changed).encode()
+        path.write_bytes(len(head).to_bytes(8, "little") + head + b"\0" * 24)
+        with pytest.raises(ValueError, match="expected a `safetensors` file"):
+            stored_weights(path)
+    deep = b'{"a":' * 100_000
+    path.write_bytes(len(deep).to_bytes(8, "little") + deep)
+    with pytest.raises(ValueError, match="expected a `safetensors` file.*Recursion"):
+        stored_weights(path)
+    with path.open("wb") as file:
+        file.write((1 << 40).to_bytes(8, "little"))
+        file.truncate((1 << 40) + 8)  # takes no space, and is not read
+    with pytest.raises(ValueError, match="its header is said to have 1099511627776 bytes"):
+        stored_weights(path)
     path.write_bytes(content)
     with torch.device("meta"):
         model = Network()

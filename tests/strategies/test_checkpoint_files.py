@@ -1,17 +1,22 @@
 """Files of checkpoints: disks that are full or fail, writers that are killed, damage, and who learns of it."""
 
 import errno
+import functools
 import io
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZIP_DEFLATED, ZipFile
 
+import fsspec
 import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -25,12 +30,15 @@ from lightning_parallel import (
     TensorParallelStrategy,
     TopK,
     comm,
+    load_weights,
 )
 from lightning_parallel.checkpoint import folder as sharded_folder
+from lightning_parallel.comm import Group
 from lightning_parallel.compat import patched
 from lightning_parallel.compat.lightning import innermost_io
 from lightning_parallel.strategies import checkpoint_files
 from lightning_parallel.strategies.checkpoint_files import SafeCheckpointIO, StagedFile, check_file
+from lightning_parallel.strategies.compression_files import Place, read_compression, write_compression
 from tests.harness import distributed, run_script, start_script
 from tests.strategies.models import Net, fit_single, loader, trainer_for
 
@@ -410,6 +418,75 @@ def test_a_record_marked_as_a_folder_is_refused(tmp_path):
     assert torch.load(path)["version"] == 1  # with weights that nobody has written
     with pytest.raises(RuntimeError, match="marked as a folder"):
         check_file(path)
+
+
+def test_records_larger_than_the_file_are_refused(tmp_path):
+    """A small file could fill the memory; torch writes records as they are."""
+    path, small = tmp_path / "a.ckpt", tmp_path / "small.ckpt"
+    IO.save_checkpoint({"state_dict": {"w": torch.zeros(LARGE)}}, path)
+    with ZipFile(path) as archive, ZipFile(small, "w", ZIP_DEFLATED) as other:
+        for record in archive.infolist():
+            other.writestr(record.filename, archive.read(record))
+    assert small.stat().st_size < path.stat().st_size / 100
+    with pytest.raises(RuntimeError, match=rf"{small} is damaged: .*larger than it is"):
+        check_file(small)
+    with pytest.raises(ValueError, match=rf"in {small} what `torch.save`.*larger in memory"):
+        load_weights(torch.nn.Linear(2, 2), small)
+
+
+class Bomb:
+    """Runs a command when its pickle is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_file_runs_code_unless_the_user_says_so(tmp_path, monkeypatch):
+    """Neither a local one, nor one of a store, nor one of the web, which Lightning would load."""
+    torch.save({"state_dict": {}, "x": Bomb(tmp_path / "executed")}, tmp_path / "bomb.ckpt")
+    IO.save_checkpoint(state(1), tmp_path / "good.ckpt")
+    fsspec.filesystem("memory").pipe_file("/bombs/bomb.ckpt", (tmp_path / "bomb.ckpt").read_bytes())
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}"
+            assert IO.load_checkpoint(f"{url}/good.ckpt")["version"] == 1
+            for path in (f"{url}/bomb.ckpt", tmp_path / "bomb.ckpt", "memory://bombs/bomb.ckpt"):
+                for given in ((), (None, None)):
+                    with pytest.raises(RuntimeError, match=rf"(?s)cannot load the checkpoint {path}: .*mkdir"):
+                        IO.load_checkpoint(path, *given)
+            trainer = trainer_for(TensorParallelStrategy(), 1, max_epochs=1)
+            with pytest.raises(RuntimeError, match=r"(?s)cannot load the checkpoint .*bomb.ckpt: .*mkdir"):
+                trainer.fit(Net(), loader(), ckpt_path=f"{url}/bomb.ckpt")
+            assert not (tmp_path / "executed").exists()
+            IO.load_checkpoint(f"{url}/bomb.ckpt", weights_only=False)
+            assert (tmp_path / "executed").exists()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_the_files_beside_a_checkpoint_are_those_beside_it(tmp_path):
+    """What a checkpoint says of them may be anybody's: a key is no path."""
+    world, place = Group.alone("world"), Place(0, 0)
+    saved = write_compression({"step": 3, "residual": {"w": torch.ones(2)}}, place, tmp_path / "a.ckpt", world)
+    assert read_compression(saved, place, tmp_path / "a.ckpt", world)["step"] == 3
+    written = tmp_path / "compression-state" / "a.ckpt" / f"{saved['key']}-0.pt"
+    (tmp_path / "elsewhere").mkdir()
+    for key in (f"../../elsewhere/{saved['key']}", str(tmp_path / "elsewhere" / saved["key"]), "..", 3, None):
+        content = {**torch.load(written), "key": key}
+        torch.save(content, tmp_path / "elsewhere" / written.name)
+        with pytest.raises(ValueError, match="a.ckpt is damaged"):
+            read_compression({**saved, "key": key}, place, tmp_path / "a.ckpt", world)
+    for places in (3, None, [3], [[0]], [["0", 0, 0, ""]], [[0, 0, 0, "", 5]]):
+        with pytest.raises(ValueError, match="a.ckpt is damaged"):
+            read_compression({**saved, "places": places}, place, tmp_path / "a.ckpt", world)
 
 
 def test_files_without_checksums_pass(tmp_path):
