@@ -1,6 +1,7 @@
 """Memory of each rank while a model is set up and trained that one rank does not hold.
 
     python benchmarks/real_size.py [--layout pipeline | hybrid] [--parameters 1e9] [--built-in configure_model | init]
+        [--verify auto | off]
 
 A Llama (https://arxiv.org/abs/2302.13971) is built in `configure_model` on four gloo processes, four stages or 2 x 2
 with tensor parallelism, and takes three steps with SGD. Printed are the most bytes that each rank ever held above what
@@ -8,6 +9,8 @@ Python and its libraries take, beside the ideal:
 
     set-up     own parameters + the largest layer
     training   what the table of stages predicts: parameters, gradients, activations in flight
+
+The self-check of the step is part of the training: its peak must not exceed that of `--verify off`.
 
 Times are printed for orientation only: they are those of this machine.
 """
@@ -128,7 +131,7 @@ class _Memory(Callback):
         self.step_s = time.perf_counter() - self.step_s
 
 
-def worker(rank: int, store: str, layout: str, parameters: float, built_in: str, queue: Any) -> None:
+def worker(rank: int, store: str, layout: str, parameters: float, built_in: str, verify: Any, queue: Any) -> None:
     """Train on one rank; put what was measured into `queue`."""
     os.environ.update(
         LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT="29400"
@@ -140,16 +143,16 @@ def worker(rank: int, store: str, layout: str, parameters: float, built_in: str,
     torch.manual_seed(0)
     for size in (1e6, parameters):  # with a small model first: what it loads of libraries is not counted
         memory = _Memory()
-        fit(Llama(size, built_in), layout, memory)
+        fit(Llama(size, built_in), layout, verify, memory)
     queue.put((rank, {name: value for name, value in vars(memory).items() if isinstance(value, int | float)}))
     dist.destroy_process_group()
 
 
-def fit(module: Llama, layout: str, memory: Callback) -> None:
+def fit(module: Llama, layout: str, verify: Any, memory: Callback) -> None:
     """Train for a few steps."""
     pipeline, tensor = LAYOUTS[layout]
     strategy = HybridParallelStrategy(
-        pipeline_parallel_size=pipeline, tensor_parallel_size=tensor, num_microbatches=BATCH // 2
+        pipeline_parallel_size=pipeline, tensor_parallel_size=tensor, num_microbatches=BATCH // 2, verify=verify
     )
     trainer = Trainer(
         accelerator="cpu",
@@ -172,13 +175,14 @@ def main() -> None:
     parser.add_argument("--layout", choices=LAYOUTS, default="pipeline")
     parser.add_argument("--parameters", type=float, default=1.1e9)
     parser.add_argument("--built-in", choices=("configure_model", "init"), default="configure_model")
+    parser.add_argument("--verify", choices=("auto", "off"), default="auto", help="with the self-check or without")
     options = parser.parse_args()
     # Blocks go back to the system as soon as they are freed: what is measured is what is held, not what malloc keeps.
     os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536", MALLOC_ARENA_MAX="1")
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (f"{folder}/store", options.layout, options.parameters, options.built_in, queue)
+        arguments = (f"{folder}/store", options.layout, options.parameters, options.built_in, options.verify, queue)
         torch.multiprocessing.spawn(worker, arguments, RANKS)
     found = dict(queue.get() for _ in range(RANKS))
     pipeline, tensor = LAYOUTS[options.layout]

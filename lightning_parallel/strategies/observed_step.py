@@ -55,6 +55,10 @@ _MIXED = 1e-5
 """In double precision with single precision somewhere inside, as in the norms of many transformers."""
 
 
+_PIECE = 1 << 22
+"""Elements of large tensors that are compared at a time."""
+
+
 def tolerance_of(precisions: set[torch.dtype]) -> float:
     """Return the largest relative difference that rounding explains in a step that computes in `precisions`."""
     found = {kind for kind in precisions if kind.is_floating_point}
@@ -214,9 +218,12 @@ def relative_difference(found: Tensor, expected: Tensor, floor: float) -> float:
         return float((found != expected.to(found.dtype)).double().mean())
     if found.dtype == expected.dtype:
         # Few passes over large gradients; what is not finite is looked at below.
-        distance, scale = largest_of(found.detach() - expected.detach().to(found.device)), largest_of(expected)
-        if math.isfinite(distance) and math.isfinite(scale):
-            return distance / max(scale, floor, 1e-30)
+        expected = expected.detach().to(found.device)
+        # In pieces: beside parameters and gradients there may be no room for another tensor of the largest size.
+        pieces = zip(found.detach().reshape(-1).split(_PIECE), expected.reshape(-1).split(_PIECE))
+        distances, scale = [largest_of(one - two) for one, two in pieces], largest_of(expected)
+        if all(map(math.isfinite, (*distances, scale))):
+            return max(distances) / max(scale, floor, 1e-30)
     kind = torch.complex128 if found.is_complex() else torch.float64
     one, two = found.detach().to(kind), expected.detach().to(found.device, kind)
     same = (one == two) | (one.isnan() & two.isnan())

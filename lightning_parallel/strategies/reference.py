@@ -11,14 +11,16 @@ divided. Parameters come from their owners when the step asks for them; gradient
       ("take", their names)          ----------->   receive their shards of them
     ("end", what the step gave)      ----------->   return it
 
-Autograd keeps no parameter: what it would save of one is saved by name, and fetched again in backward.
+Autograd keeps no parameter: what it would save of one is saved by name, and fetched again in backward. Of a large model,
+gradients and activations wait in a temporary file, so that the reference needs no more memory than the step it checks.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,10 +45,101 @@ _CHUNK_BYTES = 32 << 20
 """Parameters that travel together, so that a small model needs few messages."""
 
 _CACHE_BYTES = 256 << 20
-"""Full parameters that are kept after they were used; a model below this size is fetched once."""
+"""A model up to this size is fetched once, and stays in memory with its gradients and activations."""
+
+_ROOM_BYTES = 64 << 20
+"""Full parameters of a larger model that are kept after they were used: backward begins with these."""
+
+_SPOOLED_BYTES = 1 << 20
+"""Tensors from this size on wait in a file, if the model is larger than the cache."""
 
 # Of no other message: stages use 1 and 2, the measurement of links 900, tied parameters 1000 and more.
 _TAG = 950
+
+
+# ------------------------------------------------------------------------------------------------- spooled tensors
+
+
+class _Place(NamedTuple):
+    """Where a tensor is in the file, and what it was."""
+
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Spool:
+    """Holds tensors in a temporary file, which goes with the last reference to it.
+
+    A file that is read and written piece by piece is no memory of the process, as one that is mapped would be. Where
+    there is no room on the disk, tensors stay in memory.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)
+        self._end = 0
+
+    def put(self, tensor: Tensor) -> _Place | Tensor:
+        """Return what `get` needs to give the tensor back: a place, or the tensor itself."""
+        is_plain = (
+            type(tensor) is Tensor and tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
+        )
+        if not is_plain or tensor.nbytes < _SPOOLED_BYTES:
+            return tensor
+        data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        place = _Place(self._end, tensor.shape, tensor.dtype, tensor.device)
+        try:
+            self._file.seek(place.offset)
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError:
+            return tensor
+        self._end += tensor.nbytes
+        return place
+
+    def get(self, held: _Place | Tensor) -> Tensor:
+        """Return a tensor on its device.
+
+        Raises:
+            OSError: If the file cannot be read.
+        """
+        if isinstance(held, Tensor):
+            return held
+        tensor = torch.empty(held.shape, dtype=held.dtype)
+        data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        self._file.seek(held.offset)
+        while data:
+            count = self._file.readinto(data)
+            if not count:
+                raise OSError("the temporary file of the self-check was truncated")
+            data = data[count:]
+        return tensor.to(held.device)
+
+
+class SpooledTensors(MutableMapping[str, Tensor]):
+    """Tensors by name, in a `Spool`; each access reads one of them."""
+
+    def __init__(self) -> None:
+        self._spool = Spool()
+        self._held: dict[str, _Place | Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._spool.get(self._held[name])
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        held = self._spool.put(tensor)
+        # A small one may be a view of all that came with it.
+        self._held[name] = held.clone() if isinstance(held, Tensor) else held
+
+    def __delitem__(self, name: str) -> None:
+        del self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 # ------------------------------------------------------------------------------------------------- owners
@@ -81,7 +174,7 @@ class Owners:
         self.replica = groups.replica
         self.device = device
         self.rules = rules
-        self.taken: dict[str, Tensor] = {}
+        self.taken: MutableMapping[str, Tensor] = {}
         self.is_talking = False
         self._width = groups.tensor_parallel.size
         self.parameters = dict(module.named_parameters())
@@ -97,6 +190,11 @@ class Owners:
                 self._holders.setdefault(name, []).append(position)
         self.buffer_names = list(dict.fromkeys(name for _, names in everyone for name in names))
         self.parameter_names = [name for name in self._facts if name not in set(self.buffer_names)]
+
+    def is_large(self) -> bool:
+        """Tell whether the parameters of the whole model are more than may stay in memory."""
+        sizes = (self.shape(name).numel() * self._facts[name].dtype.itemsize for name in self.parameter_names)
+        return sum(sizes) > _CACHE_BYTES
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of the full tensor."""
@@ -243,7 +341,7 @@ class Owners:
 
     def _add(self, name: str, part: Tensor) -> None:
         known = self.taken.get(name)
-        # In the host's memory: the device has to hold those of the divided step beside the parameters.
+        # Not on the device, which has to hold those of the sharded step beside the parameters.
         self.taken[name] = part.cpu() if known is None else known + part.cpu()
 
     def _by_dtype(self, names: Sequence[str]) -> dict[torch.dtype, list[str]]:
@@ -294,6 +392,9 @@ class WholeModel:
         self._gradients: dict[str, Tensor] = {}
         self._gradient_bytes = 0
         self._anchor = torch.empty(0, device=owners.device, requires_grad=True)
+        is_large = owners.is_large()
+        self._room_bytes = _ROOM_BYTES if is_large else _CACHE_BYTES
+        self._activations = Spool() if is_large else None
         self.precisions: set[torch.dtype] = set()
         chunk: list[str] = []
         size = 0
@@ -337,7 +438,7 @@ class WholeModel:
 
     def _make_room(self, kept: set[str]) -> None:
         for name in list(self._data):
-            if self._num_bytes <= _CACHE_BYTES:
+            if self._num_bytes <= self._room_bytes:
                 return
             # What the step has changed, such as a target network, is nowhere else.
             if name not in kept and version_of(self._data[name]) == 0:
@@ -359,9 +460,13 @@ class WholeModel:
             if name is not None and self._data[name].dtype == tensor.dtype:
                 return _Saved(name, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         # Without its history: an output of its own node would keep the node alive in a circle.
-        return tensor.detach() if type(tensor) is Tensor else tensor
+        saved = tensor.detach() if type(tensor) is Tensor else tensor
+        return saved if self._activations is None else self._activations.put(saved)
 
     def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, _Place):
+            assert self._activations is not None
+            return self._activations.get(saved)
         if not isinstance(saved, _Saved):
             return saved
         return self._full(saved.name).as_strided(saved.size, saved.stride, saved.offset)
@@ -420,7 +525,7 @@ class Reference:
     result: Any
     failure: str
     precisions: set[torch.dtype]
-    gradients: dict[str, Tensor]
+    gradients: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
 
 
@@ -433,15 +538,14 @@ def run_reference(skeleton: Skeleton, owners: Owners, run: Callable[[], Any], do
         run: Runs the step, forward and backward, and returns what is to be compared.
         double: Whether floating-point parameters and buffers are in double precision.
     """
-    owners.taken = {}
+    owners.taken = SpooledTensors() if owners.is_large() else {}
     if owners.replica.rank == 0:
         result, failure, precisions = _run_alone(skeleton, owners, run, double)
         owners.end((result, failure, precisions))
     else:
         result, failure, precisions = owners.serve()
-    taken, owners.taken = owners.taken, {}
-    gradients = {name: value for name, value in taken.items() if name not in owners.buffer_names}
-    buffers = {name: value for name, value in taken.items() if name in owners.buffer_names}
+    gradients, owners.taken = owners.taken, {}
+    buffers = {name: gradients.pop(name) for name in owners.buffer_names if name in gradients}
     return Reference(result, failure, precisions, gradients, buffers)
 
 

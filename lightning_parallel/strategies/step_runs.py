@@ -102,7 +102,7 @@ class WholeRun:
 
     failure: str
     effects: ObservedStep
-    gradients: dict[str, Tensor]
+    gradients: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
     precisions: set[torch.dtype]
     draws: bool = False
@@ -129,8 +129,8 @@ class DividedRun:
     trace: ModuleTrace | None = None
 
 
-_DOUBLE_BYTES = 256 << 20
-"""Parameters of a rank up to this size are converted to double precision for the proof."""
+_DOUBLE_BYTES = 64 << 20
+"""Parameters of a rank up to this size, in double precision, are converted to double precision for the proof."""
 
 
 class StepRuns:

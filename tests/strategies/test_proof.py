@@ -1,10 +1,12 @@
 """The proof: steps are compared with those of one process before their first batch."""
 
+import gc
 import logging
 import re
 import tempfile
 import time
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from lightning_parallel.strategies.observed_step import compare
 from lightning_parallel.strategies.proof import ProofError
 from lightning_parallel.strategies.reference import Owners, WholeModel, run_reference
 from lightning_parallel.strategies.skeleton import Skeleton
+from lightning_parallel.strategies.step_runs import StepRuns
 from tests.harness import distributed
 from tests.strategies.models import loader, trainer_for
 
@@ -411,17 +414,34 @@ def test_numbers_that_differ_are_shown_to_differ():
 
 @distributed(world_size=2)
 def test_the_reference_never_holds_the_whole_model(group):
-    held = []
+    held, left = [], []
 
     class Watched(WholeModel):
         def _make_room(self, kept):
             super()._make_room(kept)
             held.append(sum(value.numel() for value in self._data.values()))
 
+    def live():
+        gc.collect()
+        tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor and value.is_floating_point()]
+        return sum({value.data_ptr(): value.numel() for value in tensors}.values())
+
+    def whole(runs, call, way):
+        before = live()
+        result = run_whole(runs, call, way)
+        left.append((live() - before, sum(gradient.numel() for gradient in result.gradients.values())))
+        return result
+
+    run_whole = StepRuns.whole
     # As if one layer were a large part of a device.
-    sizes = patched(reference, "_CHUNK_BYTES", 1), patched(reference, "_CACHE_BYTES", 1)
-    with sizes[0], sizes[1], patched(reference, "WholeModel", Watched):
+    with ExitStack() as stack:
+        for name in ("_CHUNK_BYTES", "_CACHE_BYTES", "_ROOM_BYTES", "_SPOOLED_BYTES"):
+            stack.enter_context(patched(reference, name, 1))
+        stack.enter_context(patched(reference, "WholeModel", Watched))
+        stack.enter_context(patched(StepRuns, "whole", whole))
         said = fit(Checkpointed(), "pipeline")
+    [(live_more, gradients)] = left
+    assert live_more < gradients / 4, "the gradients wait in a file, while the sharded step computes its own"
     if group.rank == 0:
         assert said[0].startswith("verified on 2 samples: loss and 20 gradients equal")
         largest = 12 * 48
