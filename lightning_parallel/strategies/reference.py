@@ -11,8 +11,8 @@ divided. Parameters come from their owners when the step asks for them; gradient
       ("take", their names)          ----------->   receive their shards of them
     ("end", what the step gave)      ----------->   return it
 
-Autograd keeps no parameter: what it would save of one is saved by name, and fetched again in backward. Of a large model,
-gradients and activations wait in a temporary file, so that the reference needs no more memory than the step it checks.
+Autograd keeps no parameter: what it would save of one is saved by name, and fetched again in backward. The gradients
+and activations of a large model wait in a temporary file: the reference needs no more memory than the step it checks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _TAG = 950
 # ------------------------------------------------------------------------------------------------- spooled tensors
 
 
-class _Place(NamedTuple):
+class _SpoolPlace(NamedTuple):
     """Where a tensor is in the file, and what it was."""
 
     offset: int
@@ -77,18 +77,18 @@ class Spool:
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0)
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with this object
         self._end = 0
 
-    def put(self, tensor: Tensor) -> _Place | Tensor:
+    def put(self, tensor: Tensor) -> _SpoolPlace | Tensor:
         """Return what `get` needs to give the tensor back: a place, or the tensor itself."""
         is_plain = (
             type(tensor) is Tensor and tensor.layout == torch.strided and not (tensor.is_conj() or tensor.is_neg())
         )
         if not is_plain or tensor.nbytes < _SPOOLED_BYTES:
             return tensor
-        data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        place = _Place(self._end, tensor.shape, tensor.dtype, tensor.device)
+        data = _bytes_of(tensor.detach().cpu().contiguous())
+        place = _SpoolPlace(self._end, tensor.shape, tensor.dtype, tensor.device)
         try:
             self._file.seek(place.offset)
             while data:
@@ -98,7 +98,7 @@ class Spool:
         self._end += tensor.nbytes
         return place
 
-    def get(self, held: _Place | Tensor) -> Tensor:
+    def get(self, held: _SpoolPlace | Tensor) -> Tensor:
         """Return a tensor on its device.
 
         Raises:
@@ -107,7 +107,7 @@ class Spool:
         if isinstance(held, Tensor):
             return held
         tensor = torch.empty(held.shape, dtype=held.dtype)
-        data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+        data = _bytes_of(tensor)
         self._file.seek(held.offset)
         while data:
             count = self._file.readinto(data)
@@ -117,12 +117,18 @@ class Spool:
         return tensor.to(held.device)
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    array: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
 class SpooledTensors(MutableMapping[str, Tensor]):
     """Tensors by name, in a `Spool`; each access reads one of them."""
 
     def __init__(self) -> None:
         self._spool = Spool()
-        self._held: dict[str, _Place | Tensor] = {}
+        self._held: dict[str, _SpoolPlace | Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._spool.get(self._held[name])
@@ -464,7 +470,7 @@ class WholeModel:
         return saved if self._activations is None else self._activations.put(saved)
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, _Place):
+        if isinstance(saved, _SpoolPlace):
             assert self._activations is not None
             return self._activations.get(saved)
         if not isinstance(saved, _Saved):
