@@ -128,13 +128,13 @@ class AutoResume(Callback):
         if sum(isinstance(callback, AutoResume) for callback in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ValueError("a Trainer takes one `AutoResume`: a run goes on from one checkpoint")
         # After the processes have met: all take what the first one finds.
-        path, self._found = comm.broadcast_from(lambda: self._look(trainer), _world())
+        self._folder, self._found = comm.broadcast_from(lambda: self._look(trainer), _world())
+        path = self._folder.path
         if path.resolve() in _ended and self._found:
             raise ValueError(
                 f"{path} holds the checkpoints of a `fit` of this process that has ended; a second one would go on from"
                 " there when the script is started again. Give each `fit` a folder: `AutoResume(dirpath=...)`"
             )
-        self._folder = ResumeFolder(path)
         replicas = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         place = replicas.get("num_replicas", 1), replicas.get("rank", 0)
         seed = comm.broadcast_object(int(os.environ.get("PL_GLOBAL_SEED", 0)), _world())
@@ -142,7 +142,7 @@ class AutoResume(Callback):
         self._clock = SaveClock(self.every_n_minutes, _world())
         self._patch(trainer)
 
-    def _look(self, trainer: Trainer) -> tuple[Path, list[Path]]:
+    def _look(self, trainer: Trainer) -> tuple[ResumeFolder, list[Path]]:
         base = str(self.dirpath or trainer.default_root_dir)
         if "://" in base:
             raise ValueError(
@@ -151,7 +151,7 @@ class AutoResume(Callback):
             )
         folder = ResumeFolder(Path(base if self.dirpath else Path(base) / "auto_resume").absolute())
         folder.create()
-        return folder.path, folder.found()
+        return folder, folder.found()
 
     def _patch(self, trainer: Trainer) -> None:
         assert self._point is not None

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 import sysconfig
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from secrets import token_hex
 from types import FrameType
 from typing import Any, NamedTuple, Optional
 
@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_parallel import comm, tracing
 from lightning_parallel.callbacks.measuring import Accumulator, MeasuringCallback, create_folder
+from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.compat.torch import flight_recorder_entries
 from lightning_parallel.tracing import InFlight, Recorder, Span
 
@@ -47,19 +48,19 @@ class RankProcess:
     """Identifies the process of a rank to other ranks.
 
     Attributes:
-        host: Where it runs.
+        host: Where it runs: the machine, and the part of it in which `pid` means this process.
         pid: Its process ID there.
         start_time: When it was started, in clock ticks of that host, as process IDs are used again; None if not known.
     """
 
     def __init__(self, pid: int) -> None:
-        self.host = socket.gethostname()
+        self.host = comm.process_host()
         self.pid = pid
         self.start_time = _start_time(pid)  # process IDs are used again
 
     def kill(self) -> bool:
         """Kill the process, even a stopped one, if it runs on this host; returns whether it did."""
-        is_here = self.host == socket.gethostname()
+        is_here = self.host == comm.process_host()
         is_same = is_here and self.start_time is not None and _start_time(self.pid) == self.start_time
         if is_same:
             with suppress(ProcessLookupError, PermissionError):
@@ -231,7 +232,8 @@ class HangReporter(MeasuringCallback[PauseAccumulator]):
         session = self.open_session
         base = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         base = create_folder(base, session.group)
-        name = f"hang-{datetime.now():%Y%m%d-%H%M%S}"  # that of rank 0 counts
+        # That of rank 0 counts. Who makes this folder ends the run: nobody else is to know its name.
+        name = f"hang-{datetime.now():%Y%m%d-%H%M%S}-{token_hex(4)}"
         by_rank = comm.all_gather_object((base / name, RankProcess(os.getpid())), session.group)
         folder = by_rank[0][0]
         processes = [process for _, process in by_rank]
@@ -385,9 +387,8 @@ def _torch_groups() -> dict[str, dict[str, Any]]:
 def write_text(path: Path, text: str) -> None:
     """Write a file that others see whole or not at all."""
     # Renaming is atomic, so that a file that exists is whole.
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
-    partial.replace(path)
+    with replacing(path) as partial:
+        Path(partial).write_text(text)
 
 
 def read_states(folder: Path, world_size: int, patience_s: float) -> dict[int, RankState]:

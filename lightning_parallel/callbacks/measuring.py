@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from lightning_parallel import comm
 from lightning_parallel.callbacks.session import Session
+from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.comm import Group
 from lightning_parallel.compat.lightning import logged_step, should_update_logs
 from lightning_parallel.compat.twins import Callback
@@ -222,9 +223,10 @@ class MeasuringCallback(Callback, ABC, Generic[A]):
         report = self.report()
         folder.mkdir(parents=True, exist_ok=True)
         # `allow_nan=False`: Python would write NaN, which is not JSON and which browsers refuse.
-        (folder / f"{self.name}.json").write_text(json.dumps(report, indent=1, allow_nan=False))
+        with replacing(folder / f"{self.name}.json") as temporary:
+            Path(temporary).write_text(json.dumps(report, indent=1, allow_nan=False))
         rows = [_flat(row) for row in self.rows(report)]
-        with (folder / f"{self.name}.csv").open("w", newline="") as file:
+        with replacing(folder / f"{self.name}.csv") as temporary, open(temporary, "w", newline="") as file:
             columns = dict.fromkeys(key for row in rows for key in row)  # in the order of their first row
             writer = csv.DictWriter(file, list(columns))
             writer.writeheader()

@@ -8,13 +8,15 @@ import time
 from pathlib import Path
 
 from lightning_parallel import comm
-from lightning_parallel.checkpoint.folder import state_beside
+from lightning_parallel.checkpoint.folder import new_key, remove_abandoned, state_beside
 from lightning_parallel.comm import Group
 
 __all__ = ["ResumeFolder", "SaveClock"]
 
 _NAME = re.compile(r"step-(\d+)(-end)?\.ckpt")
 _ASIDE = ".partial-"
+_EARLIER = re.compile(r"\.partial-(replaced-|removed-)?(step-\d+(-end)?\.ckpt)")
+"""Names of earlier releases, which did not tell who has begun it."""
 
 
 class ResumeFolder:
@@ -25,16 +27,22 @@ class ResumeFolder:
 
     Args:
         path: The folder.
+        key: Names the process that writes; on all its ranks that of the first.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, key: str | None = None) -> None:
         self.path = path
+        self._key = key or new_key()
 
     def create(self) -> None:
-        """Create the folder, and remove what dead processes have left incomplete in it."""
+        """Create the folder, and remove what dead processes have left incomplete in it; what lives stays."""
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(f"{_ASIDE}*"):
-            _remove(left)
+            if _EARLIER.fullmatch(left.name):
+                _remove(left)
+        for folder in (self.path, Path(state_beside(self.path / "any")).parent):
+            if folder.is_dir():
+                remove_abandoned(folder)
 
     def place(self, step: int, is_end: bool) -> Path:
         """Return where the checkpoint of a step belongs."""
@@ -42,7 +50,10 @@ class ResumeFolder:
 
     def aside(self, place: Path) -> Path:
         """Return where a checkpoint is written until it is complete."""
-        return self.path / f"{_ASIDE}{place.name}"
+        return place.with_name(f"{_ASIDE}{self._key}{place.suffix}")
+
+    def _hidden(self) -> Path:
+        return self.path / f"{_ASIDE}{new_key()}"
 
     def found(self) -> list[Path]:
         """Return the checkpoints, newest first."""
@@ -62,8 +73,7 @@ class ResumeFolder:
             self.drop(path)
 
     def _rename(self, place: Path) -> None:
-        written = self.aside(place)
-        replaced = written.with_name(f"{_ASIDE}replaced-{place.name}")
+        written, replaced = self.aside(place), self._hidden()
         if place.exists():
             # Of an attempt before that went further than the checkpoint it was resumed from; folders do not replace.
             place.rename(replaced)
@@ -73,7 +83,7 @@ class ResumeFolder:
 
     def drop(self, path: Path) -> None:
         """Remove a checkpoint, which stops being one before its files are gone."""
-        removed = path.with_name(f"{_ASIDE}removed-{path.name}")
+        removed = self._hidden()
         path.rename(removed)
         _remove(removed)
         _remove(Path(state_beside(path)))

@@ -19,12 +19,11 @@ import errno
 import json
 import os
 import shutil
-import socket
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +33,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_parallel.checkpoint.manifest import Manifest, is_file_name
+from lightning_parallel.comm import process_host
 
 __all__ = [
     "ABANDONED_S",
@@ -47,6 +47,8 @@ __all__ = [
     "is_sharded_checkpoint",
     "new_key",
     "newest_in",
+    "remove_abandoned",
+    "replacing",
     "retried",
     "state_beside",
     "sync_file",
@@ -147,20 +149,14 @@ class Folder:
         if not self.is_local:
             retried(lambda: self.fs.pipe_file(self.file(name), content))
             return
-        temporary = f"{self.path}/{_PARTIAL}{new_key()}"
 
         def write() -> None:
-            with open(temporary, "wb") as stream:
+            with replacing(self.file(name)) as temporary, open(temporary, "wb") as stream:
                 stream.write(content)
                 sync_file(stream)
-            os.replace(temporary, self.file(name))
             sync_folder(self.path)
 
-        try:
-            retried(write)
-        finally:
-            with suppress(OSError):
-                os.unlink(temporary)
+        retried(write)
 
     def remove(self) -> None:
         """Remove it, the manifest first: a checkpoint that is removed in part is none. Of a link, the link alone."""
@@ -171,6 +167,24 @@ class Folder:
             self.fs.rm(self.file(MANIFEST))
         with suppress(FileNotFoundError):
             self.fs.rm(self.path, recursive=True)
+
+
+@contextmanager
+def replacing(target: str | os.PathLike[str]) -> Iterator[str]:
+    """Give the path of a new hidden file, which takes the place of `target` at the end: that is whole, or as before.
+
+    It did not exist before: in a folder where others may write, a link under a name that can be guessed would lead to
+    any file of this user's. `remove_abandoned` removes what a killed process has left.
+    """
+    # With a suffix: torch writes no file whose name begins with its only dot.
+    temporary = f"{os.path.dirname(target) or '.'}/{_PARTIAL}{new_key()}.tmp"
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
 
 
 def sync_file(stream: Any) -> None:
@@ -230,7 +244,7 @@ class NewFolder:
             raise ValueError(f"expected a checkpoint, or nothing, at {target}: found a folder with other files")
         if target.is_local:
             os.makedirs(target.parent.path, exist_ok=True)
-            _collect(target.parent.path)
+            remove_abandoned(target.parent.path)
         new.work.fs.makedirs(new.work.path, exist_ok=True)
         return new
 
@@ -368,8 +382,8 @@ def new_key() -> str:
 
 
 def _this_host() -> str:
-    # Not by its name, which may have `last` in it.
-    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
+    # Not by its name, which may have `last` in it, and which several containers may share.
+    return f"{zlib.crc32(process_host().encode()):08x}"
 
 
 def _start_of(pid: int) -> str:
@@ -380,8 +394,11 @@ def _start_of(pid: int) -> str:
         return "0"
 
 
-def _collect(parent: str) -> None:
-    """Remove what saves of dead processes have left in `parent`, and give back a name that a killed rename took."""
+def remove_abandoned(parent: str | os.PathLike[str]) -> None:
+    """Remove what saves of dead processes have left in `parent`, and give back a name that a killed rename took.
+
+    What a process has begun that lives, or may live on another machine, stays.
+    """
     with os.scandir(parent) as entries:
         found = [entry.path for entry in entries if entry.name.startswith((_PARTIAL, _REPLACED))]
     for path in found:
@@ -408,7 +425,7 @@ def _recover(path: str) -> None:
 
 
 def _is_abandoned(path: str) -> bool:
-    words = os.path.basename(path).split("-")
+    words = os.path.basename(path).removesuffix(".tmp").removesuffix(".ckpt").split("-")
     if len(words) == 5 and words[2] == _this_host() and words[4] != "0" and words[3].isdigit():
         return _start_of(int(words[3])) != words[4]
     try:
@@ -432,7 +449,7 @@ def find(folder: Folder) -> Folder | None:
     if folder.has(MANIFEST):
         return folder
     if folder.is_local and not os.path.lexists(folder.path) and os.path.isdir(folder.parent.path):
-        _collect(folder.parent.path)
+        remove_abandoned(folder.parent.path)
         return folder if folder.has(MANIFEST) else None
     if folder.has(LATEST):
         with suppress(ValueError, KeyError, TypeError, AttributeError):

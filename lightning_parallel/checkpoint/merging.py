@@ -10,24 +10,21 @@ The stand-ins of a dtype are in one piece of memory, as large as the largest ten
 from __future__ import annotations
 
 import mmap
-import os
-import shutil
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import cache
 from math import prod
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint.document import decode
-from lightning_parallel.checkpoint.folder import Folder, retried, sync_file, sync_folder
+from lightning_parallel.checkpoint.folder import Folder, replacing, retried, sync_file, sync_folder
 from lightning_parallel.checkpoint.manifest import SavedTensor, dtype_named
 from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, bands_of, bytes_of
 from lightning_parallel.comm import Group
@@ -53,24 +50,18 @@ def merge_checkpoint(saved: SavedCheckpoint, output: str, seen: Callable[[int], 
     target = Folder.at(output)
     if target.fs.isdir(target.path):
         raise ValueError(f"expected the name of a file, or nothing, at {output}: found a folder")
+    seen = seen or (lambda count: None)
     if target.is_local:
         Path(target.parent.path).mkdir(parents=True, exist_ok=True)
-        temporary = Path(target.parent.path, f".{target.name}.{os.getpid()}")
-    else:
-        # A store of objects takes files from their beginning to their end; bytes are written here and there.
-        temporary = Path(mkdtemp(prefix="lightning_parallel_merge_"), "merged.ckpt")
-    try:
-        _Merged(saved, temporary, seen or (lambda count: None)).write()
-        if target.is_local:
-            os.replace(temporary, target.path)
-            retried(lambda: sync_folder(target.parent.path))
-        else:
-            retried(lambda: target.fs.put_file(str(temporary), target.path))
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-        if not target.is_local:
-            shutil.rmtree(temporary.parent, ignore_errors=True)
+        with replacing(target.path) as path:
+            _Merged(saved, Path(path), seen).write()
+        retried(lambda: sync_folder(target.parent.path))
+        return
+    # A store of objects takes files from their beginning to their end; bytes are written here and there.
+    with TemporaryDirectory(prefix="lightning_parallel_merge_") as folder:
+        temporary = Path(folder, "merged.ckpt")
+        _Merged(saved, temporary, seen).write()
+        retried(lambda: target.fs.put_file(str(temporary), target.path))
 
 
 class _Merged:

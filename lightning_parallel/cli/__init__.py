@@ -131,7 +131,7 @@ def _report(options: argparse.Namespace) -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     from lightning_parallel.callbacks.report.comparison import changes, render_comparison
-    from lightning_parallel.callbacks.report.profile_report import read_report
+    from lightning_parallel.callbacks.report.profile_report import read_report, reading_report
 
     if options.kineto:
         raise ValueError("traces can be added to one run; give one RUN_DIR with --kineto")
@@ -142,8 +142,10 @@ def _compare(options: argparse.Namespace) -> None:
     shared = os.path.commonpath(paths)
     names = (os.path.relpath(paths[0], shared), os.path.relpath(paths[1], shared))
     output = options.output or folder / "comparison.html"
-    output.write_text(render_comparison(first, second, names), encoding="utf-8")
-    found = [f"{change.name}: {change.verdict}" for change in changes(first, second) if change.kind]
+    with reading_report(folder):
+        page = render_comparison(first, second, names)
+        found = [f"{change.name}: {change.verdict}" for change in changes(first, second) if change.kind]
+    output.write_text(page, encoding="utf-8")
     print(*found, output, sep="\n")
 
 
@@ -159,16 +161,17 @@ def _timeline_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _timeline(options: argparse.Namespace) -> None:
-    from lightning_parallel.callbacks.report.profile_report import read_report
+    from lightning_parallel.callbacks.report.profile_report import read_report, reading_report
 
     folder, report = read_report(options.run_dir)
-    step = report["reports"].get("PipelineTimeline", {}).get("timeline")
-    if step is None:
-        raise ValueError(f"expected a run with a pipeline and `PipelineTimeline()`, found no timeline in {folder}")
-    planned = Timeline.from_dict(step["planned"])
-    name = schedule_title(planned.schedule)
-    measured = f"{name}: as it happened in step {step['step']}"
-    _draw([(f"{name}: as planned", planned), (measured, Timeline.from_dict(step["measured"]))], options)
+    with reading_report(folder):
+        step = report["reports"].get("PipelineTimeline", {}).get("timeline")
+        if step is None:
+            raise ValueError(f"expected a run with a pipeline and `PipelineTimeline()`, found no timeline in {folder}")
+        planned, measured = Timeline.from_dict(step["planned"]), Timeline.from_dict(step["measured"])
+        name = schedule_title(planned.schedule)
+        titles = f"{name}: as planned", f"{name}: as it happened in step {step['step']}"
+        _draw([*zip(titles, (planned, measured))], options)
 
 
 def _checkpoint_options(parser: argparse.ArgumentParser) -> None:

@@ -27,7 +27,13 @@ from lightning_parallel.comm.executors import (
 from lightning_parallel.comm.gradient_session import GradientSession, MeanReducer, MeanStep, Phases, fill_buckets
 from lightning_parallel.comm.groups import Group, MeshGroups, NodeGroups
 from lightning_parallel.comm.hashes import fingerprint, fingerprints, row_fingerprints
-from lightning_parallel.comm.heartbeat import LostRankError, report_failure, start_heartbeat, stop_heartbeat
+from lightning_parallel.comm.heartbeat import (
+    LostRankError,
+    process_host,
+    report_failure,
+    start_heartbeat,
+    stop_heartbeat,
+)
 from lightning_parallel.comm.objects import (
     agree,
     all_gather_object,
@@ -95,6 +101,7 @@ __all__ = [
     "isend",
     "on_any_rank",
     "overlapping_executor",
+    "process_host",
     "raise_together",
     "reduce_",
     "reduce_scatter",

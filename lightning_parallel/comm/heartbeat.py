@@ -34,6 +34,7 @@ __all__ = [
     "blocked_calls",
     "describe_failure",
     "heartbeats",
+    "process_host",
     "report_failure",
     "reported_errors",
     "start_heartbeat",
@@ -111,7 +112,7 @@ class _Heartbeat:
         # The store outlives a run: what an earlier run of this process reported must not explain this one's.
         self.report("")
         self.store.set(f"blocked/{rank}", "")
-        self.store.set(f"process/{rank}", f"{_host()} {os.getpid()}")
+        self.store.set(f"process/{rank}", f"{process_host()} {os.getpid()}")
         self.run = self.store.add(f"run/{rank}", 1)
         self.stopped = threading.Event()
         self._watch = _Watch(self, world_size) if watches else None
@@ -263,7 +264,7 @@ class _Watch:
     def _is_alive(self, rank: int) -> bool | None:
         """Tell whether the process of a rank exists; None if it is not of this machine."""
         host, pid = self._heartbeat.read(f"process/{rank}").rsplit(" ", 1)
-        if host != _host():
+        if host != process_host():
             return None
         try:
             # One that has ended stays until its parent asks for it, as Z. The name, in brackets, may hold anything.
@@ -273,8 +274,8 @@ class _Watch:
 
 
 @cache
-def _host() -> str:
-    """Name the machine, and the part of it in which numbers of processes mean the same; "" where /proc is missing."""
+def process_host() -> str:
+    """Name the machine, and the part of it where a process number means one process; without /proc, this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

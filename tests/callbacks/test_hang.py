@@ -2,6 +2,8 @@
 
 import os
 import re
+import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -48,6 +50,7 @@ def check_end(done, pids, folder):
     assert len(pids) == 2
     assert not any(map(is_running, pids))
     (written,) = folder.glob("hang-*")
+    assert re.fullmatch(r"hang-\d{8}-\d{6}-[0-9a-f]{8}", written.name), "nobody else makes it by chance"
     assert (written / "verdict.txt").read_text().strip() in done.stderr
     stacks = (written / "rank0.txt").read_text()
     assert "in training_step" in stacks
@@ -126,6 +129,21 @@ def test_where_details_cannot_be_written_it_says_so_and_ends(tmp_path, capfd):
     said = capfd.readouterr().err
     assert "no progress in the start; could not write details: NotADirectoryError" in said
     assert "in test_where_details" in said
+
+
+def test_a_process_of_a_container_with_the_same_hostname_is_not_killed():
+    child = subprocess.Popen(["sleep", "100"])
+    try:
+        process = RankProcess(child.pid)
+        own = process.host
+        process.host = socket.gethostname()
+        assert process.kill() is False
+        assert child.poll() is None
+        process.host = own
+        assert process.kill() is True
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_process_number_that_was_used_again_is_not_killed():

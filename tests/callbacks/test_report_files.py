@@ -2,12 +2,15 @@
 
 import gzip
 import json
+import os
 import shutil
 
 import pytest
 
+from lightning_parallel.callbacks.hang import write_text
 from lightning_parallel.callbacks.report.comparison import Change, changes
-from lightning_parallel.callbacks.report.trace import read_trace
+from lightning_parallel.callbacks.report.profile_report import part_path, write_part
+from lightning_parallel.callbacks.report.trace import read_trace, write_trace
 from lightning_parallel.cli import main
 from lightning_parallel.tracing.spans import percent
 from tests.callbacks.sample import sample_report
@@ -72,6 +75,66 @@ def test_files_that_are_not_whole_are_left_out_or_named(profile, tmp_path, capsy
     trace.write_bytes(damage(trace.read_bytes()))
     assert main(["report", str(folder), "--kineto", str(profile / "trace.json.gz")]) == 2
     assert str(trace) in capsys.readouterr().err
+
+
+def changed(report, path, value):
+    *keys, last = path
+    inner = report
+    for key in keys:
+        inner = inner[key]
+    inner[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["run", "world_size"], 10**12),
+        (["run", "world_size"], "2"),
+        (["run", "world_size"], -1),
+        (["run"], 3),
+        (["run", "mesh"], "x"),
+        (["reports"], [1]),
+        (["reports", "StepBreakdown"], 3),
+        (["reports", "StepBreakdown", "ranks"], {"a": "b"}),
+        (["reports", "StepBreakdown", "ranks", 0], {}),
+        (["reports", "CommunicationProfiler"], "x"),
+        (["series"], 5),
+    ],
+)
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_report_with_other_values_is_named(profile, tmp_path, capsys, path, value, others):
+    report = json.loads((profile / "report.json").read_text())
+    report["reports"].setdefault("StepBreakdown", sample_report()["reports"]["StepBreakdown"])
+    changed(report, path, value)
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    status = main(["report", *[str(profile)] * others, str(tmp_path)])
+    captured = capsys.readouterr()
+    # What is not drawn is not looked at.
+    assert status == 0 or (status == 2 and f"{tmp_path}" in captured.err), captured.err
+    assert status == 2 or path[0] != "run" or len(path) == 1 or others == 1 or path[1] != "world_size"
+
+
+def test_a_link_that_is_there_already_leads_nowhere(profile, tmp_path):
+    """Others may write to the folder, and guess names: what they lead to is not written."""
+    folder, victim = tmp_path / "run", tmp_path / "victim"
+    shutil.copytree(profile, folder)
+    victim.write_text("precious")
+    for name in ("report.html", "report.json", "trace.json.gz"):
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        (folder / f".{name}").symlink_to(victim)
+        (folder / f".{name}.{os.getpid()}").symlink_to(victim)
+        if name == "report.json":
+            (folder / name).write_bytes(content)
+        else:
+            (folder / name).symlink_to(victim)
+    (folder / ".part5.json.gz").symlink_to(victim)
+    assert main(["report", str(folder)]) == 0
+    write_part(part_path(folder, 5), {"rank": 5})
+    write_text(folder / "report.json", "text")
+    write_trace({"traceEvents": []}, folder / "trace.json.gz")
+    assert victim.read_text() == "precious"
+    assert not (folder / "report.html").is_symlink()
 
 
 @pytest.mark.parametrize(

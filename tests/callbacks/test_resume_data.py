@@ -21,6 +21,8 @@ from torch.utils.data import (
 from lightning_parallel import AutoResume, DataShardingMonitor, callbacks
 from lightning_parallel.callbacks.global_batch import GlobalBatch
 from lightning_parallel.callbacks.resumable_data import ResumableSampler
+from lightning_parallel.callbacks.resume_folder import ResumeFolder
+from lightning_parallel.checkpoint.folder import new_key
 from tests.callbacks.test_auto_resume import Dropping, Interrupt, Interruption, assert_equal_weights, fit, loader_of
 from tests.strategies.models import Samples, trainer_for
 
@@ -163,6 +165,29 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     assert_equal_weights(module, expected)
     names = sorted(path.name for path in (tmp_path / "cut").iterdir())
     assert names == ["damaged-step-00000008.ckpt", "step-00000006.ckpt", "step-00000027-end.ckpt"]
+
+
+def test_what_lives_in_the_folder_stays(tmp_path):
+    """A sharded save and another run write under hidden names too, as long as their processes live."""
+    other = ResumeFolder(tmp_path)
+    dead_key = new_key().rpartition("-")[0] + "-1"  # of a process that had this one's number before
+    elsewhere = "0123456789ab-00000000-1-1"  # on another machine, now
+    living = [
+        other.aside(other.place(8, False)),
+        tmp_path / f".partial-{new_key()}",
+        tmp_path / f".partial-{elsewhere}",
+    ]
+    dead = [tmp_path / f".partial-{dead_key}", tmp_path / ".partial-step-00000010.ckpt"]
+    dead.append(tmp_path / "compression-state" / f".partial-{dead_key}")
+    for path in (*living, *dead):
+        path.mkdir(parents=True)
+        (path / "some.file").write_text("half")
+    ResumeFolder(tmp_path).create()
+    assert [path.name for path in living if not (path / "some.file").exists()] == []
+    assert [path.name for path in dead if path.exists()] == []
+    living[0].joinpath("some.file").rename(living[0] / "weights")
+    other.commit(other.place(8, False), keep=1, is_aside=True)
+    assert (other.place(8, False) / "weights").exists()
 
 
 def test_if_all_are_damaged_nothing_begins_anew(tmp_path):

@@ -1,5 +1,6 @@
 """The trace of all ranks: valid, on one clock, with every message's arrow."""
 
+import gzip
 import json
 import os
 import sys
@@ -165,6 +166,14 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(ValueError, match="traceEvents"):
         read_trace(tmp_path / "other.json")
+    with gzip.open(tmp_path / "bomb.json.gz", "wb") as file:
+        for _ in range(100):
+            file.write(b" " * (1 << 20))
+    for content, expected in ((None, "more than 50 times its size"), (b"[" * 100_000, "recursion"), (b"\xff", "utf-8")):
+        if content is not None:
+            (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(content))
+        with pytest.raises(ValueError, match=f"expected JSON.*bomb.json.gz.*{expected}"):
+            read_trace(tmp_path / "bomb.json.gz")
 
 
 # ---------------------------------------------------------------------------------------------------------- clocks

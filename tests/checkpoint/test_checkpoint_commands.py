@@ -1,6 +1,7 @@
 """`lightning-parallel checkpoint`: what it shows, finds, and writes for others to read."""
 
 import json
+import os
 import shutil
 import tempfile
 import zipfile
@@ -142,6 +143,17 @@ def test_a_merged_checkpoint_is_an_ordinary_one(capsys, saved, tmp_path):
     wanted = fit(Tied("adam"), "auto", 1, ckpt_path=tmp_path / "reference.ckpt", **SHORT).callback_metrics
     for name in ("train_loss", "val_loss"):
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_link_with_the_name_of_the_hidden_file_is_not_followed(tmp_path, capsys):
+    path, victim = write(tmp_path / "saved.ckpt", {"a": torch.randn(3)}), tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / f".whole.ckpt.{os.getpid()}").symlink_to(victim)
+    (tmp_path / "whole.ckpt").symlink_to(victim)
+    call(capsys, "merge", path, tmp_path / "whole.ckpt")
+    assert victim.read_text() == "precious"
+    assert torch.load(tmp_path / "whole.ckpt")["state_dict"]["a"].shape == (3,)
+    assert (tmp_path / "whole.ckpt").stat().st_mode & 0o777 == victim.stat().st_mode & 0o777, "that of a new file"
 
 
 def test_merge_keeps_every_kind_of_value(tmp_path, capsys):

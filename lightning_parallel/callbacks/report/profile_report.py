@@ -9,13 +9,14 @@ from __future__ import annotations
 import gzip
 import json
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
+from jinja2 import TemplateError
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from rich.console import Console
@@ -44,6 +45,7 @@ from lightning_parallel.callbacks.report.trace import (
     write_trace,
 )
 from lightning_parallel.callbacks.session import Session
+from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.checkpoint.writer import installed_versions
 from lightning_parallel.mesh import AXES, Mesh
 from lightning_parallel.pipeline.engine import PipelineEngine
@@ -59,6 +61,7 @@ __all__ = [
     "part_path",
     "read_parts",
     "read_report",
+    "reading_report",
     "rebuild",
     "write_files",
     "write_part",
@@ -66,6 +69,7 @@ __all__ = [
 
 
 PAGE, REPORT, TRACE = "report.html", "report.json", "trace.json.gz"
+_MOST_RANKS = 1 << 17
 
 
 def build_report(
@@ -106,8 +110,9 @@ def write_files(folder: Path, report: Mapping[str, Any], trace: Mapping[str, Any
     """Write page, data and trace."""
     folder.mkdir(parents=True, exist_ok=True)
     # JSON has no NaN, and browsers refuse files with it: `finite` has left none.
-    (folder / REPORT).write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
-    (folder / PAGE).write_text(render(report), encoding="utf-8")
+    for name, text in ((REPORT, json.dumps(report, indent=1, allow_nan=False)), (PAGE, render(report))):
+        with replacing(folder / name) as temporary:
+            Path(temporary).write_text(text, encoding="utf-8")
     if trace is not None:
         write_trace(trace, folder / TRACE)
 
@@ -125,10 +130,29 @@ def read_report(path: Path) -> tuple[Path, dict[str, Any]]:
         file = folder / REPORT
         if file.is_file():
             report = read_json(file)
-            if not isinstance(report, dict) or report.get("version") != VERSION or "run" not in report:
+            if not isinstance(report, dict) or report.get("version") != VERSION or not _is_run(report.get("run")):
                 raise ValueError(f"expected a report of version {VERSION} in {file}, as `ProfileReport` writes it")
             return folder, report
     raise ValueError(f"expected the folder of a profiled run, with `{REPORT}` or `profile/{REPORT}`, got {path}")
+
+
+def _is_run(run: Any) -> bool:
+    size = run.get("world_size", 1) if isinstance(run, dict) else None
+    return type(size) is int and 1 <= size <= _MOST_RANKS
+
+
+@contextmanager
+def reading_report(path: Path) -> Iterator[None]:
+    """Say of what file it is that its values cannot be drawn: somebody else may have written it."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, TemplateError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"expected in {path} a report as `ProfileReport` writes it, found other values: {what}"
+        ) from error
 
 
 def rebuild(path: Path, kineto: Sequence[Path] = ()) -> Path:
@@ -144,6 +168,11 @@ def rebuild(path: Path, kineto: Sequence[Path] = ()) -> Path:
         ValueError: If there is no report, or a trace cannot be added.
     """
     folder, report = read_report(path)
+    with reading_report(folder):
+        return _rebuilt(folder, report, kineto)
+
+
+def _rebuilt(folder: Path, report: Mapping[str, Any], kineto: Sequence[Path]) -> Path:
     run = report["run"]
     trace = None
     parts = read_parts(folder, run["world_size"], run["started"], patience_s=0)
@@ -178,11 +207,9 @@ def part_path(folder: Path, rank: int) -> Path:
 def write_part(path: Path, part: Mapping[str, Any]) -> None:
     """Write one rank's part of a trace, so that others see it whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Rank 0 looks for the file while it is written: only a rename makes it appear at once.
-    partial = path.with_name(f".{path.name}")
-    with gzip.open(partial, "wt", encoding="utf-8") as file:
+    # Rank 0 looks for the file while it is written.
+    with replacing(path) as partial, gzip.open(partial, "wt", encoding="utf-8") as file:
         json.dump(part, file)
-    partial.replace(path)
 
 
 def read_parts(folder: Path, world_size: int, run: str, patience_s: float) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_parallel.callbacks.clocks import ClockOffset
 from lightning_parallel.callbacks.measuring import Accumulator
+from lightning_parallel.checkpoint.folder import replacing
 from lightning_parallel.tracing import Span, Window
 
 __all__ = ["TraceAccumulator", "add_kineto", "chrome_trace", "read_json", "read_trace", "write_trace"]
@@ -43,6 +44,8 @@ _ROW_SPACING = 100
 """Distance between the numbers of rows: spans that overlap with others of their row get further rows below it."""
 _FIRST_KINETO_ROW = 100_000
 """Rows of `torch.profiler` lie below ours."""
+_SMALL, _MOST_INFLATED = 1 << 26, 50
+"""Bytes that any file may hold, and how many times its size others: traces have up to 30 times, a bomb 1000 times."""
 
 
 class TraceAccumulator(Accumulator):
@@ -330,7 +333,7 @@ def add_kineto(trace: dict[str, Any], kineto: Mapping[str, Any], rank: int | Non
 
 def write_trace(trace: Mapping[str, Any], path: Path) -> None:
     """Write a trace, compressed."""
-    with gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as file:
+    with replacing(path) as temporary, gzip.open(temporary, "wt", encoding="utf-8", compresslevel=6) as file:
         json.dump(trace, file, separators=(",", ":"))
 
 
@@ -353,8 +356,12 @@ def read_json(path: Path) -> Any:
         ValueError: If the file holds something else, or is not whole.
     """
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    most = max(_SMALL, _MOST_INFLATED * path.stat().st_size)
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            return json.load(file)
-    except (json.JSONDecodeError, UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        with opener(path, "rb") as file:
+            content = file.read(most + 1)
+            if len(content) > most:
+                raise ValueError(f"it holds more than {_MOST_INFLATED} times its size")
+            return json.loads(content)
+    except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"expected JSON, compressed if its name ends in .gz, in {path}: {error}") from error
