@@ -28,7 +28,7 @@ from lightning_parallel.compat.torch import (
     version_of,
 )
 from lightning_parallel.tensor.inspection import is_linear, sizes_of
-from lightning_parallel.tensor.verify import INPUT_SHAPE, BlockCall, devices_in_use
+from lightning_parallel.tensor.verify import INPUT_SHAPE, BlockCall, chance_kept
 
 __all__ = ["block_call", "joined_blocks"]
 
@@ -65,7 +65,7 @@ def block_call(root: nn.Module, path: str, group: Group) -> BlockCall | None:
         group: The tensor-parallel group; all its ranks must call this.
     """
     found = None
-    with torch.random.fork_rng(devices_in_use()):
+    with chance_kept():
         around = path
         while found is None and around:
             around = around.rpartition(".")[0]
@@ -185,7 +185,7 @@ def joined_blocks(root: nn.Module, blocks: Sequence[str], group: Group) -> set[t
     found = None
     stack = blocks[0].rpartition(".")[0]
     around = stack
-    with torch.random.fork_rng(devices_in_use()):
+    with chance_kept():
         while found is None:
             owner = root.get_submodule(around)
             # Code of the model may go through the modules of a `Sequential` one by one.

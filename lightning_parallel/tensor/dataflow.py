@@ -35,7 +35,7 @@ from lightning_parallel.tensor.low_rank import layer_sizes, linear_layers
 from lightning_parallel.tensor.per_head import DividedTensor, PerHead, set_local_values
 from lightning_parallel.tensor.plan import Plan
 from lightning_parallel.tensor.sharding import Shard, ShardPart, balanced
-from lightning_parallel.tensor.verify import copy_in_double, devices_in_use, possible_inputs
+from lightning_parallel.tensor.verify import chance_kept, copy_in_double, possible_inputs
 
 __all__ = ["NOT_RUN", "Dataflow", "RegionFinder"]
 
@@ -81,7 +81,7 @@ class RegionFinder:
         """Return the regions that the linear layers `free` of `block` form."""
         key = (structure_of(block), tuple(free))
         if key not in self._known:
-            with torch.random.fork_rng(devices_in_use()):
+            with chance_kept():
                 torch.manual_seed(0)
                 found = _find(block, free, self.group.size)
             # Ranks that propose different divisions would wait for each other.

@@ -48,7 +48,7 @@ from lightning_parallel.tensor.linear import (
     shared_inputs,
 )
 from lightning_parallel.tensor.low_rank import LowRankLinear, low_rank_of
-from lightning_parallel.tensor.regions import RandomRegion
+from lightning_parallel.tensor.regions import DividedExtent, RandomRegion
 from lightning_parallel.tensor.sharding import Shard, ShardPart
 
 __all__ = [
@@ -339,13 +339,14 @@ class ColumnLinear(_ParallelLinear):
         if self.gather_output:
             return gather_features(y, self.feature_rule, self.group)
         if self.region is not None and self.training:  # dropout draws in training only
-            self.region.open(y.device)
+            parts = tuple(self.feature_rule.local_size(rank) for rank in range(self.group.size))
+            self.region.open(y.device, DividedExtent(tuple(y.shape), y.dim() - 1, parts, x.shape[-1]))
         return y
 
     @property
     def region_end(self) -> Literal["opens"] | None:
         """`"opens"` if random numbers after this layer have to differ between the ranks; see `tensor.regions`."""
-        return None if self.gather_output or self.inputs.lengths is not None else "opens"
+        return None if self.gather_output else "opens"
 
     def extra_repr(self) -> str:
         """Return the full sizes, the local size, and the rank."""
@@ -375,7 +376,7 @@ class RowLinear(_ParallelLinear):
     @property
     def region_end(self) -> Literal["closes"] | None:
         """`"closes"` if random numbers before this layer have to differ between the ranks; see `tensor.regions`."""
-        return None if self.split_input or self.lengths is not None else "closes"
+        return None if self.split_input else "closes"
 
     def extra_repr(self) -> str:
         """Return the full sizes, the local size, and the rank."""

@@ -8,25 +8,102 @@ column-parallel layer and the row-parallel layer that follows it, each rank uses
 
 The stream derives from the replicated state alone. So code that restores this state (activation checkpointing before
 it recomputes, a resumed run) reproduces the region too, and a region that draws nothing does not change the state.
+
+What is drawn for whole samples inside a region (stochastic depth, one mask for all positions or features) comes from
+the replicated stream: a draw is one for this rank's part only if its shape has the part's extent. In doubt it is
+replicated: equal masks on all ranks are random too, different ones for the same sample are wrong.
+
+A region that has drawn nothing `QUIET` times is left closed, which saves the switch, until something is drawn in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.comm import Group
-from lightning_parallel.compat.torch import dispatch_modes_suspended
+from lightning_parallel.compat.torch import (
+    current_graph_task_id,
+    dispatch_modes_suspended,
+    has_compiled_parts,
+    pytree,
+)
 
-__all__ = ["RandomRegion", "connect_random_regions", "is_same_state", "random_state"]
+__all__ = ["DividedExtent", "RandomRegion", "connect_random_regions", "is_same_state", "random_state"]
+
+QUIET = 32
 
 # The increment of SplitMix64, 2^64 over the golden ratio: it keeps the seeds of neighbouring ranks far apart.
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class DividedExtent:
+    """How activations are divided in a region, to tell draws for a rank's part from those for whole samples.
+
+    Attributes:
+        shape: The shape of this rank's part.
+        dim: The dimension that is divided.
+        parts: The extents of the parts there, of all ranks.
+        whole_features: Of a region divided by features, those of its input.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    parts: tuple[int, ...]
+    whole_features: int = 0
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all parts are alike."""
+        return len(set(self.parts)) == 1
+
+    def verdict(self, name: str, size: Sequence[int]) -> str:
+        """Return `"part"`, `"whole"` or `"doubt"` for a draw of numbers of that `size` by the function `name`."""
+        if self.dim < len(self.shape) - 1:
+            return self._by_positions(size)
+        return "part" if name in _OF_HEADS else self._by_features(name, size)
+
+    def _by_positions(self, size: Sequence[int]) -> str:
+        mine, features = self.shape[self.dim], self.shape[-1]
+        samples = math.prod(self.shape[:-1]) // max(mine, 1)
+        # Samples, in the first dimension, may be as many as positions.
+        rest = size[1:] if self.dim and len(size) == len(self.shape) and size[0] == self.shape[0] else size
+        if set(rest) <= {1, samples, features} - {*self.parts}:
+            return "whole"
+        if 1 in self.parts:
+            return "doubt"
+        is_in_place = len(size) >= len(self.shape) and size[self.dim] == mine
+        is_flat = samples > 1 and size[0] == samples * mine
+        if is_in_place or is_flat:
+            return "part"
+        # A mask of positions, unless it is one of samples or of features that are as many.
+        return "part" if mine in size and not {samples, features} & {*self.parts} else "doubt"
+
+    def _by_features(self, name: str, size: Sequence[int]) -> str:
+        lead = {1, *self.shape[:-1], math.prod(self.shape[:-1])}
+        # Fused projections: gate and up; query, key and value.
+        fused = [count for count in (1, 2, 3) if all(part % count == 0 for part in self.parts)]
+        widths = {part // count for part in self.parts for count in fused}
+        if name in _DROPOUTS:  # it is given an activation
+            is_full = len(size) >= len(self.shape) and 1 not in size[1:]
+            if size and size[-1] == self.whole_features and self.whole_features not in widths:
+                return "whole"
+            return "part" if is_full or not set(size) <= lead else "whole" if not widths & {*size} else "doubt"
+        rest = size[1:] if len(size) == len(self.shape) > 1 and size[0] == self.shape[0] else size
+        if set(rest) <= lead - widths:
+            return "whole"
+        is_certain = bool(size) and size[-1] in widths and not widths & (lead | {self.whole_features})
+        return "part" if is_certain else "doubt"
 
 
 class RandomRegion:
@@ -36,10 +113,11 @@ class RandomRegion:
     the generator (the end of a recomputation, an exception), it is closed.
 
     Attributes:
-        draws: How many regions of this process have drawn numbers.
+        draws: How many regions of this process have drawn numbers for a rank's part.
     """
 
     draws = 0
+    _current: ClassVar[RandomRegion | None] = None
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -47,6 +125,13 @@ class RandomRegion:
         self._seed = 0
         self._state_before: Any = None
         self._state_opened: Any = None
+        self._extent: DividedExtent | None = None
+        self._around: RandomRegion | None = None
+        self._is_left = False  # closed, as it has drawn nothing so far
+        self._quiet = 0
+        self._left: list[Any] = []
+        self._watching = 0
+        self._drew_outside = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RandomRegion:
         return self  # there is one generator per device, also for a copied model
@@ -54,35 +139,67 @@ class RandomRegion:
     @property
     def is_open(self) -> bool:
         """True if the generator is on this rank's stream."""
-        return self._generator is not None and self._generator.initial_seed() == self._seed
+        return not self._is_left and self._generator is not None and self._generator.initial_seed() == self._seed
 
-    def open(self, device: torch.device) -> None:
-        """Switch the default generator of `device` to this rank's stream; do nothing inside an open region."""
+    def open(self, device: torch.device, extent: DividedExtent | None = None) -> None:
+        """Switch the default generator of `device` to this rank's stream; do nothing inside an open region.
+
+        Args:
+            device: Where the activations are.
+            extent: How they are divided; without it all draws in the region are for this rank's part.
+
+        Raises:
+            RuntimeError: In a recomputation of a part of a block that has drawn numbers for whole samples.
+        """
         if self.group.size == 1 or device.type == "meta" or self.is_open:
             return
         generator = _default_generator(device)
-        self._state_before = _state(generator)
+        before = _state(generator)
+        if self._is_left:
+            if self._generator is generator:
+                return
+            self._is_left = False
+        current = RandomRegion._current
+        self._around = current if current is not None and current is not self and current.is_open else None
+        if self._drew_outside and self._around is None and current_graph_task_id() != -1:
+            raise RuntimeError(_RECOMPUTED)
+        self._generator, self._state_before, self._extent = generator, before, extent
+        if self._quiet >= QUIET or any(is_same_state(before, state) for state in self._left):
+            self._is_left = True
+            return
         # Drawn from the replicated state, then made different by rank: restoring that state restores all streams.
         self._seed = _mix(_draw(generator) + (self.group.rank + 1) * _GOLDEN)
         generator.manual_seed(self._seed)
         self._state_opened = _state(generator)
-        self._generator = generator
+        RandomRegion._current = self
 
     def close(self) -> None:
         """Switch back to the replicated stream; do nothing outside of a region."""
         if self._generator is None:
             return
-        generator = self._generator
-        is_open = self.is_open
-        self._generator = None
+        generator, before = self._generator, self._state_before
+        is_open, is_left = self.is_open, self._is_left
+        self._generator, self._is_left = None, False
+        if is_left:
+            if not is_same_state(_state(generator), before):
+                # From now on it is opened; a recomputation of this pass must draw as this pass did.
+                self._left.append(before)
+                self._quiet = -1
+                if self._extent is not None and not self._extent.is_even:
+                    _restore(generator, before)
+                    _draw(generator)
+            return
+        if RandomRegion._current is self:
+            RandomRegion._current = self._around
         if is_open:
             drew = not is_same_state(_state(generator), self._state_opened)
-            _restore(generator, self._state_before)
+            _restore(generator, before)
             # Without this draw the next region would derive the same stream. Ranks with uneven shards may draw
             # different counts, but all draw or none does, so the replicated state stays equal.
             if drew:
                 RandomRegion.draws += 1
                 _draw(generator)
+            self._quiet = -1 if drew or self._quiet < 0 else self._quiet + 1
 
     @contextmanager
     def scope(self, device: torch.device) -> Iterator[None]:
@@ -96,6 +213,144 @@ class RandomRegion:
         finally:
             self.close()
 
+    # ------------------------------------------------------------------------------------- draws for whole samples
+
+    def watch(self, module: nn.Module, root: nn.Module) -> None:
+        """Let what `module` draws for whole samples while the region is open come from the replicated stream.
+
+        Args:
+            module: A module inside whose forward the region is opened and closed.
+            root: The whole model: what a compiled one draws cannot be watched.
+        """
+        modes: list[_DrawMode | None] = []
+        model = weakref.ref(root)
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            is_watched = module.training and self._quiet < QUIET
+            mode = _DrawMode(self) if is_watched and not _is_compiled(model()) else None
+            modes.append(mode)
+            if mode is not None:
+                self._watching += 1
+                mode.__enter__()
+
+        def leave(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            self.close()
+            mode = modes.pop() if modes else None
+            if mode is not None:
+                self._watching -= 1
+                mode.__exit__(None, None, None)
+
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+
+    def draw(self, name: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function that draws, from the stream that its numbers belong to."""
+        if RandomRegion._current is not self or not self.is_open or self._extent is None:
+            return function(*args, **kwargs)
+        verdict = self._extent.verdict(name, _drawn_size(name, args, kwargs))
+        # Of uneven parts ranks may draw other counts, and judge a size otherwise, so all of them take one number.
+        is_one = verdict != "whole" and not self._extent.is_even
+        own = kwargs.get("generator")
+        if own is not None:
+            if verdict == "part" or is_one:
+                seed = _mix(_draw(own) + (self.group.rank + 1) * _GOLDEN)
+                kwargs = {**kwargs, "generator": torch.Generator(own.device).manual_seed(seed)}
+            return function(*args, **kwargs)
+        if verdict == "part" and not is_one:
+            return function(*args, **kwargs)
+        return self._draw_outside(function, args, kwargs, is_one, verdict == "part")
+
+    def _draw_outside(
+        self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], is_one: bool, is_part: bool
+    ) -> Any:
+        """Draw from the replicated stream; if `is_one`, move it by one draw however many numbers a rank takes."""
+        assert self._generator is not None
+        generator, mine = self._generator, _state(self._generator)
+        outermost = self
+        while outermost._around is not None:
+            outermost._drew_outside = True
+            outermost = outermost._around
+        _restore(generator, outermost._state_before)
+        try:
+            if is_one:
+                seed = _mix(_draw(generator) + (self.group.rank + 1) * _GOLDEN * is_part)
+                outermost._state_before = _state(generator)
+                generator.manual_seed(seed)
+                return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            outermost._state_before = _state(generator)
+            return result
+        finally:
+            self._quiet = -1
+            RandomRegion.draws += is_part
+            _restore(generator, mine)
+
+
+_RECOMPUTED = (
+    "activation checkpointing recomputes a part of a block that draws random numbers for whole samples (stochastic"
+    " depth, one mask for all positions), where each rank has other positions or features. Let it recompute the whole"
+    " block, or draw these numbers outside of what is recomputed"
+)
+
+
+class _DrawMode(TorchFunctionMode):
+    """Sees the functions that draw random numbers in a region."""
+
+    def __init__(self, region: RandomRegion) -> None:
+        super().__init__()
+        self._region = region
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _DRAWS:
+            return self._region.draw(name, func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+_OF_HEADS = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+_BY_CHANNEL = {"dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_", "feature_alpha_dropout"}
+_DROPOUTS = {"dropout", "dropout_", "native_dropout", "alpha_dropout", "alpha_dropout_", "rrelu", "rrelu_"}
+_DROPOUTS |= _BY_CHANNEL | _OF_HEADS
+_FACTORIES = {"rand", "randn", "randint", "randperm"}
+_DRAWS = _DROPOUTS | _FACTORIES | {"rand_like", "randn_like", "randint_like", "gumbel_softmax"}
+_DRAWS |= {"bernoulli", "normal", "multinomial", "poisson", "binomial", "trunc_normal_"}
+_DRAWS |= {"bernoulli_", "uniform_", "normal_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_"}
+
+
+def _drawn_size(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return the size of the numbers that a function draws."""
+    if name in _FACTORIES or "size" in kwargs:
+        size = kwargs.get("size")
+        if size is None and name == "randperm":
+            size = args[:1]
+        if size is None:
+            size = next((value for value in args if isinstance(value, (tuple, list))), args)
+        return (size,) if isinstance(size, int) else tuple(int(extent) for extent in size)
+    tensor = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+    if tensor is None:  # `torch.normal(0.0, 1.0, size)`
+        return tuple(next((value for value in args if isinstance(value, (tuple, list))), ()))
+    # Dropout of what stands for a whole sequence draws for this rank's positions.
+    shape = tuple((getattr(tensor, "piece", tensor) if name in _DROPOUTS else tensor).shape)
+    return (*shape[:2], *[1] * (len(shape) - 2)) if name in _BY_CHANNEL else shape
+
+
+def _is_compiled(module: nn.Module | None) -> bool:
+    if module is None:
+        return False
+    if id(module) not in _compiled:
+        _compiled[id(module)] = has_compiled_parts(module)
+        weakref.finalize(module, _compiled.pop, id(module), None)
+    return _compiled[id(module)]
+
+
+_compiled: dict[int, bool] = {}
+
 
 def connect_random_regions(root: nn.Module, group: Group) -> None:
     """Give the divided layers of `root` their random region. Call it once, after all layers have been divided.
@@ -104,10 +359,10 @@ def connect_random_regions(root: nn.Module, group: Group) -> None:
     module also closes the region when its forward ends, by an exception too.
     """
     if group.size > 1:
-        _connect(root, RandomRegion(group))
+        _connect(root, RandomRegion(group), root)
 
 
-def _connect(module: nn.Module, region: RandomRegion) -> list[nn.Module]:
+def _connect(module: nn.Module, region: RandomRegion, root: nn.Module) -> list[nn.Module]:
     """Connect the regions inside `module`; return the layers that have no counterpart yet."""
     end = getattr(module, "region_end", None)
     # Attention opens and closes the region by itself, around its dropout.
@@ -118,12 +373,12 @@ def _connect(module: nn.Module, region: RandomRegion) -> list[nn.Module]:
         return [module]  # the layers inside of one with low-rank terms leave the region to it
     layers: list[nn.Module] = []
     for child in module.children():
-        layers += _connect(child, region)
+        layers += _connect(child, region, root)
     if {layer.region_end for layer in layers} != {"opens", "closes"}:
         return layers
     for layer in layers:
         layer.region = region  # type: ignore[assignment]
-    module.register_forward_hook(lambda *_: region.close(), always_call=True)
+    region.watch(module, root)
     return []
 
 

@@ -31,7 +31,7 @@ from lightning_parallel.compat.torch import current_graph_task_id, pytree, versi
 from lightning_parallel.tensor.autograd import gather_from_group, scatter_to_group
 from lightning_parallel.tensor.inputs import DividedInput, divided_input
 from lightning_parallel.tensor.linear import SequenceLengths, shared_inputs
-from lightning_parallel.tensor.regions import RandomRegion, is_same_state, random_state
+from lightning_parallel.tensor.regions import DividedExtent, RandomRegion, is_same_state, random_state
 
 __all__ = ["SequenceRegion", "divide_region", "divide_sequence"]
 
@@ -80,7 +80,7 @@ def divide_sequence(owner: nn.Module, blocks: Sequence[nn.Module], group: Group,
     """Divide the sequence from the input of the first of `blocks` to the output of the last, modules inside `owner`.
 
     The tensor that is divided is the first one with floating-point numbers among the arguments of the first; the one
-    that is gathered is the first in the output of the last. Random numbers in between differ between the ranks.
+    that is gathered is the first in the output of the last. Random numbers for positions differ between the ranks.
     """
     lengths = _lengths(group, dim)
     region = RandomRegion(group)
@@ -100,15 +100,18 @@ def divide_sequence(owner: nn.Module, blocks: Sequence[nn.Module], group: Group,
                 " hidden states (batch, sequence, features). Use `sequence_parallel=False`"
             )
         piece = scatter_to_group(hidden, group, dim, lengths.divide(hidden.shape[dim]))
-        if module.training:  # dropout between the layers draws for different positions on each rank
-            region.open(piece.device)
         return _exchanged((args, kwargs), hidden, piece)
 
     # A pipeline stage after the first learns each sequence's length from this call.
     scatter_input.has_effects = True  # type: ignore[attr-defined]
 
+    def open_region(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training:  # dropout between the layers draws for different positions on each rank
+            piece = _main(args, kwargs)
+            parts = tuple(lengths.parts(piece.shape[dim]))
+            region.open(piece.device, DividedExtent(tuple(piece.shape), dim, parts))
+
     def gather_output(module: nn.Module, args: Any, output: Any) -> Any:
-        region.close()
         if _is_evaluated(module):
             return None
         piece = _main(output)
@@ -117,13 +120,15 @@ def divide_sequence(owner: nn.Module, blocks: Sequence[nn.Module], group: Group,
     blocks[0].register_forward_pre_hook(scatter_input, with_kwargs=True)
     for block in blocks:
         block.register_forward_pre_hook(enter, with_kwargs=True)
+        # Block by block: activation checkpointing keeps the replicated state, from which it recomputes a block.
+        block.register_forward_pre_hook(open_region, with_kwargs=True)
+        region.watch(block, owner)
     blocks[-1].register_forward_hook(gather_output)
-    # The blocks may be left by an exception, before `last` closes the region.
-    owner.register_forward_hook(lambda *_: _leave(region, lengths), always_call=True)
+    # The blocks may be left by an exception.
+    owner.register_forward_hook(lambda *_: _resume(lengths), always_call=True)
 
 
-def _leave(region: RandomRegion, lengths: SequenceLengths) -> None:
-    region.close()
+def _resume(lengths: SequenceLengths) -> None:
     lengths.suspended = False
 
 

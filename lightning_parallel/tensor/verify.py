@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,7 +25,7 @@ from lightning_parallel.tensor.inspection import is_linear, sizes_of, structure_
 from lightning_parallel.tensor.plan import Plan, apply_plan
 from lightning_parallel.tensor.sharding import reduce_partial_
 
-__all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "copy_in_double", "devices_in_use", "possible_inputs"]
+__all__ = ["BlockCall", "DropoutOff", "PlanVerifier", "chance_kept", "copy_in_double", "possible_inputs"]
 
 # Of the largest value, by the precision of the trial; what computes in single precision inside stays below the first.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 6e-2}
@@ -103,7 +105,7 @@ class PlanVerifier:
     ) -> Plan | None:
         if any(parameter.is_meta for parameter in block.parameters()):
             block = _with_random_values(block)
-        with torch.random.fork_rng(devices_in_use()):
+        with chance_kept():
             torch.manual_seed(0)
             # Kernels of attention may know half precision only: the difference of a wrong division is larger still.
             for dtype in TOLERANCES:
@@ -303,6 +305,18 @@ def copy_in_double(block: nn.Module) -> nn.Module:
     return copied
 
 
+@contextmanager
+def chance_kept() -> Iterator[None]:
+    """Restore the global generators after the block: a trial must not move those that the run draws from."""
+    python, others = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices_in_use()):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(others)
+
+
 def devices_in_use() -> list[int]:
     """Return the GPUs whose random state a trial changes; torch would look at all, and warn if they are many."""
     return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -315,7 +329,8 @@ def _device() -> torch.device:
 
 
 def _run_copy(block: nn.Module, x: _TrialInput) -> _Result:
-    return _run(copy_in_double(block), x)
+    with DropoutOff():  # a function may be told to drop in evaluation, too
+        return _run(copy_in_double(block), x)
 
 
 def _run(block: nn.Module, x: _TrialInput) -> _Result:
@@ -324,6 +339,10 @@ def _run(block: nn.Module, x: _TrialInput) -> _Result:
     All outputs that have a gradient take part: a loss beside the main output, that of a router.
     """
     hidden = x.hidden.clone().requires_grad_(True)
+    # What a block draws for whole samples, also in evaluation, is the same in both copies.
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
     outputs = [leaf for leaf in pytree.tree_leaves(x.call(block, hidden)) if isinstance(leaf, Tensor)]
     floating = [leaf for leaf in outputs if leaf.is_floating_point()]
     generator = torch.Generator().manual_seed(1)

@@ -1,5 +1,8 @@
 """Dropout: equal on all ranks where activations are, different where they are divided, and reproducible."""
 
+import copy
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,9 +13,11 @@ from lightning_parallel import comm
 from lightning_parallel.comm import Group
 from lightning_parallel.tensor.attention import TransformerLayer
 from lightning_parallel.tensor.layers import Column, Row
-from lightning_parallel.tensor.regions import RandomRegion
+from lightning_parallel.tensor.regions import QUIET, RandomRegion
+from lightning_parallel.tensor.sequence_plan import sequence_parallel_styles
+from lightning_parallel.tensor.sequence_regions import divide_sequence
 from tests.harness import distributed
-from tests.tensor.oracle import divide
+from tests.tensor.oracle import divide, finish_gradients, same_by_name
 
 
 class Block(nn.Module):
@@ -233,6 +238,138 @@ def test_torch_transformer_layers(group):
         assert torch.equal(*gathered(group, model(torch.ones(5, 3, 8))))
     assert not torch.equal(*gathered(group, drawn[0].to(torch.uint8)))
     assert torch.equal(*gathered(group, torch.get_rng_state()))
+
+
+def _own(x, generator=torch.Generator()):  # noqa: B008
+    return torch.rand(x.shape[0], 1, 1, generator=generator)
+
+
+WHOLE = {
+    "a mask of samples": lambda x: (torch.rand(x.shape[0], 1, 1) < 0.5).to(x),
+    "in place": lambda x: x.new_empty(x.shape[0], 1, 1).bernoulli_(0.5),
+    "dropout of ones": lambda x: F.dropout(torch.ones(x.shape[0], 1, 1), 0.5),
+    "bernoulli": lambda x: torch.bernoulli(torch.full((x.shape[0], 1, 1), 0.5)),
+    "normal": lambda x: torch.normal(0.0, 1.0, (x.shape[0], 1, 1)),
+    "one number": lambda x: torch.rand(()) * 2,
+    "a number as an argument": lambda x: torch.rand(1).item(),
+    "a branch": lambda x: 2.0 if torch.rand(1).item() < 0.5 else 0.0,
+    "an index": lambda x: torch.randint(0, 7, (x.shape[0], 1, 1)),
+    "an order of samples": lambda x: torch.randperm(x.shape[0]).view(-1, 1, 1),
+    "an own generator": _own,
+    "positional size": lambda x: torch.rand((x.size(0), 1, 1)),
+}
+
+
+class Masked(nn.Module):
+    """A block that multiplies by what it draws: on the residual stream, inside of its MLP, or both."""
+
+    def __init__(self, draw, places, p=0.0, hidden=24):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, hidden), nn.Linear(hidden, 8)
+        self.draw, self.places, self.p = draw, places, p
+
+    def forward(self, x):
+        h = F.gelu(self.up(self.norm(x)))
+        h = F.dropout(h, self.p)
+        y = self.down(h * self.draw(h) if "inside" in self.places else h)
+        return x + F.dropout(y * self.draw(y) if "stream" in self.places else y, self.p)
+
+
+class Stack(nn.Module):
+    def __init__(self, *args, reentrant=None, **kwargs):
+        super().__init__()
+        self.blocks, self.reentrant = nn.ModuleList(Masked(*args, **kwargs) for _ in range(2)), reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def divided_stack(group, model, sequence):
+    dim = 1 if sequence else None
+    styles = {}
+    for i, block in enumerate(model.blocks):
+        inner = {"up": Column(), "down": Row()}
+        inner = inner if dim is None else sequence_parallel_styles(block, inner)
+        styles |= {f"blocks.{i}.{name}": style for name, style in inner.items()}
+    rules = divide(model, styles, group)
+    if sequence:
+        divide_sequence(model, list(model.blocks), group)
+    return rules
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@distributed(world_size=2)
+def test_what_is_drawn_for_whole_samples_is_that_of_one_process(group, sequence):
+    x = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0))  # as many samples as positions of a rank
+    for (name, draw), places in itertools.product(WHOLE.items(), (["stream"], ["inside"], ["stream", "inside"])):
+        for reentrant in (None, False) if name == "a mask of samples" else (None,):
+            torch.manual_seed(1)
+            model = Stack(draw, places, reentrant=reentrant)
+            whole = copy.deepcopy(model)
+            rules, partial = divided_stack(group, model, sequence)
+            for _ in range(2):
+                results = []
+                for one in (whole, model):
+                    one.zero_grad()
+                    torch.manual_seed(5)
+                    _own.__defaults__[0].manual_seed(5)
+                    y = one(x)
+                    y.square().sum().backward()
+                    results.append((y, torch.get_rng_state()))
+                torch.testing.assert_close(*(y for y, _ in results), msg=f"{name} {places}")
+                assert torch.equal(*(state for _, state in results)), (name, places)
+                finish_gradients(model, rules, partial, group)
+                same_by_name(model, whole, rules, group, "grad", 1e-4)
+
+
+@pytest.mark.parametrize("length", [8, 7, 2])
+@distributed(world_size=2)
+def test_masks_of_samples_and_dropout_in_one_region(group, length):
+    for sequence, hidden in itertools.product((False, True), (24, 25, 6)):
+        drawn = []
+
+        def draw(h, drawn=drawn):
+            drawn.append((torch.rand(h.shape[0], 1, 1) < 0.5).to(h))
+            return drawn[-1]
+
+        torch.manual_seed(1)
+        model = Stack(draw, ["stream", "inside"], p=0.3, hidden=hidden)
+        divided_stack(group, model, sequence)
+        for _ in range(2):
+            y = model(torch.ones(4, length, 8))
+            y.sum().backward()
+            assert torch.equal(*gathered(group, y))
+        assert all(torch.equal(*gathered(group, mask)) for mask in drawn)
+        assert torch.equal(*gathered(group, torch.get_rng_state()))
+
+
+@distributed(world_size=2)
+def test_a_region_that_drew_nothing_is_opened_when_it_does(group):
+    for reentrant in (None, False, True):
+        model = build(group, p=0.0, reentrant=reentrant)
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        for _ in range(QUIET // 4 + 1):
+            model(x).sum().backward()
+        region = model.blocks[0].up.region
+        assert not region.is_open
+        assert region._quiet == QUIET
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.5
+        for block in model.blocks:
+            block.masks.clear()
+        for _ in range(2):
+            assert torch.equal(*gathered(group, model(x)))
+            model(x).sum().backward()
+            assert torch.equal(*gathered(group, torch.get_rng_state()))
+        for block in model.blocks:
+            if reentrant is not None:
+                assert len(block.masks) == 6
+                assert all(map(torch.equal, block.masks[1], block.masks[2]))
+                assert all(map(torch.equal, block.masks[4], block.masks[5]))
+            assert not torch.equal(*gathered(group, block.masks[-1][0]))
 
 
 @pytest.mark.gpu
