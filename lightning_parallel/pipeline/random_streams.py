@@ -2,7 +2,8 @@
 
 Every stage runs the user's step on every microbatch. A mask that the step draws before the layers must be the same on
 all stages, so each microbatch has a seed, and so has what follows each call of a module before the layers, which draws
-on the stage that has it and nowhere else. From the first layer of a stage on, numbers come from the stage's own seed.
+on the stage that has it and nowhere else. Each layer has a seed, too: wherever the stages are cut, which may be
+elsewhere in the next run, it draws the same numbers.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ import torch
 __all__ = [
     "OwnGenerators",
     "call_seed",
+    "layer_seed",
     "random_state_kept",
     "seed_all",
     "seed_torch",
     "seeded",
-    "stage_seed",
 ]
 
 
 # 2^64 divided by the golden ratio, whose multiples are spread evenly over 64 bits.
 _GOLDEN = 0x9E3779B97F4A7C15
-_PRIME = 0xC2B2AE3D27D4EB4F  # another odd number with bits as mixed, so that seeds of calls are not those of stages
+_PRIME = 0xC2B2AE3D27D4EB4F  # another odd number with bits as mixed, so that seeds of calls are not those of layers
 
 
-def stage_seed(seed: int, stage: int) -> int:
-    """Return another seed for each stage."""
-    return (seed ^ (_GOLDEN * stage)) & (2**63 - 1)
+def layer_seed(seed: int, layer: int) -> int:
+    """Return another seed for each layer, by its number."""
+    return (seed ^ (_GOLDEN * (layer + 1))) & (2**63 - 1)
 
 
 def call_seed(seed: int, number: int) -> int:

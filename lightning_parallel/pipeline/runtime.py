@@ -34,10 +34,9 @@ from lightning_parallel.pipeline.placeholder import PlaceholderError, Placeholde
 from lightning_parallel.pipeline.random_streams import (
     OwnGenerators,
     call_seed,
+    layer_seed,
     random_state_kept,
     seed_all,
-    seed_torch,
-    stage_seed,
 )
 from lightning_parallel.pipeline.schedule import Action, Kind, Schedule
 from lightning_parallel.pipeline.skips import NO_SKIPS, Skip, Skips, StageSkips
@@ -217,6 +216,7 @@ class ScheduleRun:
             self.model.show,
             lambda number: self._seed(microbatch, number),
             self._skips_of(stage, lambda skip, placeholder: self._skipped(action, state, skip, placeholder)),
+            lambda index: self._seed_layer(microbatch, index),
         )
         is_last = stage == self.model.num_stages - 1
         # What the step draws before the layers, such as a mask of the batch, must be the same on all stages.
@@ -245,6 +245,11 @@ class ScheduleRun:
         seed_all(call_seed(self.seed + microbatch, number))
         self.generators.seed(call_seed(microbatch, number))
 
+    def _seed_layer(self, microbatch: int, index: int) -> None:
+        """Seed what a layer draws, and what follows it."""
+        seed_all(layer_seed(self.seed + microbatch, index))
+        self.generators.seed(layer_seed(microbatch, index))
+
     def _require_end(self, stage: int, handler: StageForward, is_last: bool) -> None:
         if not is_last or not handler.entered:
             reached = self.model.plan.layers[handler.last] if handler.last >= 0 else "none"
@@ -267,9 +272,6 @@ class ScheduleRun:
         layout, values = self._inputs(action, state)
         lacking = [leaves[position] for position in positions]
         self._check(action, layout, index, positions, lacking)
-        if action.stage > 0:
-            # From here on each stage draws its own numbers: equal ones would repeat dropout masks from stage to stage.
-            seed_torch(stage_seed(self.seed + action.microbatch, action.stage))
         state.placeholders = lacking
         arguments = values[: len(lacking)]
         # A reentrant checkpoint runs its forward without gradients: the first layer would have no graph to its input.

@@ -101,6 +101,7 @@ class StageForward:
         receive: Called once, at the first layer that is not of an earlier stage.
         on_entry: Called just before that.
         after_outer_call: Called with the number of calls of outer modules so far, until the first layer is called.
+        before_layer: Called with the index of each layer that is run.
         skips: What this stage gets and gives besides the arguments of layers.
 
     Attributes:
@@ -117,6 +118,7 @@ class StageForward:
         on_entry: Callable[[], None] = lambda: None,
         after_outer_call: Callable[[int], None] = lambda number: None,
         skips: StageSkips = NO_SKIPS,
+        before_layer: Callable[[int], None] = lambda index: None,
     ) -> None:
         self.stage = stage
         self.stage_of = stage_of
@@ -124,6 +126,7 @@ class StageForward:
         self.receive = receive
         self.on_entry = on_entry
         self.after_outer_call = after_outer_call
+        self.before_layer = before_layer
         self.skips = skips
         self.outer_calls = 0
         # The first stage receives nothing: its inputs are in the batch.
@@ -147,6 +150,7 @@ class StageForward:
             leaves, tree = pytree.tree_flatten(arguments)
             raise StageExit(StageEnd(index, leaves, tree, line_of_step()))
         _require_data(call.site.name, arguments)
+        self.before_layer(index)
         return self.skips.call(call.with_arguments(arguments), self._run)
 
     def outer_module(self, call: Call) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_parallel.compat import FOREIGN, Patches
 from lightning_parallel.compat.torch import buffers_of, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.random_streams import OwnGenerators, call_seed, seed_all, seed_torch, stage_seed
+from lightning_parallel.pipeline.random_streams import OwnGenerators, call_seed, layer_seed, seed_all
 from lightning_parallel.tensor.verify import DropoutOff
 
 __all__ = [
@@ -213,21 +213,18 @@ class StageStreams:
         self._draws = draws
         self._calls = 0
         self._is_inside = False
-        self._held: Any = None
 
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Seed inside the block."""
-        plan = self._engine.plan
         module = self._engine.module
         hooks = []
-        # The stage that each call of a layer enters, if any: a layer may be called several times.
-        entered: dict[nn.Module, list[int | None]] = {}
-        for name, stage, before in zip(plan.layers, plan.stage_of, (None, *plan.stage_of)):
-            entered.setdefault(module.get_submodule(name), []).append(stage if stage != before else None)
-        for layer, stages in entered.items():
-            if any(stage is not None for stage in stages):
-                hooks.append(layer.register_forward_pre_hook(self._entering(stages), prepend=True))
+        # The numbers of each layer: one may be called several times.
+        numbers: dict[nn.Module, list[int]] = {}
+        for number, name in enumerate(self._engine.plan.layers):
+            numbers.setdefault(module.get_submodule(name), []).append(number)
+        for layer, mine in numbers.items():
+            hooks.append(layer.register_forward_pre_hook(self._entering(mine), prepend=True))
         for name in self._engine.model.outer_names:
             hooks.append(module.get_submodule(name).register_forward_hook(self._after_outer_call))
         try:
@@ -249,23 +246,17 @@ class StageStreams:
             self._calls += 1
             self._seed(self._calls)
 
-    def _entering(self, stages: Sequence[int | None]) -> Callable[..., None]:
-        """Return the hook of a layer whose calls enter these stages, or None."""
-        calls = iter(stages)
+    def _entering(self, numbers: Sequence[int]) -> Callable[..., None]:
+        """Return the hook of a layer that is called with these numbers, one after the other."""
+        calls = iter(numbers)
 
         def enter(*_: Any) -> None:
-            stage = next(calls, None)
-            if stage is None:
+            number = next(calls, None)
+            if number is None:
                 return
             self._draws.check()
-            if stage == 0:
-                self._held = random.getstate(), np.random.get_state(), self._engine.generators.states()
-            elif self._held is not None:
-                # Each stage has come here by itself, with the numbers before the layers and no others.
-                random.setstate(self._held[0])
-                np.random.set_state(self._held[1])
-                self._engine.generators.restore(self._held[2])
-                seed_torch(stage_seed(SEED, stage))
+            seed_all(layer_seed(SEED, number))
+            self._engine.generators.seed(layer_seed(0, number))
             self._is_inside = True
             self._draws.mark()
 

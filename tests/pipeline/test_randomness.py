@@ -113,3 +113,29 @@ def test_steps_and_microbatches_draw_other_numbers_and_a_seed_repeats_them(group
             runs.append(torch.cat(seen[-4:]))
         assert torch.equal(*runs)
         assert len({row.sum().item() for row in runs[0]}) == len(runs[0])
+
+
+class Chancy(nn.Module):
+    """A layer that draws from all generators."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(F.dropout(x, 0.3)) * random.random() + torch.rand_like(x) * float(np.random.rand())
+
+
+@distributed(world_size=2)
+def test_layers_draw_the_same_wherever_the_pipeline_is_cut(group):
+    """A run that is resumed before its first checkpoint measures again, and may be cut elsewhere."""
+    losses = []
+    for balance in ([1, 3], [3, 1]):
+        torch.manual_seed(5)
+        model, batch = nn.Sequential(*(Chancy() for _ in range(4))), torch.randn(4, 8)
+        step = lambda batch, model=model: model(batch).square().mean() + torch.rand(()) * random.random()  # noqa: E731
+        engine = engine_for(group, model, step, batch, microbatches=2, balance=balance)
+        engine.seeds = random.Random(7).getstate(), 1
+        result = engine.forward_backward(step, batch)
+        losses.append(result.loss if group.rank == engine.last_rank else torch.zeros(()))
+    assert torch.equal(*losses)

@@ -216,9 +216,14 @@ def test_a_module_that_needs_all_positions_gets_them(group):
     assert region.gathered == ("blocks.0.mlp", "blocks.1.mlp")
     assert region.sublayers == ("blocks.0.attention", "blocks.1.attention")
     assert "gathered for blocks.*.mlp" in str(sharding_table(model, sharding, 2).caption)
-    # Its dropout would draw other numbers on each rank for what all of them compute.
-    with pytest.raises(ValueError, match="finds no stack of blocks"):
-        make_plan(Language([Routed(p=0.1) for _ in range(2)]).double(), "auto", group, True)
+    # What all ranks compute is dropped alike.
+    model, _, sharding = divided(group, lambda: Language([Routed(p=0.5) for _ in range(2)]))
+    assert sharding.plan.sequence_regions[0].gathered
+    masks = []
+    for block in model.blocks:
+        block.mlp.dropout.register_forward_hook(lambda _, args, y: masks.append((y == 0).to(torch.uint8)))
+    masks.append(model(torch.arange(16).view(2, 8)).detach())
+    assert all(torch.equal(*comm.all_gather(mask[None], group).unbind()) for mask in masks)
 
 
 @distributed(world_size=2)
