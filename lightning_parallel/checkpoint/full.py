@@ -8,7 +8,7 @@ rank, for one file as that of one process, which stock Lightning reads; or, `as_
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -274,6 +274,22 @@ class Checkpoints:
         others = {key: value for key, value in full.items() if key != "names"}
         return {**others, "state": part, "param_groups": _numbered(full["param_groups"], whole, mine)}
 
+    def check_groups(self, optimizers: Sequence[Optimizer], recorded: Callable[[Optimizer], ParameterGroups]) -> None:
+        """Check that the parameter groups over all stages are known, as `gather_optimizer` needs them.
+
+        Raises:
+            RuntimeError: On every rank, if they are not.
+        """
+        for optimizer in optimizers if self.pipeline_group.size > 1 else ():
+            failure: Exception | None = None
+            names: list[list[str]] = []
+            try:
+                names = self._group_names(optimizer)
+            except RuntimeError as error:
+                failure = error
+            comm.raise_together(failure, self.pipeline_group)
+            self._whole_groups(names, recorded(optimizer))
+
     def _part(self, parameter: Tensor, name: str, value: Any) -> Any:
         """Return what this rank's optimizer keeps of a value of the full state of a parameter."""
         mine = _read(self._split_like(parameter, name, value))
@@ -308,6 +324,13 @@ class Checkpoints:
             return mine
         everyone = comm.all_gather_object((mine, recorded), self.pipeline_group)
         recorded = everyone[0][1]  # those of one rank, so that all ranks decide the same
+        counts = [len(groups) for groups, _ in everyone]
+        if len(set(counts)) > 1:
+            raise RuntimeError(
+                f"an optimizer has {counts} parameter groups on the pipeline stages, one after another, where all must"
+                " have as many; build it in `configure_optimizers`, or give each stage the same groups, empty where it"
+                " holds none of the parameters"
+            )
         model_order = _positions(self.names.parameters.values())
         whole = []
         for number, parts in enumerate(zip(*(groups for groups, _ in everyone), strict=True)):

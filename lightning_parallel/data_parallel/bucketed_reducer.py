@@ -131,6 +131,12 @@ class GradientReducer:
         self._trainable: list[bool] = []
         self.refresh()
 
+    def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Reduce the gradients of these parameters from now on; call it between steps."""
+        self._parameters = dict(parameters)
+        self._trainable = []
+        self.refresh()
+
     def refresh(self) -> None:
         """Adapt to parameters that were frozen or unfrozen; call it between steps."""
         trainable = [parameter.requires_grad for parameter in self._parameters.values()]
@@ -142,6 +148,8 @@ class GradientReducer:
         # A bucket with a frozen parameter would never be full, and those after it would never start.
         self._buckets = self._create_buckets()
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        self._completed &= self._active.keys()
+        self._accumulated &= self._active.keys()
         self._next = 0
         self._launched_anywhere = False
         watched = self._active if self.group.size > 1 or self._compression is not None else self._prepare_names

@@ -49,17 +49,26 @@ class ParameterSlices:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
-        for name, parameter in parameters.items():
-            if parameter.is_complex():
-                raise ValueError(f"`{name}` is complex, which `zero_stage` does not divide; use `zero_stage=0`")
         self.group = group
         self._bucket_bytes = bucket_bytes
-        self._parameters = {id(p): p for p in parameters.values() if p.dim() > 0}
+        self.adopt(parameters)
         self.traffic = Traffic()
         self.holds_gradients = False
         # Of narrow parameters: the data of the whole, and its gradient where it is kept.
         self._whole: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
         self._hooks: list[RemovableHandle] = []
+        self._divided: list[Optimizer] = []
+
+    def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Divide these parameters from now on, while none of them is narrow.
+
+        Raises:
+            ValueError: If one is complex.
+        """
+        for name, parameter in parameters.items():
+            if parameter.is_complex():
+                raise ValueError(f"`{name}` is complex, which `zero_stage` does not divide; use `zero_stage=0`")
+        self._parameters = {id(p): p for p in parameters.values() if p.dim() > 0}
 
     # ------------------------------------------------------------------------------------------------ which elements
 
@@ -184,6 +193,9 @@ class ParameterSlices:
 
         What a hook between backward and step saves would be this replica's slice.
         """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for owner in module.modules():
             if any(self.divides(parameter) for parameter in owner.parameters(recurse=False)):
                 self._watch(owner)
@@ -213,6 +225,7 @@ class ParameterSlices:
         The closure of a step is evaluated before parameters are narrow.
         """
         self._cut_state(optimizer)
+        self._divided.append(optimizer)
         own = optimizer.step
 
         @functools.wraps(own)  # schedulers look at its attributes
@@ -239,6 +252,10 @@ class ParameterSlices:
     def _is_trained(self, parameter: nn.Parameter) -> bool:
         # Without a gradient, too: which ones have one is not known to be the same on all replicas.
         return self.divides(parameter) and (parameter.requires_grad or parameter.grad is not None)
+
+    def has_divided(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer updates slices."""
+        return any(known is optimizer for known in self._divided)
 
     @torch.no_grad()
     def _cut_state(self, optimizer: Optimizer) -> None:

@@ -95,6 +95,13 @@ class FullStates:
         self._is_paused = self._is_over = False
         self._hooks: list[Any] = []
         self._at_end: list[Callable[[], None]] = []
+        self.adopt(module, groups)
+
+    def adopt(self, module: nn.Module, groups: MeshGroups) -> None:
+        """Take what `module` has become since; every rank of the replica must call it."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         # By `id`: the hash of a metric changes with its state.
         self._originals: set[int] = set()
         self._entries: dict[str, dict[str, _Entry]] = {}
@@ -174,6 +181,8 @@ class FullStates:
                 " pipeline run one after the other, so that none has what the others hold; move it into a hook that"
                 " all ranks run, such as `on_train_batch_end`"
             )
+        if path not in self._entries:
+            raise RuntimeError(f"this copy is of `{path}`, which the model no longer has, and holds a part of it only")
         entries = {key: entry for key, entry in self._entries[path].items() if entry.is_saved}
         own: dict[str, Any] = {**parameters_of(owner), **buffers_of(owner)}
         if id(owner) not in self._originals:

@@ -152,7 +152,7 @@ class LocalSGDStrategy(HybridParallelStrategy):
 
     # ------------------------------------------------------------------------------------------------------- set-up
 
-    compresses_drifts = True
+    compresses_drifts = keeps_parameters = True
 
     @property
     @override

@@ -131,6 +131,8 @@ class MeshCheckpoints(MeshProcesses):
         Returns:
             Values on rank zero only. For a sharded checkpoint tensors without data, which know what this rank writes.
         """
+        if not self._is_restored:
+            self.agree_on_changes()
         if not self.is_sharded:
             state = self.full_state_dict()
             self._last_state = weakly(state)
@@ -260,16 +262,37 @@ class MeshCheckpoints(MeshProcesses):
         # In evaluation replicas may have different numbers of batches: the next step of training will tell.
         is_training = self.module.trainer.training
         failed = is_training and self._writer is not None and self._writer.failure is not None
-        is_set = super().begin_batch(flag or failed)
+        changed = is_training and self.has_changed
+        is_set = super().begin_batch(flag or failed or changed)
+        if not is_set or not is_training:
+            return is_set
         # Ranks learn of a failed save one after the other, and stop at the same step.
-        if is_set and self.async_saves and is_training:
-            self._raise_failed_save(failed)
-        return is_set
-
-    def _raise_failed_save(self, failed: bool) -> None:
-        if any(comm.all_gather_object(failed, self.groups.world)):
+        flags, failures, changes = zip(*comm.all_gather_object((flag, failed, changed), self.groups.world))
+        if any(failures):
             assert self._writer is not None
             self._writer.wait()
+        if any(changes):
+            self.adopt_changes()
+        return any(flags)
+
+    # ------------------------------------------------------------------------------------- what changes during a run
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the model or its optimizers are not those of the step before."""
+        return False
+
+    def adopt_changes(self) -> None:
+        """Go on with what the model and its optimizers have become; every rank must call it.
+
+        Raises:
+            ValueError: On every rank, if that cannot be.
+        """
+
+    def agree_on_changes(self) -> None:
+        """Adopt what has changed on any rank; every rank must call it."""
+        if comm.on_any_rank([self.has_changed], self.groups.world)[0]:
+            self.adopt_changes()
 
     def end_saves(self) -> None:
         """Wait for what is being written, at the end of a run.

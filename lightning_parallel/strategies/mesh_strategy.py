@@ -17,7 +17,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,6 +37,13 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.planner.rank_memory import optimizer_copies
 from lightning_parallel.strategies import checks, replicas
+from lightning_parallel.strategies.changes import (
+    Differences,
+    ModelWatch,
+    refuse_in_shards,
+    refuse_in_stages,
+    refuse_new_parameters,
+)
 from lightning_parallel.strategies.compression_advice import tell_costs, warn_of_misfits
 from lightning_parallel.strategies.compression_files import KeptState, check_kept_state
 from lightning_parallel.strategies.deferred_init import deferred_init, materialize_owned, move_to_meta
@@ -163,6 +170,7 @@ class MeshStrategy(MeshCheckpoints):
         self._first_batches: FirstBatches | None = None
         self._loader_index, self._is_first_batch = 0, True
         self._audit: StepAudit | None = None
+        self._watch: ModelWatch | None = None
         self._shows_stages = False
 
     # ------------------------------------------------------------------------------------------------- the model
@@ -224,6 +232,7 @@ class MeshStrategy(MeshCheckpoints):
             count = self.groups.data_parallel.size if fitting else 1
             show_stages(self.engine.plan, copies, count, self.zero_stage)
             self._shows_stages = False
+        self._watch = ModelWatch(module, lambda: self.optimizers)
 
     def parallelize(self, module: LightningModule) -> None:
         """Divide `module` in place, layers first, runs of layers second; both are kept from run to run."""
@@ -308,6 +317,14 @@ class MeshStrategy(MeshCheckpoints):
     def check_optimizers(self) -> None:
         """Refuse optimizers that would compute something else than on one process."""
         self._slices = make_slices(self.zero_stage, self.module, self.groups)
+        self._take_optimizers()
+
+    def _take_optimizers(self) -> None:
+        """Let the optimizers that there are now step on parts of the model; every rank must call it.
+
+        Raises:
+            ValueError: On every rank, if one would compute something else than on one process.
+        """
         tensor = self.groups.tensor_parallel
         give_norms(self.optimizers, self.parameter_names, self._rules, tensor, self._patches, self._slices)
         check_optimizers(self.optimizers, self.parameter_names, self._rules, self.engine is not None, self.groups.world)
@@ -315,6 +332,90 @@ class MeshStrategy(MeshCheckpoints):
             checks.check_agreement(self.module, self.optimizers, self.parameter_names, group)
         if self._slices is not None:
             divide_optimizers(self.optimizers, self._slices, self.groups.world, self._patches)
+
+    # ------------------------------------------------------------------------------------- what changes during a run
+
+    keeps_parameters = False
+    """Whether the strategy keeps something of each parameter, so that none may come or go."""
+
+    @property
+    @override
+    def has_changed(self) -> bool:
+        return self._watch is not None and self._watch.is_changed
+
+    @property
+    def _is_running(self) -> bool:
+        return self._watch is not None and self.module.trainer.state.status == TrainerStatus.RUNNING
+
+    @override
+    def adopt_changes(self) -> None:
+        watch = self._watch
+        assert watch is not None
+        found = watch.differences() if watch.has_new_model else None
+        failure: Exception | None = None
+        try:
+            if found is not None:
+                self._check_changes(found)
+        except ValueError as error:
+            failure = error
+        comm.raise_together(failure, self.groups.world)
+        mine = (watch.has_new_optimizers, None if found is None else found.summary())
+        everyone = comm.all_gather_object(mine, self.groups.world)
+        if self.engine is None and any(changes != everyone[0] for changes in everyone):
+            raise ValueError(
+                f"ranks have changed the model or its optimizers differently: expected {everyone[0]} of rank 0 on all,"
+                f" found {[changes for changes in everyone if changes != everyone[0]][0]}. Let every rank change the"
+                " same, without a condition on the rank"
+            )
+        if found is not None:
+            self._adopt_model(found)
+        if self._reducer is not None and (found is not None or any(has_new for has_new, _ in everyone)):
+            self._take_optimizers()
+            self.checkpoints.check_groups(self.optimizers, self._recorded_groups)
+            replicas.share_plateau_metrics(self.lr_scheduler_configs, self.groups.data_parallel)
+        watch.begin()
+
+    def _check_changes(self, found: Differences) -> None:
+        """Refuse what cannot be adopted.
+
+        Raises:
+            ValueError: If there is something.
+        """
+        if self.engine is not None:
+            intercepted = set(map(id, self.engine.model.sites.intercepted))
+            refuse_in_stages(found, self.engine.plan.container, lambda child: id(child) in intercepted)
+        if self._sharding is not None:
+            refuse_in_shards(found, self._sharding, dict(self.module.named_modules(remove_duplicate=False)))
+        if self.keeps_parameters:
+            refuse_new_parameters(found, f"`{type(self).__name__}` keeps what replicas had of each at the last mean.")
+        if self._compression is not None and self._compression.nodes is not None:
+            refuse_new_parameters(found, "`hierarchical` gives each replica of a node a part of them.")
+
+    def _adopt_model(self, found: Differences) -> None:
+        module, state = self.module, ParallelState.of(self.module)
+        if self.engine is not None:
+            return  # nothing that holds parameters
+        new = nn.ParameterList(found.come.values())
+        replicas.start_equal(new, self.groups.world)
+        if self._sharding is not None:
+            self._sharding = state.sharding = self._sharding.without(found.gone, found.gone_modules)
+            for name in found.gone:
+                state.rules.pop(name, None)
+            self._audit = StepAudit(module, self._sharding, self.verify != "off")
+        if state.whole is not None:
+            state.whole.adopt()
+        if state.full_states is not None:
+            state.full_states.adopt(module, self.groups)
+        # As before the first step: what is new was neither watched nor compared with one process.
+        self._is_first_batch = True
+        self._first_batches = FirstBatches(self.groups, self.verify, self._step_runs)
+        parameters = dict(module.named_parameters())
+        if self._slices is not None:
+            self._slices.adopt(parameters)
+            if self.zero_stage == 2:
+                self._slices.keep_states_whole(module)
+        if self._reducer is not None:
+            self._reducer.adopt(parameters)
 
     @property
     def sharding(self) -> Optional[Sharding]:
@@ -338,6 +439,9 @@ class MeshStrategy(MeshCheckpoints):
 
     @override
     def teardown(self) -> None:
+        if self._is_running:
+            self.agree_on_changes()  # of the last hooks
+        self._watch = None
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
@@ -401,6 +505,8 @@ class MeshStrategy(MeshCheckpoints):
     def _begin_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._slices is not None:
             self._slices.widen()  # of a closure whose gradients were not used
+        if self.has_changed:
+            self.adopt_changes()  # since the batch began
         if self._reducer is not None:
             self._reducer.refresh()
         if self._compression is not None:
@@ -451,6 +557,8 @@ class MeshStrategy(MeshCheckpoints):
         if self._audit is not None and self._steps is None:
             # Each time: a term may join after a warmup, or for some batches only.
             self._audit.check_output(closure_loss, "the loss")
+        if self._watch is not None and self._watch.has_new_model:
+            self.adopt_changes()  # in the step
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
         with nullcontext() if self._reducer is None else self._reducer.backward():

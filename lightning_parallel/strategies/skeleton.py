@@ -43,6 +43,7 @@ class _Change:
         after: What it had for both when it had been divided: what is there later may be the user's.
         entries: Of dicts among its attributes (hooks, children): entries that had another value, or are gone.
         added_entries: Of these dicts: keys that they did not have.
+        divided_kind: Its class when it had been divided.
         parameters, buffers: First name of each own parameter and buffer, by key.
         lists: Lists with parameters in them, as recurrent layers keep.
     """
@@ -53,6 +54,7 @@ class _Change:
     after: dict[str, Any] = field(default_factory=dict)
     entries: dict[str, dict[Any, Any]] = field(default_factory=dict)
     added_entries: dict[str, list[Any]] = field(default_factory=dict)
+    divided_kind: type | None = None
     parameters: dict[str, str | None] = field(default_factory=dict)
     buffers: dict[str, str | None] = field(default_factory=dict)
     lists: dict[str, list[Any]] = field(default_factory=dict)
@@ -80,11 +82,7 @@ class Skeleton:
         self._restored: dict[str, Tensor] = {}
         for child in module.modules():
             before = {name: self._captured(value) for name, value in _attributes(child).items()}
-            lists = {
-                name: value
-                for name, value in before.items()
-                if isinstance(value, list) and any(isinstance(item, _Named) for item in value)
-            }
+            lists = _with_parameters(before)
             own = (self._names(parameters_of(child)), self._names(buffers_of(child)))
             self._changes.append((child, _Change(type(child), parameters=own[0], buffers=own[1], lists=lists)))
             self._before.append(before)
@@ -105,7 +103,24 @@ class Skeleton:
                     change.attributes[name] = old
             changed = [name for name in (*change.added, *change.attributes) if name in vars(child)]
             change.after = {name: vars(child)[name] for name in changed}
+            change.divided_kind = type(child)
         self._before.clear()
+        self._first.clear()
+
+    def adopt(self) -> None:
+        """Take what the module has become since: what is new in it is not divided, and what is gone is forgotten."""
+        known = {id(child): change for child, change in self._changes}
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        self._first = {id(tensor): name for name, tensor in named}
+        self._changes = []
+        for child in self.module.modules():
+            change = known.get(id(child)) or _Change(type(child))
+            if type(child) is not change.divided_kind:
+                change.kind = change.divided_kind = type(child)  # the user's, such as one with parametrizations
+            change.parameters = self._names(parameters_of(child))
+            change.buffers = self._names(buffers_of(child))
+            change.lists = _with_parameters({k: self._captured(v) for k, v in _attributes(child).items()})
+            self._changes.append((child, change))
         self._first.clear()
 
     def buffers(self) -> dict[str, Tensor]:
@@ -254,6 +269,15 @@ _GONE = object()
 def _attributes(module: nn.Module) -> dict[str, Any]:
     own = {PARAMETERS, BUFFERS, "_parallel_state"}
     return {name: value for name, value in vars(module).items() if name not in own}
+
+
+def _with_parameters(attributes: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the lists among captured attributes that have parameters in them."""
+    return {
+        name: value
+        for name, value in attributes.items()
+        if isinstance(value, list) and any(isinstance(item, _Named) for item in value)
+    }
 
 
 def _same(old: Any, new: Any) -> bool:

@@ -129,4 +129,5 @@ def divide_optimizers(optimizers: Sequence[Optimizer], slices: ParameterSlices, 
         failure = error
     comm.raise_together(failure, world)
     for optimizer in optimizers:
-        slices.divide(optimizer, patches)
+        if not slices.has_divided(optimizer):
+            slices.divide(optimizer, patches)

@@ -8,8 +8,8 @@ to be possible, on every rank.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar, Union
 
@@ -41,6 +41,7 @@ __all__ = [
     "Sharding",
     "UserPlan",
     "apply_plan",
+    "divided_regions",
     "materialize_shards",
     "parse_plan",
     "region_around",
@@ -128,6 +129,16 @@ class Sharding:
     plan: Plan
     full_shapes: dict[str, Shape]
     full_attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def without(self, names: Collection[str], paths: Collection[str]) -> Sharding:
+        """Return the facts of a module that no longer has the parameters `names` and the modules at `paths`."""
+        plan = replace(
+            self.plan,
+            styles={path: style for path, style in self.plan.styles.items() if path not in paths},
+            attributes={path: values for path, values in self.plan.attributes.items() if path not in paths},
+        )
+        shards = {name: rule for name, rule in self.shards.items() if name not in names}
+        return replace(self, shards=shards, partial=self.partial - set(names), plan=plan)
 
 
 # ------------------------------------------------------------------------------------------------------ a user's plan
@@ -285,6 +296,17 @@ def region_around(plan: Plan, path: str, partner: type) -> str:
         if any(isinstance(style, partner) and _is_paired(style) for style in inside):
             return start
     return ""
+
+
+def divided_regions(plan: Plan) -> list[str]:
+    """Return the paths of the smallest modules around sharded layers, inside of which ranks compute with parts."""
+    found = list(plan.attributes)
+    for path, style in plan.styles.items():
+        if _is_paired(style):
+            found.append(region_around(plan, path, Row if isinstance(style, Column) else Column).rstrip("."))
+        elif not isinstance(style, Replicate):
+            found.append(path)
+    return list(dict.fromkeys(found))
 
 
 def _tied_groups(modules: Mapping[str, nn.Module]) -> list[list[str]]:

@@ -1,0 +1,230 @@
+"""What the user's code changes of the model and its optimizers while it trains: adopted, or refused.
+
+    layers pruned, replaced, put on, taken out; parameters registered or gone      `ModelWatch.differences`
+    optimizers set up again, replaced, or with other parameter groups              `ModelWatch.has_new_optimizers`
+
+Ranks that only replicate the model go on with whatever it has become. What is sharded or cut into stages cannot: the
+parts on other ranks, the messages between stages and the names in checkpoints are those of the model at set-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_parallel.compat.torch import MODULES, buffers_of, parameters_of
+from lightning_parallel.tensor.plan import Sharding, divided_regions
+
+__all__ = ["Differences", "ModelWatch", "refuse_in_shards", "refuse_in_stages", "refuse_new_parameters"]
+
+_MOST_NAMED = 4
+
+
+class _Seen(NamedTuple):
+    """A module as it was: what it holds, which keeps these objects alive, so that no other one gets their `id`."""
+
+    module: nn.Module
+    parameters: tuple[Any, ...]
+    children: tuple[Any, ...]
+    buffers: tuple[str, ...]
+
+
+class Differences(NamedTuple):
+    """How a model differs from what it was.
+
+    Attributes:
+        gone, come: Parameters that are no longer, or newly, there under their name.
+        gone_modules, come_modules: Modules likewise.
+        buffers: Names of buffers that are gone or new.
+    """
+
+    gone: dict[str, nn.Parameter]
+    come: dict[str, nn.Parameter]
+    gone_modules: dict[str, nn.Module]
+    come_modules: dict[str, nn.Module]
+    buffers: tuple[str, ...]
+
+    @property
+    def places(self) -> list[str]:
+        """Paths of the modules that hold something else than before, without those inside of others."""
+        inner = {*self.gone_modules, *self.come_modules}
+        owners = {path.rpartition(".")[0] for path in (*inner, *self.gone, *self.come)}
+        return sorted(path for path in owners if path not in inner)
+
+    def __str__(self) -> str:
+        parts = []
+        for word, found in (("gone", self.gone | self.gone_modules), ("new", self.come | self.come_modules)):
+            names = sorted(name for name in found if name.rpartition(".")[0] in self.places)
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            if names:
+                parts.append(f"{word}: {', '.join(f'`{name}`' for name in names[:_MOST_NAMED])}{more}")
+        return "; ".join(parts) or f"buffers: {', '.join(f'`{name}`' for name in self.buffers[:_MOST_NAMED])}"
+
+    def summary(self) -> tuple[list[str], ...]:
+        """Return the names alone, to be compared between ranks."""
+        return tuple(sorted(part) for part in self)
+
+
+class ModelWatch:
+    """Notices between two steps that a model or its optimizers have changed.
+
+    It costs a microsecond per module: lengths and identities are compared, nothing is named.
+
+    Args:
+        module: The user's module.
+        optimizers: Returns the optimizers that the Trainer has now.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        self._module, self._optimizers = module, optimizers
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the model and its optimizers as they are now."""
+        self._seen = [
+            _Seen(child, tuple(parameters_of(child).values()), tuple(vars(child)[MODULES].values()), _keys(child))
+            for child in self._module.modules()
+        ]
+        self._parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        self._modules = dict(self._module.named_modules(remove_duplicate=False))
+        self._buffers = dict(self._module.named_buffers(remove_duplicate=False)).keys()
+        self._groups = _groups(self._optimizers())
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the model or an optimizer is another one."""
+        return self.has_new_model or self.has_new_optimizers
+
+    @property
+    def has_new_model(self) -> bool:
+        """Whether a module or a parameter has come, gone or been exchanged, or a buffer has come or gone."""
+        return not all(
+            _is_same(seen.parameters, parameters_of(seen.module).values())
+            and _is_same(seen.children, vars(seen.module)[MODULES].values())
+            and len(seen.buffers) == len(buffers_of(seen.module))
+            and seen.buffers == _keys(seen.module)
+            for seen in self._seen
+        )
+
+    @property
+    def has_new_optimizers(self) -> bool:
+        """Whether an optimizer has come, gone or been exchanged, or has other parameters."""
+        now = _groups(self._optimizers())
+        return not (
+            len(now) == len(self._groups) and all(_is_same(before, after) for before, after in zip(self._groups, now))
+        )
+
+    def differences(self) -> Differences:
+        """Return how the model differs from what it was."""
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        modules = dict(self._module.named_modules(remove_duplicate=False))
+        buffers = dict(self._module.named_buffers(remove_duplicate=False)).keys()
+        return Differences(
+            _lost(self._parameters, parameters),
+            _lost(parameters, self._parameters),
+            _lost(self._modules, modules),
+            _lost(modules, self._modules),
+            tuple(sorted(self._buffers ^ buffers)),
+        )
+
+
+def _keys(module: nn.Module) -> tuple[str, ...]:
+    return tuple(buffers_of(module))
+
+
+def _is_same(before: Sequence[Any], after: Any) -> bool:
+    return len(before) == len(after) and all(one is other for one, other in zip(before, after))
+
+
+def _groups(optimizers: Iterable[Optimizer]) -> list[tuple[Any, ...]]:
+    """Return each optimizer with its parameters, and None after each group of them."""
+    return [
+        (optimizer, *(value for group in optimizer.param_groups for value in (*group["params"], None)))
+        for optimizer in optimizers
+    ]
+
+
+def _lost(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in before.items() if after.get(name) is not value}
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+_WAY_OUT = "Change the model before `fit` (in `__init__` or `configure_model`)"
+
+
+def refuse_in_shards(found: Differences, sharding: Sharding, modules: Mapping[str, nn.Module]) -> None:
+    """Refuse changes of what is sharded over tensor-parallel ranks, and of what computes between sharded layers.
+
+    Args:
+        found: What has changed.
+        sharding: What was sharded how.
+        modules: The modules by path, as they are now.
+
+    Raises:
+        ValueError: With the modules, and what to do.
+    """
+    still_there = set(map(id, modules.values()))
+    for region in divided_regions(sharding.plan):
+        was = found.gone_modules.get(region)
+        is_moved = was is not None and id(was) in still_there
+        if is_moved or (was is None and any(_is_inside(place, region) for place in found.places)):
+            raise ValueError(
+                f"the model was changed between two steps: expected `{region or type(modules['']).__name__}` as it was"
+                f" when the run began, found other contents ({found}). Its layers are sharded over tensor-parallel"
+                f" ranks, and nobody has tried them as they are now. {_WAY_OUT}, replace all of that module, or keep it"
+                f" whole: plan={{..., {f'{region}.*' if region else '*'!r}: 'replicate'}}"
+            )
+    for region in sharding.plan.sequence_regions:
+        places = [*found.places, *found.gone_modules]
+        inside = [place for place in places if any(_is_inside(place, block) for block in region.blocks)]
+        if inside:
+            raise ValueError(
+                f"the model was changed between two steps: expected `{inside[0]}` as it was when the run began, found"
+                f" other contents ({found}). Activations in it are sharded along the sequence. {_WAY_OUT}, or train with"
+                " `sequence_parallel=False`"
+            )
+
+
+def refuse_in_stages(found: Differences, layers: str, is_intercepted: Callable[[nn.Module], bool]) -> None:
+    """Refuse changes of a model that is cut into pipeline stages; modules without parameters beside it may change.
+
+    Args:
+        found: What has changed.
+        layers: Path of the container of the layers that were cut.
+        is_intercepted: Tells whether calls of a module go through the pipeline.
+
+    Raises:
+        ValueError: With the modules, and what to do.
+    """
+    containers = [part.strip() for part in layers.split(",")]
+    changed = {**found.gone_modules, **found.come_modules}
+    names = [*found.gone, *found.come]
+    names += [path for path, module in changed.items() if any(is_intercepted(child) for child in module.modules())]
+    names += [path for path in changed if any(_is_inside(path, container) for container in containers)]
+    if names:
+        raise ValueError(
+            f"the model was changed between two steps: expected `{names[0]}` as it was when the run began, found other"
+            f" modules or parameters ({found}). The model is cut into pipeline stages, which hold its layers by the"
+            f" plan of the first batch. {_WAY_OUT}, or train with TensorParallelStrategy"
+        )
+
+
+def refuse_new_parameters(found: Differences, reason: str) -> None:
+    """Refuse parameters that come or go, for those that keep something for each of them.
+
+    Raises:
+        ValueError: If there are some.
+    """
+    if found.gone or found.come:
+        raise ValueError(
+            f"the model was changed between two steps: expected the parameters with which the run began, found others"
+            f" ({found}). {reason} {_WAY_OUT}"
+        )
+
+
+def _is_inside(path: str, module: str) -> bool:
+    return path == module or path.startswith(f"{module}.")
