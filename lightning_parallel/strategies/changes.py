@@ -178,13 +178,13 @@ def refuse_in_shards(found: Differences, sharding: Sharding, modules: Mapping[st
                 f" ranks, and nobody has tried them as they are now. {_WAY_OUT}, replace all of that module, or keep it"
                 f" whole: plan={{..., {f'{region}.*' if region else '*'!r}: 'replicate'}}"
             )
-    for region in sharding.plan.sequence_regions:
+    for sequence in sharding.plan.sequence_regions:
         places = [*found.places, *found.gone_modules]
-        inside = [place for place in places if any(_is_inside(place, block) for block in region.blocks)]
+        inside = [place for place in places if any(_is_inside(place, block) for block in sequence.blocks)]
         if inside:
             raise ValueError(
                 f"the model was changed between two steps: expected `{inside[0]}` as it was when the run began, found"
-                f" other contents ({found}). Activations in it are sharded along the sequence. {_WAY_OUT}, or train with"
+                f" other contents ({found}). Activations in it are sharded along the sequence. {_WAY_OUT}, or set"
                 " `sequence_parallel=False`"
             )
 
@@ -202,9 +202,9 @@ def refuse_in_stages(found: Differences, layers: str, is_intercepted: Callable[[
     """
     containers = [part.strip() for part in layers.split(",")]
     changed = {**found.gone_modules, **found.come_modules}
-    names = [*found.gone, *found.come]
-    names += [path for path, module in changed.items() if any(is_intercepted(child) for child in module.modules())]
+    names = [path for path, module in changed.items() if any(is_intercepted(child) for child in module.modules())]
     names += [path for path in changed if any(_is_inside(path, container) for container in containers)]
+    names += [*found.gone, *found.come]
     if names:
         raise ValueError(
             f"the model was changed between two steps: expected `{names[0]}` as it was when the run began, found other"

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, SumMetric
 
@@ -23,6 +24,7 @@ from lightning_parallel import (
     comm,
 )
 from tests.harness import distributed
+from tests.pipeline.other_models import Block
 from tests.strategies.models import Net, Samples, fit_parallel, fit_single, loader, trainer_for
 from tests.strategies.test_pipeline import Deep, assert_same, fit
 
@@ -391,3 +393,94 @@ def test_compiled_layers():
     expected = build()
     fit_single(expected, max_epochs=1, limit_val_batches=0)
     _assert_state(fit_parallel(build(), 2, 2, max_epochs=1, limit_val_batches=0), expected)
+
+
+def _set_up_again(module):
+    module.trainer.strategy.setup_optimizers(module.trainer)
+
+
+def _replace_optimizer(module):
+    module.trainer.optimizers = [torch.optim.AdamW(module.parameters(), lr=0.02)]
+
+
+def _put_on_a_block(module):
+    torch.manual_seed(module.trainer.global_rank)  # replicas take that of the first
+    module.blocks.append(Block(8).double())
+    module.optimizers().add_param_group({"params": module.blocks[-1].parameters()})
+
+
+def _take_out_blocks(module):
+    module.blocks[1] = nn.Identity()
+    del module.blocks[3]
+
+
+def _exchange_head(module):
+    torch.manual_seed(3)
+    module.head = nn.Linear(8, 5).double()
+    _set_up_again(module)
+
+
+def _prune_embedding(module):
+    prune.l1_unstructured(module.embed, "weight", 0.3)
+
+
+def _prune_block(module):
+    prune.l1_unstructured(module.blocks[0].up, "weight", 0.3)
+
+
+class Changing(Deep):
+    """Is changed before its second epoch, and saved after each."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.norm = nn.LayerNorm(8).double()
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.change(self)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+ADOPTED = [_set_up_again, _replace_optimizer, _put_on_a_block, _take_out_blocks, _exchange_head]
+REFUSED = {
+    "tensor": {_prune_embedding: "expected `embed` as it was", _prune_block: r"expected `blocks\.0"},
+    "pipeline": {
+        _put_on_a_block: r"expected `blocks\.4",
+        _take_out_blocks: r"expected `blocks\.3` as it was",
+        _exchange_head: "expected `head` as it was",
+    },
+}
+
+
+@pytest.mark.parametrize("layout", ["zero", "tensor", "pipeline"])
+@distributed(world_size=2)
+def test_what_changes_during_a_run_is_adopted_or_refused_at_once(group, layout):
+    strategies = {
+        "zero": lambda: HybridParallelStrategy(zero_stage=2),
+        "tensor": lambda: TensorParallelStrategy(tensor_parallel_size=2),
+        "pipeline": lambda: PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=2),
+    }
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    refused = REFUSED.get(layout, {})
+    for change in [change for change in ADOPTED if change not in refused]:
+        expected, module = Changing(change), Changing(change)
+        fit(expected, "auto", 1)
+        options = {"enable_checkpointing": True, "default_root_dir": folder / change.__name__}
+        fit(module, strategies[layout](), 2, 2 if layout == "zero" else 1, **options)
+        torch.testing.assert_close(
+            dict(module.state_dict()), dict(expected.state_dict()), rtol=1e-10, atol=1e-12, msg=change.__name__
+        )
+    for change, text in refused.items():
+        module = Changing(change)
+        with pytest.raises(ValueError, match=text):
+            fit(module, strategies[layout](), 2)
+        assert module.trainer.global_step == 2
