@@ -201,9 +201,9 @@ def refuse_in_stages(found: Differences, layers: str, is_intercepted: Callable[[
         ValueError: With the modules, and what to do.
     """
     containers = [part.strip() for part in layers.split(",")]
-    changed = {**found.gone_modules, **found.come_modules}
-    names = [path for path, module in changed.items() if any(is_intercepted(child) for child in module.modules())]
-    names += [path for path in changed if any(_is_inside(path, container) for container in containers)]
+    changed = [*found.gone_modules.items(), *found.come_modules.items()]
+    names = [path for path, module in changed if any(is_intercepted(child) for child in module.modules())]
+    names += [path for path, _ in changed if any(_is_inside(path, container) for container in containers)]
     names += [*found.gone, *found.come]
     if names:
         raise ValueError(

@@ -170,7 +170,6 @@ class MeshStrategy(MeshCheckpoints):
         self._first_batches: FirstBatches | None = None
         self._loader_index, self._is_first_batch = 0, True
         self._audit: StepAudit | None = None
-        self._watch: ModelWatch | None = None
         self._shows_stages = False
 
     # ------------------------------------------------------------------------------------------------- the model
@@ -337,6 +336,8 @@ class MeshStrategy(MeshCheckpoints):
 
     keeps_parameters = False
     """Whether the strategy keeps something of each parameter, so that none may come or go."""
+
+    _watch: ModelWatch | None = None
 
     @property
     @override
