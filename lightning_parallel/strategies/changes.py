@@ -23,7 +23,7 @@ __all__ = ["Differences", "ModelWatch", "refuse_in_shards", "refuse_in_stages", 
 _MOST_NAMED = 4
 
 
-class _Seen(NamedTuple):
+class _HeldThen(NamedTuple):
     """A module as it was: what it holds, which keeps these objects alive, so that no other one gets their `id`."""
 
     module: nn.Module
@@ -85,7 +85,7 @@ class ModelWatch:
     def begin(self) -> None:
         """Take the model and its optimizers as they are now."""
         self._seen = [
-            _Seen(child, tuple(parameters_of(child).values()), tuple(vars(child)[MODULES].values()), _keys(child))
+            _HeldThen(child, tuple(parameters_of(child).values()), tuple(vars(child)[MODULES].values()), _keys(child))
             for child in self._module.modules()
         ]
         self._parameters = dict(self._module.named_parameters(remove_duplicate=False))

@@ -455,7 +455,7 @@ REFUSED = {
     "tensor": {_prune_embedding: "expected `embed` as it was", _prune_block: r"expected `blocks\.0"},
     "pipeline": {
         _put_on_a_block: r"expected `blocks\.4",
-        _take_out_blocks: r"expected `blocks\.3` as it was",
+        _take_out_blocks: r"expected `blocks\.1` as it was",
         _exchange_head: "expected `head` as it was",
     },
 }
