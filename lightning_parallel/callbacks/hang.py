@@ -119,7 +119,7 @@ class Watchdog:
         self._count = 0
         self._since = time.monotonic()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="lightning_parallel-watchdog", daemon=True)
+        self._thread = comm.Helper("watchdog", self._watch, self._stopped.set)
 
     def start(self) -> None:
         """Start to watch the calling thread."""

@@ -48,6 +48,7 @@ from lightning_parallel.comm.objects import (
 from lightning_parallel.comm.rendezvous import RendezvousError, attempt_store, may_outlive_attempts
 from lightning_parallel.comm.roll_call import ApartError, RollCall
 from lightning_parallel.comm.strict_order import strict_order
+from lightning_parallel.comm.threads import Helper
 from lightning_parallel.comm.work import (
     PROFILING,
     Pending,
@@ -65,6 +66,7 @@ __all__ = [
     "PROFILING",
     "Executor",
     "Group",
+    "Helper",
     "InlineExecutor",
     "MeanReducer",
     "MeanStep",

@@ -10,7 +10,6 @@ collectives in the same order. Calls that overlap with other communication need 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel import tracing
+from lightning_parallel.comm.threads import Helper, end_helpers
 from lightning_parallel.compat.torch import pytree
 
 __all__ = ["Executor", "InlineExecutor", "StreamExecutor", "ThreadExecutor", "overlapping_executor"]
@@ -86,9 +86,9 @@ class ThreadExecutor:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._error: BaseException | None = None
         self._calls: Queue[Callable[[], None] | None] = Queue()
-        # A daemon, so that a collective which never returns does not keep the process alive at its end.
-        self._thread = threading.Thread(target=self._work, name="lightning_parallel-communication", daemon=True)
-        self._thread.start()
+        self._helpers = [Helper("communication", self._work, lambda: self._calls.put(None))]
+        self._stops: list[Callable[[], None]] = []
+        self._helpers[0].start()
 
     def submit(self, call: Callable[[], T]) -> Callable[[], T]:
         """Run `call` on the thread; the stream of the caller waits for it when its result is taken."""
@@ -105,6 +105,12 @@ class ThreadExecutor:
 
         return result
 
+    def start_beside(self, name: str, work: Callable[[], None], stop: Callable[[], None]) -> None:
+        """Start another thread, on which calls of this one wait for messages; it is stopped when this one has ended."""
+        self._stops.append(stop)
+        self._helpers.append(Helper(name, work, stop=lambda: None))
+        self._helpers[-1].start()
+
     def wake(self, call: Callable[[], object]) -> None:
         """Run `call` on the thread, from any thread; nothing tells when it is over, but `wait` raises its error."""
         self._calls.put(partial(self._run, call, Future(), None))
@@ -120,9 +126,8 @@ class ThreadExecutor:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def close(self) -> None:
-        """End the thread when it has run what was submitted; after 5 s it is left alone."""
-        self._calls.put(None)
-        self._thread.join(timeout=5)
+        """End the thread when it has run what was submitted; what it still waits for after some seconds, fails."""
+        end_helpers(self._helpers)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -131,6 +136,8 @@ class ThreadExecutor:
                 call()
             finally:
                 self._calls.task_done()
+        for stop in self._stops:
+            stop()
 
     def _run(
         self,

@@ -12,7 +12,6 @@ On a thread, and with a second group, two buckets are in flight: one computes wh
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -162,12 +161,6 @@ class _BucketsInFlight:
         self._added = 0
         self._failed = None
 
-    def close(self) -> None:
-        """End the threads that wait."""
-        for waits in self._waits:
-            waits.put(None)
-        self._waits = []
-
     @torch.no_grad()
     def _advance(self, place: int, error: BaseException | None = None) -> None:
         """Go on with one of them, whose messages have come or failed."""
@@ -191,8 +184,8 @@ class _BucketsInFlight:
         if not self._waits:
             self._waits = [SimpleQueue() for _ in self._groups]
             for index, waits in enumerate(self._waits):
-                name = f"lightning_parallel-messages-{index}"
-                threading.Thread(target=self._work, args=(index, waits), name=name, daemon=True).start()
+                work, stop = partial(self._work, index, waits), partial(waits.put, None)
+                self._executor.start_beside(f"messages-{index}", work, stop)
         self._waits[place].put(wait)
 
     def _work(self, place: int, waits: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -319,8 +312,6 @@ class GradientSession:
             # A backward pass that failed may have left some: other ranks wait for their messages.
             self.executor.submit(self.drain)
         self.executor.close()
-        if self._in_flight is not None:
-            self._in_flight.close()
 
     # ----------------------------------------------------------------- on the executor, or while it has nothing to do
 

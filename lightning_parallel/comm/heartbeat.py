@@ -8,7 +8,6 @@ next rank, and ends its own rank when any is lost.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import socket
@@ -26,6 +25,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from lightning_parallel.comm.groups import Group
+from lightning_parallel.comm.threads import Helper, end_helpers
 from lightning_parallel.compat.default_group import abort_all_groups, all_processes, backend_of, default_store
 
 __all__ = [
@@ -117,7 +117,7 @@ class _Heartbeat:
         self.stopped = threading.Event()
         self._watch = _Watch(self, world_size) if watches else None
         # A thread, because the one that trains may be inside a collective for as long as the slowest rank computes.
-        self.thread = threading.Thread(target=self._beat, name="lightning_parallel-heartbeat", daemon=True)
+        self.thread = Helper("heartbeat", self._beat, self.stopped.set)
         self.thread.start()
 
     def _beat(self) -> None:
@@ -160,8 +160,7 @@ class _Heartbeat:
 
     def stop(self) -> None:
         """End the thread."""
-        self.stopped.set()
-        self.thread.join(timeout=5)
+        end_helpers([self.thread])
 
     def report_end(self) -> None:
         """Publish that the run has ended here: other ranks do not miss this one, unless it has reported an error."""
@@ -309,13 +308,6 @@ def stop_heartbeat() -> None:
         _heartbeat.stop()
         _heartbeat.report_end()
         _heartbeat = None
-
-
-@atexit.register
-def _stop_at_exit() -> None:
-    # A thread inside the store when the interpreter ends would abort the process. Others may wait for it in vain.
-    if _heartbeat is not None:
-        _heartbeat.stop()
 
 
 def trains_here() -> bool:

@@ -13,7 +13,10 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+
+from lightning_parallel.comm.threads import Helper
 
 __all__ = ["OrderedWork", "finish_ordered", "in_strict_order", "is_strict", "strict_order"]
 
@@ -76,17 +79,20 @@ class OrderedWork:
 class _GroupQueue:
     """The operations of a group on this rank, first in, first out."""
 
-    def __init__(self, name: str) -> None:
-        self._waiting: queue.SimpleQueue[OrderedWork] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"lightning_parallel-order-{name}", daemon=True).start()
+    def __init__(self, process_group: Any) -> None:
+        self._waiting: queue.SimpleQueue[OrderedWork | None] = queue.SimpleQueue()
+        stop = partial(self._waiting.put, None)
+        self._helper = Helper(f"order-{process_group.group_name}", self._run, stop)
+        self._helper.process_group = process_group
+        self._helper.start()
 
     def put(self, work: OrderedWork) -> None:
         self._waiting.put(work)
 
     def _run(self) -> None:
         broken: BaseException | None = None
-        while True:
-            broken = self._waiting.get().run(broken)
+        while (work := self._waiting.get()) is not None:
+            broken = work.run(broken)
 
 
 # By the process group itself: names are used again after `destroy_process_group`.
@@ -104,7 +110,7 @@ def finish_ordered(process_group: Any) -> None:
 def in_strict_order(process_group: Any, call: Callable[[], Any]) -> OrderedWork:
     """Put an operation behind those that were issued to the group before; `call` starts it."""
     if process_group not in _queues:
-        _queues[process_group] = _GroupQueue(process_group.group_name)
+        _queues[process_group] = _GroupQueue(process_group)
     work = OrderedWork(call)
     _queues[process_group].put(work)
     return work

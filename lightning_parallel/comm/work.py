@@ -18,6 +18,7 @@ from lightning_parallel import tracing
 from lightning_parallel.comm.groups import Group
 from lightning_parallel.comm.heartbeat import Blocked, describe_failure, trains_here
 from lightning_parallel.comm.strict_order import finish_ordered, in_strict_order, is_strict
+from lightning_parallel.comm.threads import current_helper
 from lightning_parallel.tracing import InFlight
 
 __all__ = [
@@ -138,7 +139,7 @@ class Pending:
             self._group.gate(self._op)
         flight = self._flight = _begin(self._op, self._group, self._bytes, self._dtype, self._peer, self._tag)
         try:
-            with flight, _as_call(flight):
+            with flight, _as_call(flight, self._group):
                 # Messages between hosts are told apart by their tags, collectives by their order.
                 is_ordered = is_strict() and not (between_hosts and self._peer is not None)
                 self._work = in_strict_order(self._group.process_group, call) if is_ordered else call()
@@ -182,7 +183,7 @@ class Pending:
             flight = self._flight
             start_ns = time.perf_counter_ns()
             try:
-                with flight, _as_call(flight), _blocked(self._op, self._group, self._peer):
+                with flight, _as_call(flight, self._group), _blocked(self._op, self._group, self._peer):
                     work.wait()
             except RuntimeError as error:
                 raise_explained(error, self._op, self._group)
@@ -228,20 +229,26 @@ _UNRECORDED = _Unrecorded()
 
 
 class _as_call:
-    """Let `current_call` return `flight` during the block."""
+    """Let `current_call` return `flight` during the block, and a helper say whose ranks it may be waiting for."""
 
     # Entered twice for each call of a step: `contextmanager` would take three times as long.
-    __slots__ = ("_before", "_flight")
+    __slots__ = ("_before", "_flight", "_group", "_helper")
 
-    def __init__(self, flight: InFlight | _Unrecorded) -> None:
+    def __init__(self, flight: InFlight | _Unrecorded, group: Group) -> None:
         self._flight = flight
+        self._group = group
 
     def __enter__(self) -> None:
         self._before = _thread.call
         _thread.call = self._flight
+        helper = self._helper = current_helper()
+        if helper is not None:
+            helper.process_group = self._group.process_group
 
     def __exit__(self, *_: object) -> None:
         _thread.call = self._before
+        if self._helper is not None:
+            self._helper.process_group = None
 
 
 def current_call() -> InFlight | _Unrecorded | None:
@@ -276,7 +283,7 @@ def blocking_call(op: str, group: Group) -> Iterator[None]:
     """
     flight = _begin(op, group, None, None)
     try:
-        with flight, _as_call(flight), _blocked(op, group):
+        with flight, _as_call(flight, group), _blocked(op, group):
             finish_ordered(group.process_group)
             yield
     except RuntimeError as error:
@@ -292,6 +299,9 @@ def _blocked(op: str, group: Group, peer: int | None = None) -> Blocked | _Unrec
 
 def raise_explained(error: RuntimeError, op: str, group: Group) -> NoReturn:
     """Raise the failure of a call again, with the ranks that are gone."""
+    helper = current_helper()
+    if helper is not None and helper.is_interrupted:
+        raise error  # by this rank, at its end, whose own error is not to be replaced by this one
     raise RuntimeError(describe_failure(f"{op} along {group.axis}", group.ranks, error)) from error
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.profiler
 from torch.distributed import device_mesh
@@ -23,6 +24,7 @@ from lightning_parallel.compat import Patches
 __all__ = [
     "abort_all_groups",
     "backend_of",
+    "close_connections",
     "check_connected",
     "set_timeout",
     "all_processes",
@@ -49,6 +51,22 @@ def abort_all_groups() -> None:
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()
+
+
+def close_connections(process_group: dist.ProcessGroup) -> None:
+    """Let what hosts wait for in `process_group` fail at once, here and on its other ranks; it is of no use then.
+
+    `abort` and `shutdown` do nothing in gloo, and who waits there waits until the timeout. But a message that does not
+    come in time closes all connections of its group, and every wait in it ends with an error.
+    """
+    if "gloo" not in backend_of(process_group):
+        return
+    peer = 1 if process_group.rank() == 0 else 0
+    with suppress(RuntimeError):
+        process_group.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+_NEVER_SENT = (1 << 20) + 17  # the tag of a message that nobody sends
 
 
 # Groups that stand in for the default group, each with the one before it, outermost first.
