@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import run_script
+
 PACKAGE = Path(__file__).parents[1] / "lightning_parallel"
 LAYERS = {
     "compat": 0,
@@ -34,6 +36,7 @@ LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_ut
 PURE = {"mesh.py", *(f"pipeline/{name}.py" for name in ("plot", "schedule", "search", "simulate"))}
 PURE |= {f"tracing/{name}.py" for name in ("__init__", "recorder", "spans")}
 MAX_FUNCTION_LINES = 60
+POSIX_ONLY = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
 
 # Names of Python and its standard library with an underscore. All are documented but the last, the class of threads
 # that were not started by `threading`, such as autograd's.
@@ -202,7 +205,17 @@ def _private_uses(package, tree, own, declared, defined):
             yield node.lineno, f"uses a private name: '{node.value}'"
 
 
-RULES = [upward_imports, circles, long_functions, repeated_names, private_names]
+def imports_of_one_system(root):
+    """Modules that some systems lack, such as Windows, are imported inside of `try`: the others work without them."""
+    for path, _, tree in parsed(root):
+        tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try)]
+        tried = {line for node in tries for child in node.body for _, line in imports(child)}
+        for module, line in imports(tree):
+            if module.split(".")[0] in POSIX_ONLY and line not in tried:
+                yield f"{path}:{line} imports {module}, which Windows lacks, outside of `try`"
+
+
+RULES = [imports_of_one_system, upward_imports, circles, long_functions, repeated_names, private_names]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -215,6 +228,7 @@ def test_the_list_of_exceptions_names_files():
 
 
 VIOLATIONS = [
+    (imports_of_one_system, "mesh.py", "import fcntl", "outside of `try`"),
     (upward_imports, "mesh.py", "def f():\n    import torch", "pure module"),
     (upward_imports, "comm/groups.py", "import lightning", "only strategies"),
     (upward_imports, "tensor/layers.py", "from lightning_parallel.pipeline import stage", "not below it"),
@@ -262,3 +276,25 @@ def test_each_rule_sees_what_it_forbids(rule, path, text, message, tmp_path):
     found = list(rule(root))
     assert len(found) == 1, found
     assert message in found[0]
+
+
+WITHOUT_POSIX = """
+import sys
+
+for name in [name for name in sys.modules if name.split(".")[0] == "lightning_parallel"]:
+    del sys.modules[name]
+sys.modules.update(dict.fromkeys(sys.argv[1:]))
+
+import lightning_parallel.cli
+from lightning_parallel.callbacks.processor import processor_times
+
+assert processor_times(None).interrupted == 0
+assert not [name for name in sys.argv[1:] if sys.modules[name]]
+"""
+
+
+def test_the_package_is_imported_where_modules_of_one_system_are_missing(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_POSIX)
+    ended = run_script(script, *sorted(POSIX_ONLY - {"posix"}))
+    assert ended.returncode == 0, ended.stderr

@@ -7,7 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar, Optional, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -168,7 +168,8 @@ class AutoResume(Callback):
         if not hasattr(trainer.strategy, "begin_batch"):  # ours agree by themselves
             agree = trainer.strategy.reduce_boolean_decision
             agree_on_sigterm(trainer, lambda flag: agree(flag, all=False), patches)
-        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+        # Loaders go on where they were by `ResumePoint`, which Lightning does not know.
+        self._undo.append(_ignore_warning("You're resuming from a checkpoint that ended before the epoch ended"))
 
     def _leave(self) -> None:
         while self._undo:
@@ -375,6 +376,19 @@ class AutoResume(Callback):
                     f" {self._folder.path}"
                 )
         self._leave()
+
+
+def _ignore_warning(message: str) -> Callable[[], None]:
+    """Ignore warnings that begin with `message`; returns what ends that, and leaves the filters of others alone."""
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", message=message)
+    added = warnings.filters[0]
+
+    def undo() -> None:
+        if added not in before and added in warnings.filters:
+            cast(list[Any], warnings.filters).remove(added)
+
+    return undo
 
 
 def _layout(trainer: Trainer) -> list[int]:

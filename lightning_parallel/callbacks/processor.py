@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import time
 import weakref
 from contextlib import suppress
@@ -11,6 +10,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+
+try:
+    import resource
+except ImportError:  # on Windows, which does not tell what is read from it
+    resource = None  # type: ignore[assignment]
 
 from lightning_parallel.callbacks.clocks import clock_id
 

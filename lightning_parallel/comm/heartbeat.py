@@ -15,11 +15,11 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -103,9 +103,10 @@ class _Heartbeat:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, watches: bool) -> None:
         # A connection of its own: while a group is made the thread that trains waits in the store for others.
-        own = store.clone() if hasattr(store, "clone") else store
-        self.store = dist.PrefixStore("lightning_parallel/heartbeat", own)
-        _notice_dead_connections(store)
+        has_own = hasattr(store, "clone")
+        before = _sockets() if has_own else {}
+        self.store = dist.PrefixStore("lightning_parallel/heartbeat", store.clone() if has_own else store)
+        _notice_dead_connections(store, before)
         self.rank = rank
         # The one that trains. Ray calls the user's function in a thread that is not the main one.
         self.caller = threading.get_ident()
@@ -188,32 +189,54 @@ class _Heartbeat:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
 
-def _notice_dead_connections(store: dist.Store) -> None:
-    """Let the system end this process's connections to the store when the network to it is cut.
+def _sockets() -> dict[int, int]:
+    """Return the descriptors of this process's sockets, by what tells each socket from all others."""
+    found = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = int(name)
+    return found
+
+
+def _notice_dead_connections(store: dist.Store, before: Mapping[int, int]) -> None:
+    """Let the system end the heartbeat's connection to the store when the network to it is cut.
 
     The store waits for an answer without a deadline, so every request would wait for ever, also those by which a rank
     that has noticed the cut looks for who is gone.
+
+    Args:
+        store: The store, whose address the connection has.
+        before: Sockets that there were before the connection was made, which belong to others.
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     port = getattr(store, "port", None)
     if port is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return  # not over a network, or not on Linux
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue  # no connection could be made of its second descriptor, which nobody would then close
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                # Options belong to the connection, of which this is a second descriptor.
-                is_tcp = connection.type == socket.SOCK_STREAM and connection.family in (
-                    socket.AF_INET,
-                    socket.AF_INET6,
-                )
-                if is_tcp and connection.getpeername()[1] == port:
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-                        connection.setsockopt(socket.IPPROTO_TCP, option, _KEEPALIVE_S)
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
+    hosts: set[Any] = set()
+    with suppress(OSError):
+        hosts = {found[4][0] for found in socket.getaddrinfo(store.host, port, type=socket.SOCK_STREAM)}
+    for number, descriptor in _sockets().items():
+        if number in before:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            # Options belong to the connection, of which this is a second descriptor.
+            is_tcp = connection.type == socket.SOCK_STREAM and connection.family in (
+                socket.AF_INET,
+                socket.AF_INET6,
+            )
+            if is_tcp and _address_of_peer(connection) in [(host, port) for host in hosts]:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                    connection.setsockopt(socket.IPPROTO_TCP, option, _KEEPALIVE_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000))
+
+
+def _address_of_peer(connection: socket.socket) -> tuple[str, int]:
+    host, port, *_ = connection.getpeername()
+    return host.removeprefix("::ffff:"), port  # as IPv6 writes addresses of IPv4
 
 
 class _Watch:

@@ -31,6 +31,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as FunctionLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +57,7 @@ __all__ = [
     "init_process_group",
     "innermost_io",
     "is_compiled",
+    "log_without_advice",
     "logged_step",
     "metric_state_of",
     "move_optimizers",
@@ -409,6 +411,15 @@ def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
 def should_update_logs(trainer: Trainer) -> bool:
     """Return whether loggers are due in this step: Lightning decides it from private counters of its loops."""
     return trainer._logger_connector.should_update_logs
+
+
+def log_without_advice(patches: Patches) -> None:
+    """Keep Lightning from recommending `sync_dist` to code that passes it, until `patches` are undone.
+
+    For a run of one replica, whose processes log equal values: the strategy is not distributed, so Lightning takes the
+    flag out, and then misses it, as `torch.distributed` is initialized.
+    """
+    patches.replace(result, "_distributed_is_initialized", lambda: False)
 
 
 def logged_step(trainer: Trainer) -> int:

@@ -213,7 +213,9 @@ class _TwinFinder(MetaPathFinder):
             return spec_from_loader(fullname, _EmptyPackage(), is_package=True)
         if not fullname.startswith(f"{_TWINS}."):
             return None
-        source = find_spec(_renamed(fullname, _TO_LIGHTNING))
+        name = _renamed(fullname, _TO_LIGHTNING)
+        # Without another name it is the twin of nothing, and would be looked for here again.
+        source = None if name == fullname else find_spec(name)
         if source is None:
             return None
         spec = spec_from_loader(fullname, _TwinLoader(source), origin=source.origin)

@@ -12,8 +12,8 @@ what killed writers have left.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+import shutil
 import socket
 import tarfile
 import time
@@ -35,6 +35,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 from lightning_parallel import comm
 from lightning_parallel.checkpoint.distributed import is_inflated
@@ -111,6 +116,9 @@ class StagedFile:
         if self._failure is not None:
             raise self._failure
         os.fsync(self._file)
+        if fcntl is None:
+            os.close(self._file)  # an open file cannot be renamed on Windows
+            self._file = -1
         os.replace(self.path, target)
         sync_folder(target.parent)
 
@@ -159,17 +167,18 @@ def replace_file(target: Path, write: Callable[[StagedFile], Any]) -> None:
 
 def _free_space(folder: Path) -> str:
     try:
-        found = os.statvfs(folder)
+        free = shutil.disk_usage(folder).free
     except OSError:
         return "its folder does not answer"
-    return f"{found.f_bavail * found.f_frsize / 2**20:.1f} MiB are free there"
+    return f"{free / 2**20:.1f} MiB are free there"
 
 
 def _create(folder: Path) -> tuple[Path, int]:
     """Create a hidden file with a lock on it; returns its path and descriptor."""
     while True:
         path = folder / f"{_beginning(folder)}{uuid4().hex}{_SUFFIX}"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        # Windows would write a line feed as two bytes, but for the flag that only it has.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
         # Another writer may have taken it for a leftover before it had the lock.
         if _lock(file) is not False and path.exists():
             return path, file
@@ -178,6 +187,8 @@ def _create(folder: Path) -> tuple[Path, int]:
 
 def _lock(file: int) -> bool | None:
     """Lock a file for this process as long as it is open; tell if it is ours, None where nothing can be locked."""
+    if fcntl is None:
+        return None  # leftovers then go by their age alone
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -27,6 +27,7 @@ from lightning_parallel import comm
 from lightning_parallel.comm import stop_heartbeat
 from lightning_parallel.compat import ParallelState, Patches
 from lightning_parallel.compat.lightning import (
+    log_without_advice,
     move_optimizers,
     reset_optimizers,
     synchronizes_layers,
@@ -188,6 +189,8 @@ class MeshStrategy(MeshCheckpoints):
         module, fitting = self.module, trainer.state.fn == TrainerFn.FITTING
         self.accelerator.setup(trainer)
         self._end_on_sigterm = self.keep_together(trainer, self._patches)
+        if not self.is_distributed:
+            log_without_advice(self._patches)
         divide_again(module, self.groups, self.root_device)
         self._is_restored = False
         if synchronizes_layers(self) and fitting:

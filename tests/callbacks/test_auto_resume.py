@@ -1,5 +1,7 @@
 """A run that is interrupted and started again ends with the weights of one that was not."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,6 +91,20 @@ def test_one_process_goes_on_bit_for_bit(step, tmp_path):
     saved = step - 1 - (step - 1) % 2
     assert cut.seen[:saved] + module.seen == expected.seen
     assert module.epoch_means == expected.epoch_means[saved // 9 :]
+
+
+@pytest.mark.parametrize("interrupt", [None, 3])
+def test_the_filters_of_warnings_are_those_before(interrupt, tmp_path):
+    """Also one of the user's that is equal, and one that was added during the run."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="mine")
+        before = list(warnings.filters)
+        fit(tmp_path, loader_of(), interrupt)
+        assert list(warnings.filters) == before
+        message = "You're resuming from a checkpoint that ended before the epoch ended"
+        warnings.filterwarnings("ignore", message=message)
+        fit(tmp_path / "other", loader_of(), interrupt)
+        assert [entry[1] and entry[1].pattern for entry in warnings.filters].count(message) == 1
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

@@ -92,5 +92,33 @@ def test_looking_for_connections_leaves_no_descriptors_open():
     one, other = socket.socketpair()  # their peers have no port
     with one, other:
         before = len(os.listdir("/proc/self/fd"))
-        heartbeat._notice_dead_connections(store)
+        heartbeat._notice_dead_connections(store, {})
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _with_options():
+    """Return the connections of this process that the system ends when nobody answers."""
+    found = set()
+    for number, descriptor in heartbeat._sockets().items():
+        with socket.socket(fileno=os.dup(descriptor)) as one:
+            is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT):
+                found.add(number)
+    return found
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are listed on Linux")
+def test_connections_of_others_keep_their_options():
+    """Those of others to the store, too."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    client = dist.TCPStore("127.0.0.1", store.port, None, False)
+    before = set(heartbeat._sockets())
+    heart = heartbeat._Heartbeat(store, 0, 1, watches=False)
+    try:
+        found = _with_options()
+    finally:
+        heart.stop()
+    assert client.num_keys() >= 0
+    if hasattr(store, "clone"):
+        assert len(found) == 1, "the heartbeat's own"
+        assert not found & before

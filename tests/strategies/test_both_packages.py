@@ -271,6 +271,12 @@ def test_another_version_is_refused():
         trainer(strategy=TensorParallelStrategy(), accelerator="cpu", devices=1)
 
 
+@pytest.mark.parametrize("name", ["x", "x.y", "strategies.x", "lightning.x", "strategies.parallel.x"])
+def test_what_is_no_twin_is_not_found(name):
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"lightning_parallel.compat.pytorch_lightning.{name}")
+
+
 def test_twins_are_of_the_same_lines():
     twin = importlib.import_module(f"{twins.__package__}.pytorch_lightning.strategies.parallel")
     assert twin.TensorParallelStrategy is not TensorParallelStrategy

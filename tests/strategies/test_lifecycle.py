@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn.utils import prune
@@ -196,6 +198,40 @@ def test_validate_fit_test_predict_and_fit_again(layout, group):
         truth = {name: tensor[replica::2] for name, tensor in theirs.items()}
         torch.testing.assert_close(mine, truth, rtol=1e-10, atol=1e-10)
     assert_same(*found[3:], *expected[3:])
+
+
+class Logging(Deep):
+    """Logs the mean of an epoch, with `sync_dist` or without it."""
+
+    def __init__(self, sync):
+        super().__init__()
+        self.sync = sync
+
+    def training_step(self, batch, index):
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("loss", loss, on_epoch=True, sync_dist=self.sync)
+        return {"loss": loss, "logits": logits}
+
+
+@distributed(world_size=2)
+def test_sync_dist_is_recommended_to_code_that_lacks_it_only(group):
+    """Lightning forgets the flag where there is one replica, whose processes log equal values in any case."""
+
+    def advice(strategy, sync):
+        result.warning_cache.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            module = Logging(sync)
+            trainer_for(strategy, 2, max_epochs=1, limit_train_batches=1).fit(module, loader())
+        return any("sync_dist=True" in str(one.message) for one in caught)
+
+    for sync in (True, False):
+        assert not advice(TensorParallelStrategy(tensor_parallel_size=2), sync)
+        assert not advice(PipelineParallelStrategy(pipeline_parallel_size=2), sync)
+        without_sync = not sync and group.rank == 0
+        assert advice(TensorParallelStrategy(tensor_parallel_size=1), sync) == without_sync
+        assert advice(DDPStrategy(), sync) == without_sync, "afterwards as before"
 
 
 @distributed(world_size=2)
