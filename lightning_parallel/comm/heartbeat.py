@@ -103,9 +103,9 @@ class _Heartbeat:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, watches: bool) -> None:
         # A connection of its own: while a group is made the thread that trains waits in the store for others.
-        has_own = hasattr(store, "clone")
-        before = _sockets() if has_own else {}
-        self.store = dist.PrefixStore("lightning_parallel/heartbeat", store.clone() if has_own else store)
+        before = _sockets() if hasattr(store, "clone") else {}
+        own = store.clone() if hasattr(store, "clone") else store
+        self.store = dist.PrefixStore("lightning_parallel/heartbeat", own)
         _notice_dead_connections(store, before)
         self.rank = rank
         # The one that trains. Ray calls the user's function in a thread that is not the main one.
@@ -212,12 +212,12 @@ def _notice_dead_connections(store: dist.Store, before: Mapping[int, int]) -> No
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    port = getattr(store, "port", None)
-    if port is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if host is None or port is None or not hasattr(socket, "TCP_USER_TIMEOUT"):
         return  # not over a network, or not on Linux
     hosts: set[Any] = set()
     with suppress(OSError):
-        hosts = {found[4][0] for found in socket.getaddrinfo(store.host, port, type=socket.SOCK_STREAM)}
+        hosts = {found[4][0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     for number, descriptor in _sockets().items():
         if number in before:
             continue
@@ -227,7 +227,7 @@ def _notice_dead_connections(store: dist.Store, before: Mapping[int, int]) -> No
                 socket.AF_INET,
                 socket.AF_INET6,
             )
-            if is_tcp and _address_of_peer(connection) in [(host, port) for host in hosts]:
+            if is_tcp and _address_of_peer(connection) in [(known, port) for known in hosts]:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
                     connection.setsockopt(socket.IPPROTO_TCP, option, _KEEPALIVE_S)
