@@ -1,5 +1,6 @@
 """The gradient reducer: the mean over replicas, whatever was used, frozen, shared or accumulated."""
 
+import contextlib
 import functools
 
 import pytest
@@ -320,8 +321,10 @@ def test_a_gradient_that_changes_after_it_was_sent_is_sent_again(group):
     torch.testing.assert_close(gradients(True), gradients(False), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("in_stages", [False, True])
 @distributed(world_size=2)
-def test_compressed_steps_are_counted_once_and_unused_parameters_keep_their_residual(group):
+def test_compressed_steps_are_counted_once_and_unused_parameters_keep_their_residual(group, in_stages):
+    """Gradients come from autograd, or a pipeline says when all of a stage are there."""
     compressor = TopK(0.25, min_numel=1)
     module = Layers().double()
     reducer = GradientReducer(dict(module.named_parameters()), group, bucket_bytes=1, **_compressed(compressor))
@@ -334,7 +337,11 @@ def test_compressed_steps_are_counted_once_and_unused_parameters_keep_their_resi
     reducer.reduce()
     before = compressor.state_dict()
     module.zero_grad()
-    module(x, (0, 1)).backward()
+    with reducer.no_sync() if in_stages else contextlib.nullcontext():
+        module(x, (0, 1)).backward()
+    if in_stages:
+        reducer.start(name for name, _ in module.named_parameters())
+        reducer.mark(parameter for parameter in module.parameters() if parameter.grad is not None)
     reducer.reduce()
     reducer.remove()
     after = compressor.state_dict()

@@ -261,7 +261,9 @@ class GradientReducer:
         """
         if self._overlaps:
             for name in self._active.keys() & set(names) - self._prepare_names:
-                self._bucket_of[name].ready.add(name)
+                # A compressor is given what some replica has used only, which `reduce` finds out; a mean can wait.
+                if self._compression is None or self._is_used(name):
+                    self._bucket_of[name].ready.add(name)
             self._launch_ready()
 
     def cancel(self) -> None:
