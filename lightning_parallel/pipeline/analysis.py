@@ -163,6 +163,8 @@ class _Analysis:
             boundaries=boundaries,
             skips=skips,
             link=link,
+            direct=None if use.direct is None else tuple(sorted(use.direct)),
+            stopped=use.stopped,
         )
 
     def _costs(self, stack: LayerStack, use: ModuleUse) -> Costs:

@@ -63,18 +63,18 @@ def replaced(module: nn.Module, stand_ins: Callable[[str, nn.Module], dict[str, 
         for child, before, attributes in done:
             for name, stand_in in attributes.items():
                 # Something else is there if the module has assigned to it; lists are restored in any case.
-                if vars(child).get(name) is stand_in or isinstance(stand_in, list):
+                if vars(child).get(name) is stand_in or isinstance(stand_in, (list, tuple)):
                     child.__dict__.pop(name, None)
                     child.__dict__.update({name: before[name]} if name in before else {})
         for child, registered in buffers:
             buffers_of(child).update(registered)
 
 
-def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, list[Any]]:
+def parameter_lists(module: nn.Module, stand_ins: dict[int, Any]) -> dict[str, Any]:
     """Return the lists of parameters that `module` keeps, as recurrent layers do, with `stand_ins` put in by `id`."""
-    lists = [(name, value) for name, value in vars(module).items() if isinstance(value, list)]
+    lists = [(name, value) for name, value in vars(module).items() if type(value) in (list, tuple)]
     lists = [(name, value) for name, value in lists if any(id(item) in stand_ins for item in value)]
-    return {name: [stand_ins.get(id(item), item) for item in value] for name, value in lists}
+    return {name: type(value)(stand_ins.get(id(item), item) for item in value) for name, value in lists}
 
 
 class SavedForwards:

@@ -341,6 +341,7 @@ class PipelineEngine:
             end_stage=end_stage,
         )
         result = run()
+        self.model.is_first_step &= not training
         # Known from the first batch, which the proof has run before; arrays have no version that would tell later.
         known = self._changes_batch.get(training, False)
         self._changes_batch[training] = known or step_on_copies.changes_batch
@@ -366,6 +367,7 @@ class PipelineEngine:
         self._changes_batch.clear()
         # Here and not in each step: modules may keep long lists, which are searched too.
         self.generators = OwnGenerators(self.model.outside_of_layers)
+        self.model.note_parameters()
 
     @property
     def seeds(self) -> tuple[Any, int]:

@@ -46,10 +46,14 @@ class ModuleUse:
     Attributes:
         parameters: Parameter name -> the layers at whose stages it is used.
         modules: Module name -> the layers at whose stages it is called.
+        direct: The parameters that the step computes with outside of modules; None if that is not known.
+        stopped: Why the step was not followed to its end, if it lacked something else than data.
     """
 
     parameters: dict[str, set[int]] = field(default_factory=dict)
     modules: dict[str, set[int]] = field(default_factory=dict)
+    direct: set[str] | None = field(default_factory=set)
+    stopped: str = ""
 
 
 def trace_in_order(
@@ -96,6 +100,10 @@ def trace_use(module: nn.Module, stack: LayerStack, step: Step, microbatch: Any,
                 f"cannot cut at `{stack.path}`: running the step on tensors without data stopped "
                 f"{tracer.where()}: {error}"
             ) from error
+        if isinstance(error, (AttributeError, LookupError)) or "NoneType" in str(error):
+            tracer.use.stopped = f"{type(error).__name__}: {error}"
+        else:
+            tracer.use.direct = None
     if not tracer.called:
         raise ValueError(
             f"the step never calls the layers of `{stack.path}`; name the layers that it calls: layers=..."
@@ -114,7 +122,7 @@ def _trace(
 
 def use_by_registration(module: nn.Module, stack: LayerStack) -> ModuleUse:
     """Guess the use from the order of registration: what is registered before the layers is used before them."""
-    use = ModuleUse(modules={name: set() for name, _ in outer_modules(module, stack)})
+    use = ModuleUse(modules={name: set() for name, _ in outer_modules(module, stack)}, direct=None)
     order = {name: number for number, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
     starts = [order[name] for name in stack.names]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -145,10 +153,13 @@ class _UseTracer:
         self.position = 0
         self.called: list[int] = []
         self.use = ModuleUse()
+        self._is_inside = False
 
     def note(self, parameter: str) -> None:
         """Note that a parameter is used outside of intercepted modules."""
         self.use.parameters.setdefault(parameter, set()).add(self.position)
+        if not self._is_inside and self.use.direct is not None:
+            self.use.direct.add(parameter)
 
     def where(self) -> str:
         """Describe how far the step has come."""
@@ -170,12 +181,19 @@ class _UseTracer:
             )
         self.position = index
         self.called.append(index)
-        return self.stubs.run_stub(call)
+        return self._run(call)
 
     def outer_module(self, call: Call) -> Any:
         """Note that the module is called at this layer."""
         self.use.modules[call.site.name].add(self.position)
-        return self.stubs.run_stub(call)
+        return self._run(call)
+
+    def _run(self, call: Call) -> Any:
+        before, self._is_inside = self._is_inside, True
+        try:
+            return self.stubs.run_stub(call)
+        finally:
+            self._is_inside = before
 
 
 def _completed(module: nn.Module, stack: LayerStack, use: ModuleUse, copies: dict[nn.Module, nn.Module]) -> ModuleUse:

@@ -123,6 +123,8 @@ class PipelinePlan:
         skips: For each stage, what it gets besides the arguments of its first layer; empty where no example was given.
         link: Between neighbouring ranks.
         request: What the plan was made for; a plan is used again only for the same request.
+        direct: The parameters that the step computes with outside of modules; None if that is not known.
+        stopped: Why it was not followed to its end, if it lacked something else than data.
     """
 
     model: str
@@ -138,6 +140,8 @@ class PipelinePlan:
     skips: Skips = ()
     link: Link = field(default_factory=Link)
     request: Mapping[str, Any] = field(default_factory=dict)
+    direct: tuple[str, ...] | None = None
+    stopped: str = ""
 
     @property
     def num_stages(self) -> int:
@@ -309,6 +313,8 @@ class PipelinePlan:
             "skips": [[list(skip) for skip in skips] for skips in self.skips],
             "link": {"latency_s": self.link.latency_s, "bytes_per_s": _finite(self.link.bytes_per_s)},
             "request": dict(self.request),
+            "direct": None if self.direct is None else list(self.direct),
+            "stopped": self.stopped,
         }
 
     @classmethod
@@ -359,6 +365,8 @@ class PipelinePlan:
             skips=tuple(tuple(Skip(*skip) for skip in skips) for skips in data["skips"]),
             link=Link(link["latency_s"], float("inf") if link["bytes_per_s"] is None else link["bytes_per_s"]),
             request=dict(data["request"]),
+            direct=None if data.get("direct") is None else tuple(data["direct"]),
+            stopped=data.get("stopped", ""),
         )
 
     def save(self, path: str | Path) -> None:

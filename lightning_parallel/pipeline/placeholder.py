@@ -29,6 +29,7 @@ from lightning_parallel.compat.torch import (
 )
 
 __all__ = [
+    "PARAMETERS_ELSEWHERE",
     "PlaceholderError",
     "PlaceholderTensor",
     "dry_run",
@@ -39,6 +40,13 @@ __all__ = [
     "sources_of",
     "watch_parameters",
 ]
+
+
+PARAMETERS_ELSEWHERE = (
+    "A term of the loss with parameters of several stages has to be there in the first batch, times zero where it is"
+    " not wanted, and what it needs has to be made in `__init__` or `setup`, before the model is cut. Or use"
+    " TensorParallelStrategy, or the optimizer's `weight_decay`"
+)
 
 
 class PlaceholderError(RuntimeError):
@@ -198,8 +206,7 @@ class PlaceholderTensor(Tensor):
             what = "`.item()`, `float()` or `if`" if "local_scalar" in str(func) else f"`{func}`"
             raise PlaceholderError(
                 f"{what} in {innermost_users_line()} needs the data of {placeholders[0].provenance}, which this "
-                f"pipeline stage does not hold ({error}). Compute it from the batch, inside one of the repeated "
-                "layers, or after them",
+                f"pipeline stage does not hold ({error}). {_way_out(placeholders[0].provenance)}",
                 placeholders,
             ) from error
         available = all(placeholder.available for placeholder in placeholders)
@@ -261,6 +268,14 @@ def _with_data(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _with_data(item) for key, item in value.items()}
     return value
+
+
+def _way_out(provenance: str) -> str:
+    is_parameter = provenance.startswith("the parameter `")
+    return PARAMETERS_ELSEWHERE if is_parameter else _COMPUTED_ELSEWHERE
+
+
+_COMPUTED_ELSEWHERE = "Compute it from the batch, inside one of the repeated layers, or after them"
 
 
 def _provenance(placeholders: list[PlaceholderTensor]) -> str:

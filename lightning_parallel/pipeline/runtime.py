@@ -30,7 +30,13 @@ from lightning_parallel.pipeline.dry_runs import NextStageDryRun, StageInputs
 from lightning_parallel.pipeline.message_layout import Message, MessageLayout, MessageLayouts, TensorSpec, line_of_step
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of
 from lightning_parallel.pipeline.p2p import LostMessageError, MessageGroups, StageMessages
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers, missing
+from lightning_parallel.pipeline.placeholder import (
+    PARAMETERS_ELSEWHERE,
+    PlaceholderError,
+    PlaceholderTensor,
+    draws_numbers,
+    missing,
+)
 from lightning_parallel.pipeline.random_streams import (
     OwnGenerators,
     call_seed,
@@ -175,12 +181,25 @@ class ScheduleRun:
             except (LostMessageError, comm.LostRankError):
                 raise
             except (Exception, _FailedBeforeError) as error:
-                self.failure = error
+                self.failure = self._explained(error)
         if self.failure is not None:
             try:
                 self._pass_by(action)
             except LostMessageError as lost:
                 raise lost if isinstance(self.failure, _FailedBeforeError) else self.failure from lost
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """Explain what lacks a parameter of another stage by its name."""
+        name = error.args[0] if isinstance(error, KeyError) and error.args else None
+        parameter = self.model.plan.parameters.get(name) if isinstance(name, str) else None
+        if parameter is None or set(parameter.stages) & set(self.model.stages):
+            return error
+        explained = PlaceholderError(
+            f"the step looks for the parameter `{name}` by its name, but hooks see the parameters of their own stage"
+            f" only, and this stage does not hold it. {PARAMETERS_ELSEWHERE}"
+        )
+        explained.__cause__ = error
+        return explained
 
     def _pass_by(self, action: Action) -> None:
         """Exchange the messages of an action that was not run, or failed."""
@@ -219,6 +238,8 @@ class ScheduleRun:
             lambda index: self._seed_layer(microbatch, index),
         )
         is_last = stage == self.model.num_stages - 1
+        if is_last and self.training:
+            handler.made = []
         # What the step draws before the layers, such as a mask of the batch, must be the same on all stages.
         self._seed(microbatch)
         with self.model.handled_by(handler), draws_numbers(stage > 0):
@@ -235,6 +256,9 @@ class ScheduleRun:
         state.values = []
         if is_last:
             self._keep_result(microbatch, state, result)
+            if state.loss is not None:
+                self.model.check_direct(state.loss, handler.made or ())
+            handler.made = None
         else:
             self._send(stage, microbatch, state, end, handler.skips)
         if not self.training:
@@ -338,9 +362,10 @@ class ScheduleRun:
     def _keep_result(self, microbatch: int, state: _MicrobatchState, result: Any) -> None:
         for leaf in pytree.tree_leaves(result):
             if missing(leaf):
+                is_parameter = leaf.provenance.startswith("the parameter `")
                 raise PlaceholderError(
                     f"the step returns {leaf.provenance}, which is on an earlier pipeline stage; return or compute the "
-                    "loss from what the layers return",
+                    f"loss from what the layers return{f'. {PARAMETERS_ELSEWHERE}' if is_parameter else ''}",
                     [leaf],
                 )
         if self.training:

@@ -105,7 +105,8 @@ class StageSkips:
         """Fill the placeholders of parameters that have come, before the step begins."""
         for skip in self.incoming:
             if skip.is_parameter:
-                for placeholder in placeholders[skip.name]:
+                # None in a layer of this stage, of which the step reads its own before the layers, too.
+                for placeholder in placeholders.get(skip.name, ()):
                     value = self._pass(skip, placeholder)
                     if value is not placeholder:
                         placeholder.receive(value)

@@ -13,10 +13,11 @@ What several stages compute with, such as the matrix of an embedding that is the
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,13 @@ from lightning_parallel.pipeline.interception import (
 from lightning_parallel.pipeline.layer_stack import LayerStack, layer_kinds, outer_modules
 from lightning_parallel.pipeline.message_layout import line_of_step
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParameter
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, missing, reveal
+from lightning_parallel.pipeline.placeholder import (
+    PARAMETERS_ELSEWHERE,
+    PlaceholderError,
+    PlaceholderTensor,
+    missing,
+    reveal,
+)
 from lightning_parallel.pipeline.random_streams import seeded
 from lightning_parallel.pipeline.skips import NO_SKIPS, StageSkips
 from lightning_parallel.pipeline.stubs import StubOutputs, free_parameters
@@ -49,6 +56,7 @@ __all__ = [
     "StageExit",
     "StageForward",
     "are_tensors",
+    "in_whole_model",
     "positions_to_receive",
 ]
 
@@ -107,6 +115,7 @@ class StageForward:
     Attributes:
         entered: Whether the stage has its inputs.
         last: The last layer that was called, -1 before the first.
+        made: Where it is a list: the nodes of autograd's graph at which the outputs of modules begin.
     """
 
     def __init__(
@@ -132,6 +141,7 @@ class StageForward:
         # The first stage receives nothing: its inputs are in the batch.
         self.entered = stage == 0
         self.last = -1
+        self.made: list[Any] | None = None
 
     def layer(self, call: Call) -> Any:
         """Infer, receive and run, run, or leave the step, by where the layer is."""
@@ -177,7 +187,11 @@ class StageForward:
         return self.stubs.infer(call)
 
     def _run(self, call: Call) -> Any:
-        return call.run()
+        output = call.run()
+        if self.made is not None:
+            leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
+            self.made += [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+        return output
 
     def _require_order(self, site: CallSite, index: int) -> None:
         if index <= self.last:
@@ -215,6 +229,56 @@ def positions_to_receive(leaves: list[Any]) -> list[int]:
 def are_tensors(leaves: list[Any]) -> tuple[bool, ...]:
     """Tell which leaves are tensors."""
     return tuple([isinstance(leaf, Tensor) for leaf in leaves])
+
+
+_seen_stages: PipelineStages | None = None
+
+
+@contextmanager
+def _seen_by_step(stages: PipelineStages) -> Iterator[None]:
+    global _seen_stages
+    before, _seen_stages = _seen_stages, stages
+    try:
+        yield
+    finally:
+        _seen_stages = before
+
+
+def in_whole_model(patches: Patches) -> None:
+    """Let `parameters()` of modules give those of other stages, too, in a step of a stage, until `patches` are undone.
+
+    They are placeholders, which refuse to be computed with: else a loop over parameters would leave them out silently.
+    """
+    named_parameters, get_parameter = nn.Module.named_parameters, nn.Module.get_parameter
+
+    def seen(
+        self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Any]]:
+        if _seen_stages is None:
+            return named_parameters(self, prefix, recurse, remove_duplicate)
+        return _seen_stages.parameters_seen(self, prefix, recurse, remove_duplicate)
+
+    def seen_one(self: nn.Module, target: str) -> Any:
+        path, _, key = target.rpartition(".")
+        value = None if _seen_stages is None else vars(self.get_submodule(path)).get(key)
+        return value if type(value) is PlaceholderTensor else get_parameter(self, target)
+
+    patches.replace(nn.Module, "named_parameters", seen)
+    patches.replace(nn.Module, "get_parameter", seen_one)
+
+
+def _leaves_of(loss: Tensor, made: Sequence[Any]) -> list[Tensor]:
+    """Return the leaves that a loss is computed from, not through the nodes `made`."""
+    seen, waiting, found = set(made), [loss.grad_fn], []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            found.append(node.variable)
+        waiting += [function for function, _ in node.next_functions]
+    return found
 
 
 def _is_freed(module: nn.Module, name: str) -> bool:
@@ -337,12 +401,20 @@ class PipelineStages:
         self.outside_of_layers = [child for child in module.modules() if child not in inside]
         # Before parameters are freed, as ties are found by identity.
         self.tied = self._find_tied()
+        self._keys = {id(child): list(parameters_of(child)) for child in module.modules() if parameters_of(child)}
+        self._known = WeakValueDictionary[int, Tensor]()
+        self._names: dict[int, str] = {}
+        self.note_parameters()
+        # What the step computes with directly, see `check_direct`.
+        self.direct = {*(plan.direct or ())}
+        self.is_first_step = True
         # Also before: a module whose parameters are gone is recognized by its site.
         self.sites = InterceptedModel(module, stack, self._holds)
         self._free(stack)
         # After: only parameters that are still registered have to be hidden.
         self._hidden = self._stand_ins(stack)
         self._freed = [(child, key) for child in self.outside_of_layers for key in vars(child) if _is_freed(child, key)]
+        self._freed_in_layers = [(child, key) for child in inside for key in vars(child) if _is_freed(child, key)]
 
     @property
     def active(self) -> ActiveHandler:
@@ -358,7 +430,10 @@ class PipelineStages:
     def handled_by(self, handler: Any) -> Iterator[None]:
         """Let `handler` decide what calls do; until it is entered, parameters outside of modules are hidden."""
         # What is received belongs to one microbatch: each has placeholders of its own.
-        freed = [] if handler.entered else [(child, name, child.__dict__[name]) for child, name in self._freed]
+        places = [] if handler.entered else list(self._freed)
+        # These are never received otherwise: their layers are not run here.
+        places += self._freed_in_layers if handler.skips.with_parameters else []
+        freed = [(child, name, child.__dict__[name]) for child, name in places]
         for child, name, placeholder in freed:
             child.__dict__[name] = copy.deepcopy(placeholder)
         if not handler.entered:
@@ -367,7 +442,7 @@ class PipelineStages:
             if handler.skips.with_parameters:
                 handler.skips.receive_parameters(self._lacking_parameters())
                 handler.skips.keep_parameters(dict(self.module.named_parameters()))
-            with self.sites.active.use(handler):
+            with self.sites.active.use(handler), _seen_by_step(self):
                 yield
         finally:
             for child, name, placeholder in freed:
@@ -397,6 +472,63 @@ class PipelineStages:
             patches.undo()
             for child, key, value in placeholders:
                 vars(child)[key] = value
+
+    def note_parameters(self) -> None:
+        """Note which parameters there are, besides those that there were."""
+        self._known.update({id(value): value for value in self.module.parameters()})
+        self._names.update({id(value): name for name, value in self.module.named_parameters()})
+
+    def parameters_seen(
+        self, module: nn.Module, prefix: str, recurse: bool, remove_duplicate: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of a module in the order of the whole model, placeholders for those of other stages."""
+        known: set[Any] = set()
+        children = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else None
+        for path, child in [(prefix, module)] if children is None else children:
+            own, attributes = parameters_of(child), vars(child)
+            # A copy of a module has placeholders, too.
+            lacking = [key for key, value in attributes.items() if _is_freed(child, key)]
+            for key in self._keys.get(id(child)) or dict.fromkeys([*own, *lacking]):
+                value = attributes.get(key)
+                value = own.get(key) if value is None else value
+                if value is None:
+                    continue
+                mark = value.parameter if type(value) is PlaceholderTensor else self._names.get(id(value))
+                mark = mark or id(value)
+                if not remove_duplicate or mark not in known:
+                    known.add(mark)
+                    yield (f"{path}.{key}" if path else key), value
+
+    def check_direct(self, loss: Tensor, made: Sequence[Any]) -> None:
+        """Refuse a loss with parameters of layers that are used outside of modules, but were not before.
+
+        A loop over all parameters finds those of this stage only, which hooks or lists of the user's have kept.
+
+        Args:
+            loss: Of a microbatch, on the last stage.
+            made: The nodes of the graph at which the outputs of modules begin.
+
+        Raises:
+            PlaceholderError: If there is one; names it.
+        """
+        found = [leaf for leaf in _leaves_of(loss, made) if self._known.get(id(leaf)) is leaf]
+        if not found:
+            return
+        here = {id(value) for value in self.module.parameters()}
+        inside = tuple(f"{layer}." for layer in self.plan.layers)
+        for leaf in found:
+            name = self._names[id(leaf)]
+            if id(leaf) in here and (name in self.direct or not name.startswith(inside)):
+                continue
+            if id(leaf) in here and self.is_first_step and self.plan.direct is None:
+                self.direct.add(name)
+                continue
+            reason = f" The step could not be followed to its end before the first batch ({self.plan.stopped})."
+            raise PlaceholderError(
+                f"the loss is computed with the parameter `{name}` outside of its module, which was not so before the"
+                " first batch: this stage may lack parameters of others in the same term."
+                f"{reason if self.plan.stopped else ''} {PARAMETERS_ELSEWHERE}"
+            )
 
     def show(self) -> None:
         """Undo what hides parameters from a stage that is not entered yet."""

@@ -339,6 +339,13 @@ def _stand_ins(module: nn.Module, path: str, device: torch.device, available: bo
         else:
             provenance = f"`{path}.{name}`" if path else f"`{name}`"
             stand_ins[name] = PlaceholderTensor.like(value, provenance, device, available=available)
+    # One that has been received for the step itself: here nothing is computed.
+    received = {
+        name: value
+        for name, value in vars(module).items()
+        if type(value) is PlaceholderTensor and value.value is not None and value.parameter
+    }
+    stand_ins.update({name: copy.deepcopy(value) for name, value in received.items()})
     by_parameter = {id(value): stand_ins.get(name, vars(module).get(name)) for name, value in own.items()}
     return {**stand_ins, **parameter_lists(module, by_parameter)}
 
@@ -473,9 +480,14 @@ def named_placeholders(module: nn.Module, device: torch.device) -> Iterator[list
         for key, value in parameters_of(child).items()
         if value is not None
     ]
+    # Lists of parameters that modules keep, too: a step may sum over one.
+    kept = [(child, parameter_lists(child, placeholders)) for child in module.modules()]
+    before = [(child, {name: vars(child)[name] for name in lists}) for child, lists in kept if lists]
     # An attribute of the instance comes before `__getattr__`, by which `nn.Module` finds registered parameters.
     for child, key, placeholder in hidden:
         child.__dict__[key] = placeholder
+    for child, lists in kept:
+        child.__dict__.update(lists)
     registered = nn.Module.named_parameters
 
     def placeholders_by_name(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
@@ -489,3 +501,5 @@ def named_placeholders(module: nn.Module, device: torch.device) -> Iterator[list
     finally:
         for child, key, _ in hidden:
             del child.__dict__[key]
+        for child, lists in before:
+            child.__dict__.update(lists)

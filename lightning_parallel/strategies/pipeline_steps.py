@@ -36,9 +36,9 @@ from lightning_parallel.compat.precision import kept_casts, shared_casts
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
 from lightning_parallel.pipeline.microbatch import StepResult, loss_of, merge_outputs, num_samples
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor
+from lightning_parallel.pipeline.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError, PlaceholderTensor
 from lightning_parallel.pipeline.skips import Skips
-from lightning_parallel.pipeline.stage import StageExit
+from lightning_parallel.pipeline.stage import StageExit, in_whole_model
 from lightning_parallel.strategies.checks import STEPS, first_batch, output_is_read, positional_arguments
 from lightning_parallel.strategies.full_state import OutsideCalls
 from lightning_parallel.strategies.setup import PipelineOptions
@@ -91,6 +91,7 @@ class PipelineSteps:
     def bind(self, engine: PipelineEngine, patches: Patches) -> None:
         """Run steps through `engine` from now on; metrics give their value on every rank until `patches` are undone."""
         self._engine = engine
+        in_whole_model(patches)
         self._copies = WatchedCopies(engine)
         mine = {*engine.stages}
         self._stages_here = {name: mine & {*stages} for name, stages in engine.plan.parameter_stages.items()}
@@ -354,6 +355,8 @@ def _variation_told(name: str) -> Iterator[None]:
     except PlaceholderError as error:
         if error.is_missing:
             text, mark, where = str(error).partition("\n(found on rank")
+            if PARAMETERS_ELSEWHERE in text:
+                raise
             error.args = (
                 f"{text}. The first `{name}` of this run did not compute with it, and so it is not sent; let each do"
                 f" so, times zero where it is not wanted{mark}{where}",

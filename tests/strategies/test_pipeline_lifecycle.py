@@ -242,6 +242,67 @@ def test_a_penalty_on_all_parameters_counts_all_of_them():
     assert_same(trainer, module, expected_trainer, expected)
 
 
+class Terms(Deep):
+    """Adds a term with parameters to its loss, one way or another, at first of zero."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.kept, self.start, self.by_name = [], [], {}
+        if way in ("made early", "list made early"):
+            self.start = [parameter.detach().clone() for parameter in self.parameters()]
+            self.kept = list(self.parameters()) if way == "list made early" else []
+
+    def on_fit_start(self):
+        if self.way in ("positions", "lists", "names", "names that are there"):
+            self.kept = list(self.parameters())
+            self.start = [parameter.detach().clone() for parameter in self.kept]
+            self.by_name = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+
+    def on_train_epoch_end(self):
+        if self.way == "second epoch":
+            self.by_name = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+
+    def term(self, index):
+        if self.way in ("positions", "made early"):
+            return sum((p - s).square().sum() for p, s in zip(self.parameters(), self.start))
+        if self.way in ("lists", "list made early"):
+            return sum((p - s).square().sum() for p, s in zip(self.kept, self.start))
+        if self.way == "names":
+            return sum((p - self.by_name[name]).square().sum() for name, p in self.named_parameters())
+        if self.way in ("second epoch", "names that are there"):
+            mine = [(p, self.by_name[name]) for name, p in self.named_parameters() if name in self.by_name]
+            return sum((p - s).square().sum() for p, s in mine)
+        if self.way == "get_parameter":
+            return self.get_parameter("embed.weight").square().sum() * index if index else 0.0
+        if self.way == "late":
+            return sum(p.square().sum() for p in self.blocks.parameters()) if index else 0.0
+        if self.way == "late head":
+            return self.head.weight.square().sum() if index else 0.0
+        return next(self.blocks[-1].parameters()).square().sum()
+
+    def training_step(self, batch, index):
+        before = sum(p.square().sum() for p in self.parameters()) if self.way == "before the layers" else 0.0
+        output = super().training_step(batch, index)
+        return {**output, "loss": output["loss"] + 0.01 * (before + self.term(index))}
+
+
+@distributed(world_size=2)
+def test_a_term_with_parameters_that_comes_later_is_exact_or_refused_by_all(group):
+    for way in ("made early", "list made early", "late head", "last block", "before the layers"):
+        expected, module = Terms(way), Terms(way)
+        expected_trainer = fit(expected, "auto", 1)
+        trainer = fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2)
+        assert_same(trainer, module, expected_trainer, expected)
+    refused = ("positions", "lists", "names", "names that are there", "second epoch", "get_parameter", "late")
+    for way in refused:
+        module = Terms(way)
+        with pytest.raises(RuntimeError, match="parameter `.*A term of the loss with parameters of several") as raised:
+            fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2)
+        assert module.global_step == (2 if way == "second epoch" else way in ("late", "get_parameter")), way
+        assert len(set(comm.all_gather_object(str(raised.value).partition("\n(found")[0], group))) == 1
+
+
 @distributed(world_size=2)
 def test_compiled_layers():
     def build():
