@@ -141,6 +141,7 @@ class PipelineEngine:
 
     Attributes:
         unpaired: Copies of the model, and their originals, of which stages do not hold the same parameters.
+        tied_are_summed: Whether the gradients of tied parameters are sums over their owners, until others are added.
 
     Raises:
         ValueError: If the plan is for another model, or another number of ranks; or without needed `message_groups`.
@@ -185,6 +186,7 @@ class PipelineEngine:
         self._seeds: random.Random | None = None
         self._changes_batch: dict[bool, bool] = {}  # in training, in evaluation
         self._shared_seeds = 0
+        self.tied_are_summed = False
         self._stage_inputs: dict[int, list[StageInputs]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}
         self.share_seed()
@@ -267,6 +269,7 @@ class PipelineEngine:
     @torch.no_grad()
     def reduce_tied_gradients(self) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them."""
+        self.tied_are_summed = True
         parameters = dict(self.module.named_parameters())
         for tag, (name, tied) in enumerate(self.tied.items()):
             if self.group.rank in tied.ranks and parameters[name].requires_grad:

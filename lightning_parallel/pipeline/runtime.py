@@ -239,7 +239,7 @@ class ScheduleRun:
         )
         is_last = stage == self.model.num_stages - 1
         if is_last and self.training:
-            handler.made = []
+            handler.output_nodes = []
         # What the step draws before the layers, such as a mask of the batch, must be the same on all stages.
         self._seed(microbatch)
         with self.model.handled_by(handler), draws_numbers(stage > 0):
@@ -257,8 +257,8 @@ class ScheduleRun:
         if is_last:
             self._keep_result(microbatch, state, result)
             if state.loss is not None:
-                self.model.check_direct(state.loss, handler.made or ())
-            handler.made = None
+                self.model.check_direct(state.loss, handler.output_nodes or ())
+            handler.output_nodes = None
         else:
             self._send(stage, microbatch, state, end, handler.skips)
         if not self.training:

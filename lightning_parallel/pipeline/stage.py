@@ -115,7 +115,7 @@ class StageForward:
     Attributes:
         entered: Whether the stage has its inputs.
         last: The last layer that was called, -1 before the first.
-        made: Where it is a list: the nodes of autograd's graph at which the outputs of modules begin.
+        output_nodes: Where it is a list: the nodes of autograd's graph at which the outputs of modules begin.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class StageForward:
         # The first stage receives nothing: its inputs are in the batch.
         self.entered = stage == 0
         self.last = -1
-        self.made: list[Any] | None = None
+        self.output_nodes: list[Any] | None = None
 
     def layer(self, call: Call) -> Any:
         """Infer, receive and run, run, or leave the step, by where the layer is."""
@@ -188,9 +188,9 @@ class StageForward:
 
     def _run(self, call: Call) -> Any:
         output = call.run()
-        if self.made is not None:
+        if self.output_nodes is not None:
             leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
-            self.made += [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+            self.output_nodes += [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
         return output
 
     def _require_order(self, site: CallSite, index: int) -> None:
@@ -276,7 +276,7 @@ def _leaves_of(loss: Tensor, made: Sequence[Any]) -> list[Tensor]:
             continue
         seen.add(node)
         if type(node).__name__ == "AccumulateGrad":
-            found.append(node.variable)
+            found.append(node.variable)  # type: ignore[attr-defined]
         waiting += [function for function, _ in node.next_functions]
     return found
 
@@ -493,7 +493,7 @@ class PipelineStages:
                 value = own.get(key) if value is None else value
                 if value is None:
                     continue
-                mark = value.parameter if type(value) is PlaceholderTensor else self._names.get(id(value))
+                mark: Any = value.parameter if type(value) is PlaceholderTensor else self._names.get(id(value))
                 mark = mark or id(value)
                 if not remove_duplicate or mark not in known:
                     known.add(mark)

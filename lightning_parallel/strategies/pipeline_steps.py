@@ -10,7 +10,7 @@ the gradients come back, and are reduced over the replicas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -188,11 +188,26 @@ class PipelineSteps:
         """Add the gradients of the last step to `.grad`, and tell the reducer of the replicas that they are there."""
         # Not those without a gradient: marked, they would be reduced as zeros, which weight decay does not ignore.
         fresh = {parameter: gradient for parameter, gradient in self._step_gradients.items() if gradient is not None}
+        for parameter in self._summed_before(self._step_gradients):
+            parameter.grad = None
         self._step_gradients = {}
         sums = [parameter for parameter in fresh if parameter.grad is not None]
         for parameter, gradient in fresh.items():
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         reducer.mark(fresh, changed=sums)
+
+    def _summed_before(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return tied parameters whose `.grad` is a sum over their owners already, on all owners but the first.
+
+        It was kept for another step, as by an `optimizer_zero_grad` that clears every second batch.
+        """
+        engine = self.engine
+        are_summed, engine.tied_are_summed = engine.tied_are_summed, False
+        if not are_summed or not engine.counted_by_others:
+            return []
+        here = dict(self.module.named_parameters())
+        others = {id(here[name]) for name in engine.counted_by_others}
+        return [parameter for parameter in parameters if id(parameter) in others]
 
     def restore_gradients(self) -> None:
         """Put the gradients of the last step into `.grad`, alone."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, pytree
+from lightning_parallel.compat.torch import DisableTorchFunctionSubclass, FakeTensor, pytree
 from lightning_parallel.tensor.autograd import gather_from_group
 from lightning_parallel.tensor.linear import SequenceLengths
 
@@ -66,7 +66,11 @@ def whole_input(value: Any) -> Any:
 def _without_values(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a tensor of that shape; its own values are read by nothing, and if they are, NaN shows it."""
     with torch.no_grad():
-        return like.new_full((1,), float("nan")).expand(*shape)
+        made = like.new_full((1,), float("nan"))
+        if not isinstance(made, FakeTensor) and type(made).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            # Of the placeholder of another pipeline stage, which cannot take another class.
+            made = torch.full((1,), float("nan"), dtype=like.dtype, device=like.device)
+        return made.expand(*shape)
 
 
 # ---------------------------------------------------------------------------------------------- divided along positions

@@ -242,6 +242,30 @@ def test_a_penalty_on_all_parameters_counts_all_of_them():
     assert_same(trainer, module, expected_trainer, expected)
 
 
+class KeptGradients(Deep):
+    """Ties two layers, and keeps gradients over batches."""
+
+    def __init__(self, every):
+        super().__init__()
+        self.blocks[3].up.weight = self.blocks[0].up.weight
+        self.every = every
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % self.every == 0:
+            optimizer.zero_grad()
+
+
+@distributed(world_size=2)
+def test_tied_gradients_that_are_kept_over_steps_are_summed_once():
+    for every, options in ((2, {}), (3, {"accumulate_grad_batches": 2})):
+        expected, module = KeptGradients(every), KeptGradients(every)
+        options = {"max_epochs": 1, "limit_train_batches": 4, **options}
+        expected_trainer = fit(expected, "auto", 1, **options)
+        trainer = fit(module, PipelineParallelStrategy(pipeline_parallel_size=2), 2, **options)
+        assert trainer.strategy.engine.tied
+        assert_same(trainer, module, expected_trainer, expected)
+
+
 class Terms(Deep):
     """Adds a term with parameters to its loss, one way or another, at first of zero."""
 

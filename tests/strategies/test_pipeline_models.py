@@ -6,7 +6,9 @@ import os
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset
 
@@ -70,6 +72,51 @@ def example_gpt():
     return gpt, gpt.loss, torch.randint(256, (8, 13))
 
 
+class NanoAttention(nn.Module):
+    """As in nanoGPT: it takes its width from its input."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (part.view(b, t, 2, c // 2).transpose(1, 2) for part in self.qkv(x).split(c, dim=2))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(heads.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class NanoBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = NanoAttention(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        x = x + self.attention(self.first(x))
+        return x + self.mlp(self.second(x))
+
+
+class NanoGPT(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(27, width), nn.Linear(width, 27)
+        self.blocks = nn.ModuleList(NanoBlock(width) for _ in range(4))
+
+    def loss(self, windows):
+        x = self.embed(windows[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), windows[:, 1:].flatten())
+
+
+def nano_gpt():
+    torch.manual_seed(3)
+    gpt = NanoGPT().double()
+    return gpt, gpt.loss, torch.randint(27, (8, 9))
+
+
 def odd_gpt():
     """Lengths that differ from step to step, 11 and 12: half of either is 6 on the first of two ranks."""
     gpt, _, windows = example_gpt()
@@ -82,6 +129,8 @@ def build(name):
         return example_gpt()
     if name == "odd_gpt":
         return odd_gpt()
+    if name == "nano_gpt":
+        return nano_gpt()
     return built(name, source=vars(other_models) if name in vars(other_models) else None)
 
 
@@ -178,7 +227,7 @@ def check(name, layout):
     expect_equal(module, trainer, expected, replicas)
 
 
-@pytest.mark.parametrize("name", ["example_gpt", "gpt2", "llama", "bert", "encoder", "odd_gpt"])
+@pytest.mark.parametrize("name", ["example_gpt", "nano_gpt", "gpt2", "llama", "bert", "encoder", "odd_gpt"])
 @distributed(world_size=4)
 def test_a_cut_inside_of_a_divided_sequence(name):
     expected = on_one_process(name)
