@@ -1,4 +1,7 @@
-"""What `lightning-parallel checkpoint` does and prints: looks at sharded checkpoints, checks and converts them."""
+"""What `lightning-parallel checkpoint` does and prints: looks at checkpoints, checks and converts sharded ones.
+
+Names and texts in a checkpoint may be anybody's: they are printed without markup, and control no terminal.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from lightning_parallel.checkpoint.checksum import WORD, add_checksums, checksum
+from lightning_parallel.checkpoint.distributed import load_safely
+from lightning_parallel.checkpoint.document import encode
 from lightning_parallel.checkpoint.folder import MANIFEST, Folder, checkpoints_in, find, newest_in, retried
 from lightning_parallel.checkpoint.manifest import Manifest, SavedPart, SavedTensor
 from lightning_parallel.checkpoint.merging import merge_checkpoint, num_bytes_of
 from lightning_parallel.checkpoint.reader import SavedCheckpoint
 from lightning_parallel.checkpoint.rewriting import export_weights, reshard, size_in_bytes
+from lightning_parallel.tracing.spans import printable
 
 __all__ = ["COMMANDS", "find_damage"]
 
@@ -40,10 +49,15 @@ def size_text(count: float) -> str:
 
 
 def _table(*columns: str, title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")
+    named = Text(printable(title, keep="\n"))
+    table = Table(title=named, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, overflow="fold", justify="left" if number == 0 else "right")
     return table
+
+
+def _add_row(table: Table, *cells: object) -> None:
+    table.add_row(*(cell if isinstance(cell, Text) else Text(printable(cell)) for cell in cells))
 
 
 @contextmanager
@@ -61,35 +75,106 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 def _inspect(options: argparse.Namespace) -> int:
     console = Console(width=options.width, highlight=False)
     folder = Folder.at(options.path)
-    several = [] if folder.has(MANIFEST) else list(newest_in(folder))
-    if len(several) > 1:
-        console.print(_list_of(folder, several))
+    if folder.fs.isfile(folder.path):
+        _print_all(console, folder, _manifest_of_file(folder), options.tensors)
         return 0
-    # One that is damaged is shown as well as it can be.
-    saved = _opened(options.path)
-    console.print(_summary(saved))
-    for group, names in _by_group(saved.manifest.tensors).items():
-        console.print(_tensor_table(group, names, saved.manifest.tensors, options.tensors))
-    console.print(_other_entries(saved.manifest))
+    several = [] if folder.has(MANIFEST) else list(newest_in(folder))
+    files = [] if folder.has(MANIFEST) else list(_files_in(folder))
+    if len(several) + len(files) > 1:
+        console.print(_list_of(folder, several, files))
+    elif files:
+        _print_all(console, files[0], _manifest_of_file(files[0]), options.tensors)
+    else:
+        # One that is damaged is shown as well as it can be.
+        found = find(folder) or SavedCheckpoint.open(options.path).folder  # which raises
+        _print_all(console, found, found.manifest(), options.tensors)
     return 0
 
 
-def _opened(path: str) -> SavedCheckpoint:
-    """Open a checkpoint whose files may be missing."""
-    folder = find(Folder.at(path))
-    if folder is None:
-        return SavedCheckpoint.open(path)  # raises
-    return SavedCheckpoint(folder, folder.manifest())
+def _print_all(console: Console, place: Folder, manifest: Manifest, is_full: bool) -> None:
+    console.print(_summary(place, manifest))
+    for group, names in _by_group(manifest.tensors).items():
+        console.print(_tensor_table(group, names, manifest.tensors, is_full))
+    console.print(_other_entries(manifest))
 
 
-def _list_of(folder: Folder, several: list[Folder]) -> Table:
+def _list_of(folder: Folder, several: list[Folder], files: list[Folder]) -> Table:
     table = _table("checkpoint", "step", "saved", "layout", "files", "size", title=f"{folder}, the newest first")
+    rows: list[tuple[float, tuple[object, ...]]] = []
     for one in several:
         manifest = one.manifest()
         size = size_text(sum(manifest.files.values()))
-        row = (str(manifest.step), _time(manifest.created), _layout(manifest), str(len(manifest.files)), size)
-        table.add_row(one.name, *row)
+        row = (one.name, manifest.step, _time(manifest.created), _layout(manifest), len(manifest.files), size)
+        rows.append((manifest.created, row))
+    for one in files:
+        created, size, step = _time_of_file(one), size_text(one.parent.size(one.name) or 0), "?"
+        note = _ONE_FILE
+        try:
+            step = str(_manifest_of_file(one).step)
+        except ValueError as error:
+            note = str(error)
+        rows.append((created, (one.name, step, _time(created), note, 1, size)))
+    if not files:  # in the order of steps
+        rows = [(-number, row) for number, (_, row) in enumerate(rows)]
+    for _, cells in sorted(rows, key=lambda row: row[0], reverse=True):
+        _add_row(table, *cells)
     return table
+
+
+# Files of `torch.save`, as Lightning writes them.
+
+_ONE_FILE = "one file"
+_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
+
+
+def _files_in(folder: Folder) -> Iterator[Folder]:
+    """Yield the files of checkpoints in a folder, or in its `checkpoints`: Lightning makes it in that of a run."""
+    for place in (folder, folder.within("checkpoints")):
+        if not place.fs.isdir(place.path):
+            continue
+        found = [Folder(place.fs, str(path).rstrip("/")) for path in place.fs.ls(place.path, detail=False)]
+        named = [one for one in found if one.name.endswith(_SUFFIXES) and not one.name.startswith(".")]
+        files = sorted((one for one in named if one.fs.isfile(one.path)), key=lambda one: one.name)
+        if files:
+            yield from files
+            return
+
+
+def _manifest_of_file(file: Folder) -> Manifest:
+    """Describe a file as a sharded checkpoint is described; nothing in it is run, and tensors are not read.
+
+    Raises:
+        ValueError: If it is none, or holds what only code could make.
+    """
+    if file.is_local:
+        found = load_safely(Path(file.path), str(file), is_mapped=True)
+    else:
+        with file.fs.open(file.path, "rb") as stream:
+            found = load_safely(stream, str(file))
+    if not isinstance(found, Mapping):
+        raise ValueError(f"expected a checkpoint, or a state dict, in {file}, found a {type(found).__name__}")
+    is_state = all(isinstance(value, torch.Tensor) for value in found.values())
+    try:
+        document, tensors, _ = encode({"state_dict": found} if is_state else found)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"expected numbers, text and tensors in {file}: {error}") from error
+    part = SavedPart(file.name, 0, 0, 0, None, 0)
+    described = {
+        name: SavedTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), False, (part,))
+        for name, tensor in tensors.items()
+    }
+    version, step = found.get("pytorch-lightning_version"), found.get("global_step", 0)
+    versions = {"lightning": version} if isinstance(version, str) else {}
+    size = file.parent.size(file.name) or 0
+    step = step if type(step) is int else 0
+    return Manifest(document, described, {file.name: size}, {}, versions, step, _time_of_file(file), _ONE_FILE)
+
+
+def _time_of_file(file: Folder) -> float:
+    try:
+        return float(file.fs.modified(file.path).timestamp())
+    except (NotImplementedError, AttributeError, OSError):
+        return 0.0
 
 
 def _time(created: float) -> str:
@@ -97,27 +182,27 @@ def _time(created: float) -> str:
 
 
 def _layout(manifest: Manifest) -> str:
+    if manifest.name == _ONE_FILE:
+        return _ONE_FILE
     axes = [f"{axis.removesuffix('_parallel')} {size}" for axis, size in manifest.layout.items() if size > 1]
     return " x ".join(axes) or "one process"
 
 
-def _summary(saved: SavedCheckpoint) -> Table:
-    manifest = saved.manifest
-    table = Table(
-        title=str(saved.folder), title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=False
-    )
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    table.add_row("step", str(manifest.step))
-    table.add_row("saved", _time(manifest.created))
-    table.add_row("layout", _layout(manifest))
-    table.add_row("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+def _summary(place: Folder, manifest: Manifest) -> Table:
+    table = _table("", "", title=str(place))
+    table.show_header = False
+    table.columns[0].style, table.columns[1].justify = "bold", "left"
+    _add_row(table, "step", manifest.step)
+    _add_row(table, "saved", _time(manifest.created))
+    _add_row(table, "layout", _layout(manifest))
+    _add_row(table, "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     tensors = manifest.tensors.values()
-    table.add_row("tensors", f"{len(tensors)}, {size_text(sum(map(num_bytes_of, tensors)))}")
+    _add_row(table, "tensors", f"{len(tensors)}, {size_text(sum(map(num_bytes_of, tensors)))}")
+    folder = place.parent if manifest.name == _ONE_FILE else place
     for file, size in manifest.files.items():
-        found = saved.folder.size(file)
-        note = "" if found == size else "  [red]is not there" if found is None else f"  [red]has {found} bytes"
-        table.add_row("file", f"{file}  {size_text(size)}{note}")
+        found = folder.size(file)
+        note = "" if found == size else "  is not there" if found is None else f"  has {found} bytes"
+        _add_row(table, "file", Text.assemble(f"{printable(file)}  {size_text(size)}", (note, "red")))
     return table
 
 
@@ -136,7 +221,7 @@ def _tensor_table(group: str, names: list[str], tensors: Mapping[str, SavedTenso
     for name in names if is_full else names[:_MOST_ROWS]:
         tensor = tensors[name]
         row = (" x ".join(map(str, tensor.shape)) or "scalar", tensor.dtype, _parts_text(tensor))
-        table.add_row(name.partition("/")[2] if group != "other" else name, *row)
+        _add_row(table, name.partition("/")[2] if group != "other" else name, *row)
     if not is_full and len(names) > _MOST_ROWS:
         table.caption = f"and {len(names) - _MOST_ROWS} more: --tensors"
     return table
@@ -155,7 +240,7 @@ def _other_entries(manifest: Manifest) -> Table:
     for key, value in document.items():
         if key not in _GROUPS:
             text = json.dumps(value)
-            table.add_row(key, text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)")
+            _add_row(table, key, text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)")
     return table
 
 
@@ -173,10 +258,10 @@ def _verify(options: argparse.Namespace) -> int:
         problems = _problems_of(one)
         if problems:
             status = 1
-            console.print(f"[red]damaged[/]  {one}")
-            console.print(*(f"  {problem}" for problem in problems), sep="\n", soft_wrap=True, markup=False)
+            console.print(Text.assemble(("damaged", "red"), f"  {printable(one)}"), soft_wrap=True)
+            console.print(*(f"  {printable(problem)}" for problem in problems), sep="\n", soft_wrap=True, markup=False)
         else:
-            console.print(f"[green]whole[/]    {one}", soft_wrap=True)
+            console.print(Text.assemble(("whole", "green"), f"    {printable(one)}"), soft_wrap=True)
     return status
 
 
@@ -184,7 +269,7 @@ def _problems_of(folder: Folder) -> list[str]:
     try:
         saved = SavedCheckpoint(folder, folder.manifest())
     except ValueError as error:
-        return [str(error)]
+        return str(error).splitlines()
     total = sum(part.num_bytes for tensor in saved.manifest.tensors.values() for part in tensor.parts)
     with _progress("verify", total) as seen:
         return list(find_damage(saved, seen))
@@ -265,6 +350,10 @@ def _damage_of_header(stream: Any, parts: list[SavedPart]) -> str:
 # ------------------------------------------------------------------------------------------- merge, reshard and export
 
 
+def _say(options: argparse.Namespace, text: str) -> None:
+    Console(width=options.width, highlight=False).print(printable(text), soft_wrap=True, markup=False)
+
+
 def _tensor_bytes(saved: SavedCheckpoint) -> int:
     return sum(map(num_bytes_of, saved.manifest.tensors.values()))
 
@@ -273,7 +362,7 @@ def _merge(options: argparse.Namespace) -> int:
     saved = SavedCheckpoint.open(options.path)
     with _progress("merge", _tensor_bytes(saved)) as seen:
         merge_checkpoint(saved, options.output, seen)
-    Console(width=options.width, highlight=False).print(f"wrote {options.output}", soft_wrap=True)
+    _say(options, f"wrote {options.output}")
     return 0
 
 
@@ -281,7 +370,7 @@ def _reshard(options: argparse.Namespace) -> int:
     saved = SavedCheckpoint.open(options.path)
     with _progress("reshard", _tensor_bytes(saved)) as seen:
         count = reshard(saved, options.output, options.files, seen)
-    Console(width=options.width, highlight=False).print(f"wrote {options.output}, {count} files", soft_wrap=True)
+    _say(options, f"wrote {options.output}, {count} files")
     return 0
 
 
@@ -293,8 +382,7 @@ def _export(options: argparse.Namespace) -> int:
     with _progress("export", total) as seen:
         files, left_out = export_weights(saved, options.output, size, options.prefix, seen)
     note = f"; left out {left_out} tensors whose names do not begin with `{options.prefix}`" if left_out else ""
-    console = Console(width=options.width, highlight=False)
-    console.print(f"wrote {', '.join(files)} to {options.output}{note}", soft_wrap=True)
+    _say(options, f"wrote {', '.join(files)} to {options.output}{note}")
     return 0
 
 

@@ -9,6 +9,7 @@ They are read as our own are: of each tensor what a rank needs, when it is neede
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -49,16 +50,16 @@ def load_safely(content: IO[bytes] | os.PathLike[str], name: str, is_mapped: boo
         ValueError: If it may run code, is damaged, or something else.
     """
     try:
-        with suppress(BadZipFile), ZipFile(content) as archive:  # of an older form is no zip file
+        with suppress(BadZipFile, OSError), ZipFile(content) as archive:  # an older form is no zip file
             size = content.seek(0, os.SEEK_END) if isinstance(content, io.IOBase) else os.path.getsize(str(content))
             if is_inflated(archive.infolist(), size):
                 raise ValueError("it would be larger in memory than it is in the file")
         if isinstance(content, io.IOBase):
             content.seek(0)
         return torch.load(content, map_location="cpu", weights_only=True, mmap=is_mapped or None)
-    except OSError:
-        raise
     except Exception as error:  # a damaged pickle raises nearly anything
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is of a place before the beginning
+            raise
         kind = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if kind is None:
             text = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0]

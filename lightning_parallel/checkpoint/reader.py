@@ -287,7 +287,14 @@ def _fill(stream: Any, view: memoryview) -> int:
 def _what_is_at(folder: Folder) -> str:
     if not folder.fs.exists(folder.path):
         return "nothing"
-    return f"a folder without `{MANIFEST}`: its save was not finished" if folder.fs.isdir(folder.path) else "a file"
+    if not folder.fs.isdir(folder.path):
+        return "a file; if it is a checkpoint, `lightning-parallel checkpoint inspect` shows it"
+    names = [str(path) for path in folder.fs.ls(folder.path, detail=False)]
+    if any(name.endswith(".safetensors") for name in names):
+        return f"a folder without `{MANIFEST}`: its save was not finished"
+    if any(name.endswith(".ckpt") for name in names):
+        return "a folder of checkpoints in one file each, which `lightning-parallel checkpoint inspect` shows"
+    return f"a folder without `{MANIFEST}`"
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -15,11 +15,13 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lightning_parallel.pipeline.plot import draw_svg, draw_text, legend_text, rank_table, schedule_title
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule
 from lightning_parallel.pipeline.search import Choice, Workload, choose_schedule
 from lightning_parallel.pipeline.simulate import Cost, Link, Timeline, simulate, validate
+from lightning_parallel.tracing.spans import printable
 
 __all__ = ["main"]
 
@@ -44,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = "draw the pipeline of a profiled run: as planned, and as it happened"
     _timeline_options(commands.add_parser("timeline", help=summary))
     _simulate_options(commands.add_parser("simulate", help="simulate a pipeline schedule and draw it"))
-    _checkpoint_options(commands.add_parser("checkpoint", help="look at sharded checkpoints, check and convert them"))
+    _checkpoint_options(commands.add_parser("checkpoint", help="look at checkpoints, check and convert sharded ones"))
     options = parser.parse_args(arguments)
     try:
         return options.run(options) or 0
     # Mistakes in arguments or files; the message says what was expected, a traceback would only hide it.
     except (ValueError, RuntimeError, OSError) as error:
         # With the status that argparse gives to mistakes which it finds by itself.
-        print(f"lightning-parallel {options.command}: {error}", file=sys.stderr)
+        print(printable(f"lightning-parallel {options.command}: {error}", keep="\n"), file=sys.stderr)
         return 2
 
 
@@ -126,7 +128,7 @@ def _report(options: argparse.Namespace) -> None:
         return
     if options.output is not None:
         raise ValueError("--output names the comparison of two runs; the page of one is written next to its data")
-    print(rebuild(options.runs[0], options.kineto))
+    print(printable(rebuild(options.runs[0], options.kineto)))
 
 
 def _compare(options: argparse.Namespace) -> None:
@@ -146,7 +148,7 @@ def _compare(options: argparse.Namespace) -> None:
         page = render_comparison(first, second, names)
         found = [f"{change.name}: {change.verdict}" for change in changes(first, second) if change.kind]
     output.write_text(page, encoding="utf-8")
-    print(*found, output, sep="\n")
+    print(*map(printable, (*found, output)), sep="\n")
 
 
 def _timeline_options(parser: argparse.ArgumentParser) -> None:
@@ -175,17 +177,19 @@ def _timeline(options: argparse.Namespace) -> None:
 
 
 def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Look at sharded checkpoints, check and convert them; paths may be URLs."
+    parser.description = "Look at checkpoints; check and convert sharded ones. Paths may be URLs."
     parser.epilog = "example: lightning-parallel checkpoint merge checkpoints/epoch=0-step=10.ckpt whole.ckpt"
     actions = parser.add_subparsers(dest="action", required=True, metavar="action")
-    inspect = actions.add_parser("inspect", help="show what is in a checkpoint, or list those of a folder")
+    inspect = actions.add_parser(
+        "inspect", help="show what is in a checkpoint, a folder or a file, or list those of a folder"
+    )
     inspect.add_argument("--tensors", action="store_true", help="show all tensors, not only the first of each kind")
     verify = actions.add_parser("verify", help="read every byte of a checkpoint, or of all in a folder; 1 if damaged")
     merge = actions.add_parser("merge", help="write one ordinary file, which Lightning loads without this library")
     reshard = actions.add_parser("reshard", help="write the same checkpoint in another number of files")
     export = actions.add_parser("export", help="write the weights as Hugging Face's `safetensors` files")
     for action in (inspect, verify, merge, reshard, export):
-        action.add_argument("path", metavar="PATH", help="folder of a checkpoint, or of several")
+        action.add_argument("path", metavar="PATH", help="a checkpoint, or a folder of several")
         action.add_argument("--width", type=_columns, help="columns to print (default: the terminal's)")
     merge.add_argument("output", metavar="OUTPUT.ckpt", help="the file to write")
     reshard.add_argument("output", metavar="OUTPUT", help="the new checkpoint's folder")
@@ -327,7 +331,7 @@ def _draw(timelines: Sequence[tuple[str, Timeline]], options: argparse.Namespace
     console = Console(width=options.width, highlight=False)
     for title, timeline in timelines:
         if len(timelines) > 1:
-            console.print(f"\n[bold]{title}")
+            console.print(Text(f"\n{printable(title)}", style="bold"))
         # The drawing fits the width already: its lines must not be broken again.
         console.print(*draw_text(timeline, console.width), sep="\n", soft_wrap=True)
         console.print(legend_text(timeline))
@@ -336,4 +340,4 @@ def _draw(timelines: Sequence[tuple[str, Timeline]], options: argparse.Namespace
         if path.suffix != ".svg":
             raise ValueError(f"expected a file name ending in .svg, got `{path.name}`")
         path.write_text(draw_svg(timelines), encoding="utf-8")
-        console.print(f"wrote {path}")
+        console.print(f"wrote {path}", markup=False)

@@ -324,14 +324,14 @@ class SafeCheckpointIO(TorchCheckpointIO):
         map_location: Optional[Callable[..., Any]] = lambda storage, _: storage,
         weights_only: Optional[bool] = None,
     ) -> dict[str, Any]:
-        if weights_only is None and not os.environ.get(_TORCH_LOADS_ALL):
+        if weights_only is None and os.environ.get(_TORCH_LOADS_ALL, "").lower() not in ("1", "y", "yes", "true"):
             # Lightning takes False then for `http://` and `https://`, where a file may come from anybody.
             weights_only = True
         try:
             return super().load_checkpoint(path, map_location, weights_only)
-        except OSError:
-            raise
         except Exception as error:  # a damaged pickle raises nearly anything
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that is of a place before the beginning
+                raise
             # Not all that torch says here names the file.
             raise RuntimeError(f"cannot load the checkpoint {path}: {error or type(error).__name__}") from error
 

@@ -26,6 +26,7 @@ __all__ = [
     "gap_text",
     "merge_steps",
     "percent",
+    "printable",
     "rank_label",
     "seconds_text",
     "show",
@@ -305,6 +306,21 @@ def count_text(value: float) -> str:
     """Format a number with three digits, or all of those before the point: `1234.5` as `1,234`."""
     # From 1000 on, `.3g` would write an exponent.
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def printable(text: object, keep: str = "") -> str:
+    """Return text that others may have written, for a terminal: characters that would control it are spelled out.
+
+    Args:
+        text: The text.
+        keep: Such characters that stay, as the ends of lines.
+    """
+    found = str(text)
+    if found.isprintable():
+        return found
+    return "".join(
+        one if one.isprintable() or one in keep else one.encode("unicode_escape").decode("ascii") for one in found
+    )
 
 
 def gap_text(points: Sequence[Sequence[Any]]) -> str:

@@ -19,6 +19,8 @@ from lightning_parallel import HybridParallelStrategy, comm
 from lightning_parallel.checkpoint import SavedCheckpoint, ShardedWriter, as_parts
 from lightning_parallel.cli import main
 from lightning_parallel.comm import Group
+from tests.checkpoint.test_load_weights import Bomb
+from tests.checkpoint.test_sharded_files import changed_manifest
 from tests.harness import run as run_on_ranks
 from tests.harness import run_script
 from tests.strategies.test_pipeline import fit
@@ -87,6 +89,80 @@ def test_inspect_lists_those_of_a_folder_the_newest_first(capsys, tmp_path):
         write(tmp_path / f"step={step}.ckpt", {"w": torch.ones(3)}, global_step=step)
     rows = call(capsys, "inspect", tmp_path, "--width", 140).splitlines()
     assert [row.split()[0] for row in rows if row.startswith("step=")] == ["step=10.ckpt", "step=5.ckpt", "step=2.ckpt"]
+
+
+HOSTILE = (
+    "\x1b[2J\x1b]0;title\x07",
+    "\x1b]52;c;Y3VybCBldmlsfHNo\x1b\\",
+    "\x9b31mred",
+    "[/]",
+    "[red]whole[/red]",
+    "[link=http://evil]x",
+    "\u202etxt.exe",
+    "a\nwhole    all",
+    "\ud800",
+    "back\\",
+)
+
+
+@pytest.mark.parametrize("action", [["inspect"], ["inspect", "--tensors"], ["verify"], ["inspect", "list"]])
+def test_names_in_a_checkpoint_do_nothing_to_the_terminal(capsys, tmp_path, action):
+    """Escape sequences, markup and ends of lines in what somebody else has written are shown as text."""
+    folder = tmp_path / "x[red]\x1b[31m"
+    path = write(folder / "saved[red].ckpt", {f"layer.{text}": torch.ones(3) for text in HOSTILE})
+    document = {"state_dict": {}, **{f"{text} entry": text for text in HOSTILE}}
+    hostile_dict = {text: text for text in HOSTILE}
+    change = {"document": document, "versions": hostile_dict, "layout": dict.fromkeys(HOSTILE, 2)}
+    changed_manifest(path, lambda manifest: manifest.update(change))
+    if action == ["verify"]:
+        (file,) = path.glob("*.safetensors")
+        content = bytearray(file.read_bytes())
+        content[-100:] = b"x" * 100
+        file.write_bytes(content)
+    if "list" in action:
+        write(folder / "other.ckpt", {"w": torch.ones(1)})
+        out = call(capsys, "inspect", folder, "--width", 2000)
+    else:
+        out = call(capsys, *action, path, "--width", 2000, status=int(action == ["verify"]))
+    assert {char for char in out if not char.isprintable()} <= {"\n"}
+    assert "\\x1b" in out
+    assert "[red]" in out
+    assert not any(line.startswith("whole") for line in out.splitlines())
+    (path / "manifest.json").write_bytes(b'{"sha256": "\x1b[2J"}\n')
+    err = call(capsys, "inspect", path, status=2)
+    assert {char for char in err if not char.isprintable()} <= {"\n"}
+
+
+def test_inspect_shows_files_of_lightning(capsys, tmp_path, monkeypatch):
+    """What `make train` has written: `.ckpt` files in the folder of a run, which nobody converted."""
+    folder = tmp_path / "version_0" / "checkpoints"
+    trainer = fit(Tied("adam"), "auto", 1, max_epochs=1, limit_val_batches=0)
+    trainer.save_checkpoint(folder / "epoch=0-step=3.ckpt")
+    (path,) = folder.iterdir()
+    for place in (path, folder, folder.parent):
+        out = call(capsys, "inspect", place, "--width", 140)
+        assert f"step      {trainer.global_step}" in out
+        assert "one file" in out
+        (row,) = [line for line in out.splitlines() if line.startswith("blocks.0.up.weight")]
+        assert "float64" in row
+        assert "optimizer:" in out
+        assert "loops" in out
+    torch.save({"state_dict": {}, "x": [Bomb(tmp_path / "executed")]}, folder / "bomb.ckpt")
+    (folder / "damaged.ckpt").write_bytes(path.read_bytes()[:-100])
+    (folder / ".hidden.ckpt").write_bytes(b"")
+    torch.save(Tied("adam").state_dict(), folder / "weights.pt")
+    write(folder / "sharded.ckpt", {"w": torch.ones(3)}, global_step=99)
+    rows = call(capsys, "inspect", folder, "--width", 300).splitlines()
+    found = {row.split()[0]: row for row in rows if ".ckpt" in row or ".pt" in row}
+    assert found.keys() == {"bomb.ckpt", "damaged.ckpt", path.name, "weights.pt", "sharded.ckpt"}
+    assert "may run code" in found["bomb.ckpt"]
+    assert "expected in" in found["damaged.ckpt"]
+    assert found["sharded.ckpt"].split()[1] == "99"
+    assert "may run code" in call(capsys, "inspect", folder / "bomb.ckpt", status=2)
+    assert "model:" in call(capsys, "inspect", folder / "weights.pt")
+    assert not (tmp_path / "executed").exists()
+    fsspec.filesystem("memory").pipe_file("/files/a.ckpt", path.read_bytes())
+    assert "blocks.0.up.weight" in call(capsys, "inspect", "memory://files/a.ckpt", "--width", 140)
 
 
 def test_verify_names_what_is_damaged(capsys, tmp_path):
