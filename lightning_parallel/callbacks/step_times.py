@@ -38,6 +38,21 @@ __all__ = [
 EXPOSED = "communication_exposed"
 HIDDEN = "communication_hidden"
 
+_HEADS = {
+    "wall": "step",
+    "data_wait": "data\nwait",
+    "forward": "for-\nward",
+    "backward": "back-\nward",
+    "communication_exposed": "comm\nwait",
+    HIDDEN: "comm\nhidden",
+    "pipeline_wait": "stage\nwait",
+    "optimizer": "opti-\nmizer",
+    "checkpoint": "check-\npoint",
+    "validation": "valid-\nation",
+    "processor_wait": "cpu\nwait",
+}
+"""Heads of the table: all of its columns fit into 80."""
+
 KEPT = 256
 """Steps that the ranks compare at most, evenly spread over the run."""
 
@@ -237,15 +252,21 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
         if not ranks:
             return None
         title = f"Where a step goes: milliseconds, mean of {report['steps']} steps"
-        table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
         keys = ["wall", *PHASES[:4], HIDDEN, *PHASES[4:], "processor_wait"]
-        # A terminal has room for about ten columns: phases that no rank spent time in are left out.
+        # Phases that no rank spent time in are left out.
         shown = [key for key in keys if any(rank.get(key, 0.0) > 0 for rank in ranks)]
-        for header in ("rank", *shown):
-            table.add_column(header.replace("_", " "), justify="right")
+        for header in ("rank", *(_HEADS.get(key, key) for key in shown)):
+            # What is too narrow is folded: two that are cut off may look the same.
+            table.add_column(header, justify="right", overflow="fold")
         for rank in ranks:
-            table.add_row(str(rank["rank"]), *(f"{rank[key] * 1e3:.2f}" if key in rank else "-" for key in shown))
+            table.add_row(str(rank["rank"]), *(_milliseconds(rank[key]) if key in rank else "-" for key in shown))
         return table
+
+
+def _milliseconds(seconds: float) -> str:
+    found = seconds * 1e3
+    return f"{found:.{0 if found >= 99.95 else 1 if found >= 9.995 else 2}f}"
 
 
 def training_seconds(rank: Mapping[str, Any]) -> float:

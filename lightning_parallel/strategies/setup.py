@@ -47,7 +47,7 @@ from lightning_parallel.strategies.step_effects import buffers_kept
 from lightning_parallel.tensor.auto_plan import make_plan
 from lightning_parallel.tensor.head import gathered_heads
 from lightning_parallel.tensor.plan import Sharding, UserPlan, apply_plan
-from lightning_parallel.tensor.plan_table import sharding_table
+from lightning_parallel.tensor.plan_table import repeated_work, sharding_table
 
 __all__ = [
     "PLAN_FILE",
@@ -172,6 +172,8 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))
     state.tensor_ranks, state.rules = group.ranks, rules_by_name(module, sharding.shards)
     print_table(sharding_table(module, sharding, group.size))
+    if advice := repeated_work(sharding):
+        rank_zero_warn(advice)
     return sharding
 
 

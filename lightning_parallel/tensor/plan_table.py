@@ -16,10 +16,13 @@ from lightning_parallel.tensor.head import Head
 from lightning_parallel.tensor.layers import Column, Row, Style, Vocab
 from lightning_parallel.tensor.per_head import PerHead
 from lightning_parallel.tensor.plan import Sharding
+from lightning_parallel.tracing.spans import percent
 
-__all__ = ["sharding_rows", "sharding_table"]
+__all__ = ["repeated_work", "sharding_rows", "sharding_table"]
 
 Shape = tuple[int, ...]
+_LITTLE = 0.5
+"""Share of the parameters below which ranks mostly do the same."""
 
 
 def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tuple[str, ...]]:
@@ -47,7 +50,7 @@ def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tu
     rows: list[tuple[str, ...]] = []
     for (_, style, full, local, note), found in merged.items():
         count = sum(count for _, count in found)
-        rows.append((_merge_names([owner for owner, _ in found]), style, full, local, f"{count:,}", note))
+        rows.append((_merge_names([owner for owner, _ in found]) or "(root)", style, full, local, f"{count:,}", note))
     return rows
 
 
@@ -60,7 +63,10 @@ def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
     lines = [f"({number}) {note}" for number, note in enumerate(notes, 1)]
     lines += _sequence_lines(sharding)
     lines.append(f"this rank holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})")
-    if total < 1_000_000:
+    advice = repeated_work(sharding)
+    if advice:
+        lines.append(advice)
+    elif total < 1_000_000:
         lines.append("so small a model usually trains faster on one device")
     title = f"{type(module).__name__} over {ranks} tensor-parallel ranks"
     table = Table(title=title, caption="\n".join(lines), box=box.SIMPLE_HEAD)
@@ -73,6 +79,19 @@ def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
         mark = f" ({notes.index(note) + 1})" if note else ""
         table.add_row(path, style + mark, *cells, style="dim" if style == "whole" else None)
     return table
+
+
+def repeated_work(sharding: Sharding) -> str:
+    """Return what to do where tensor parallelism shards little or nothing of a model; empty where it shards most."""
+    total = sum(map(math.prod, sharding.full_shapes.values()))
+    share = sum(math.prod(sharding.full_shapes[name]) for name in sharding.shards) / max(total, 1)
+    if share >= _LITTLE:
+        return ""
+    what = f"only {percent(share)}" if share else "none"
+    return (
+        f"Tensor parallelism shards {what} of this model's parameters. On the rest each rank repeats the others' work."
+        ' Use data parallelism instead: `tensor_parallel_size=1`, or `strategy="ddp"`.'
+    )
 
 
 def _sequence_lines(sharding: Sharding) -> list[str]:

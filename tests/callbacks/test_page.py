@@ -286,6 +286,25 @@ def test_a_curve_has_gaps_and_keeps_its_axis():
     assert [piece.split("L")[-1].split()[0] for piece in pieces] == ["24.62", "49.75"]
 
 
+@pytest.mark.parametrize(
+    ("replicas", "compared", "expected"),
+    [
+        (2, {"parameter": 3}, "Everything that must be equal between replicas was equal."),
+        (1, {}, "There is one replica, so that nothing was to be compared"),
+        (1, {"parameter": 3, "option": 1}, "The 4 values that several of its ranks hold were equal."),
+    ],
+)
+def test_one_replica_is_not_said_to_equal_others(replicas, compared, expected):
+    report = full_report()
+    report["run"]["replicas"] = replicas
+    report["reports"] |= {"ReplicaDriftMonitor": {"findings": [], "compared": compared}}
+    report["reports"] |= {"DataShardingMonitor": {"findings": []}}
+    found = words(render(report), "findings")
+    assert expected in found
+    assert ("between replicas was equal" in found) == (replicas > 1)
+    assert ("Each sample went to one replica" in found) == (replicas > 1)
+
+
 def test_ranks_that_could_not_be_compared_have_no_clean_bill():
     report, clean = full_report(), "No rank is slower"
     report["reports"]["StragglerMonitor"] = {"stragglers": []}

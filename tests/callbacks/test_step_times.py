@@ -1,8 +1,10 @@
 """Phases of a step and slow ranks: against constructed times, and runs whose times are made of sleeps."""
 
+import io
 import json
 import os
 import random
+import re
 import time
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -440,3 +443,20 @@ def test_waiting_for_a_slow_rank_is_no_work(strategy):
     with durations():
         assert 0 not in [one["rank"] for one in report["stragglers"]]
         assert report["ranks"][1]["excess"] > 0, "on a real clock"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_column_of_the_table_can_be_told_from_the_others(width):
+    keys = ["wall", *PHASES, "communication_hidden", "processor_wait"]
+    ranks = [{"rank": rank, **{key: 0.41235 / (at + 1) for at, key in enumerate(keys)}} for rank in range(2)]
+    console = Console(width=width, file=io.StringIO())
+    console.print(StepBreakdown().table({"ranks": ranks, "steps": 200}))
+    text = console.file.getvalue()
+    assert "…" not in text
+    lines = text.splitlines()
+    (at,) = (number for number, line in enumerate(lines) if line.strip().startswith("rank"))
+    heads = [*zip(*(re.findall(r"(?=(.{7}))", line.ljust(width)) for line in lines[at - 1 : at + 1]))]
+    assert len(lines[at].split()) == len(keys) + 1
+    ends = [match.end() for match in re.finditer(r"\S+", lines[at])]
+    assert len({heads[end - 7] if end >= 7 else heads[0] for end in ends}) == len(keys) + 1
+    assert lines[at + 2].split()[1:4] == ["412", "206", "137"]

@@ -164,6 +164,8 @@ def _few_processors(evidence: Evidence) -> Iterator[Advice]:
         words = f"The {who} by others, too"
     wall, lack = evidence.wall, rank["processor_wait"]
     waits = [(one.get("communication_exposed", 0.0) + one.get("pipeline_wait", 0.0)) / wall for one in evidence.ranks]
+    # Of waits for others no more can be saved than what the top of the page leaves to forward and backward.
+    waiting = min(1 - evidence.useful, fmean(waits) + processor_lack(rank) / 2)
     yield Advice(
         "slow",
         f"{words}: rank {rank['rank']} waits {seconds_text(lack)} of a {seconds_text(wall)} step for a processor"
@@ -171,7 +173,7 @@ def _few_processors(evidence: Evidence) -> Iterator[Advice]:
         "Waits for other ranks are mostly for the processor then, and bandwidths say nothing about the link. Start as"
         " many ranks as there are cores, with `OMP_NUM_THREADS=1`, and end what else runs there; or take a look at"
         " these figures on the machine that the model is to train on.",
-        min(1.0, max(lack / wall, fmean(waits) + processor_lack(rank) / 2)),
+        min(1.0, max(lack / wall, waiting)),
         {"processor_wait": lack, "wall": wall, "cores": cores, "ranks": ranks},
     )
 
@@ -433,8 +435,7 @@ def _completeness(evidence: Evidence, found_any: bool) -> Iterator[Advice]:
             figures={"ranks": len(ranks), "expected": expected},
         )
     elif not found_any:
-        useful = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks)
-        share = useful / sum(map(training_seconds, ranks))  # of all ranks together, as at the top of the page
+        share = evidence.useful
         yield Advice(
             "good",
             f"Nothing that was measured holds this run back: {percent(share)} of the time is forward and backward",

@@ -63,6 +63,12 @@ class Evidence:
         return max(training_seconds(rank) for rank in self.ranks)
 
     @property
+    def useful(self) -> float:
+        """Share of forward and backward in the steps of all ranks together, as at the top of the page."""
+        useful = sum(rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in self.ranks)
+        return float(useful / sum(map(training_seconds, self.ranks)))
+
+    @property
     def lacking(self) -> Report | None:
         """Give the rank whose thread that trains waits longest for a processor, if that is a large share of a step."""
         found = max(self.ranks, key=processor_lack, default=None)

@@ -379,8 +379,25 @@ def _findings(report: Report) -> dict[str, Any]:
         found = _of_callback(report, callback).get("findings")
         if found is not None:
             rows = [[str(f["step"]), f["name"], ", ".join(map(str, f["ranks"])), f["detail"]] for f in found]
-            tables[callback] = {"rows": rows[:_MOST_FINDINGS], "count": len(rows)}
+            good = _all_equal(report, callback)
+            tables[callback] = {"rows": rows[:_MOST_FINDINGS], "count": len(rows), "good": good}
     return {"slow": slow, "none_slow": compared and not slow, "tables": tables}
+
+
+def _all_equal(report: Report, callback: str) -> str:
+    """Say what a monitor without findings has seen to be in order, which is little where there is one replica."""
+    run = report["run"]
+    is_alone = run.get("replicas", 2) == 1
+    if callback == "DataShardingMonitor":
+        if is_alone:
+            return "There is one replica: its ranks saw the same batches."
+        return "Each sample went to one replica; the ranks of a replica saw the same batches."
+    if not is_alone:
+        return "Everything that must be equal between replicas was equal."
+    count = sum(_of_callback(report, callback).get("compared", {}).values())
+    if not count:
+        return "There is one replica, so that nothing was to be compared between replicas."
+    return f"There is one replica. The {count} values that several of its ranks hold were equal."
 
 
 _COMPRESSION: tuple[tuple[str, str, Callable[[float], str]], ...] = (
