@@ -21,6 +21,7 @@ import logging
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from functools import reduce, wraps
 from importlib.abc import Loader, MetaPathFinder
@@ -272,10 +273,30 @@ def _open_door(package: str, fabric: str, enter: Callable[[Any], None]) -> None:
     def init_after_move(self: Any, *args: Any, **kwargs: Any) -> None:
         _report_as(package, fabric)
         for value in filter(_is_ours, (*args, *kwargs.values())):
+            _forget_trainer(value)
             enter(value)
         init(self, *args, **kwargs)
 
     connector.__init__ = init_after_move
+
+
+_SET_BY_TRAINERS = ("_accelerator", "_precision_plugin", "_checkpoint_io", "cluster_environment", "parallel_devices")
+
+
+def _forget_trainer(strategy: Any) -> None:
+    """Let another Trainer take a strategy whose last one has ended: with what the user gave to its constructor.
+
+    What that Trainer has set would be taken for the user's, and be refused beside the same arguments.
+    """
+    own, trainer = vars(strategy), None
+    with suppress(RuntimeError):  # of a module that no Trainer has any more
+        trainer = getattr(strategy.lightning_module, "trainer", None)
+    if "given_by_user" not in own:
+        own["given_by_user"] = {n: getattr(strategy, n) for n in _SET_BY_TRAINERS if hasattr(strategy, n)}
+    elif trainer is None or trainer.state.status != "running":
+        for name, value in own["given_by_user"].items():
+            setattr(strategy, name, value)
+        getattr(strategy, "forget_processes", lambda: None)()
 
 
 def share_strategies(strategies: Iterable[type], names: Mapping[str, Callable[[], Any]]) -> None:
@@ -301,9 +322,9 @@ def share_strategies(strategies: Iterable[type], names: Mapping[str, Callable[[]
             theirs.StrategyRegistry.register(name, building(build), description=entry["description"])
 
 
+_open_door(_LIGHTNING, "lightning.fabric", (lambda strategy: None) if _other is None else _return)
 if _other is not None:
     sys.meta_path.append(_TwinFinder())
-    _open_door(_LIGHTNING, "lightning.fabric", _return)
     _open_door(_PYTORCH_LIGHTNING, "lightning_fabric", _enter)
     # Until a Trainer says which: that of the package that was imported first, and so by the user.
     if next(name for name in sys.modules if name in (_LIGHTNING, _PYTORCH_LIGHTNING)) == _LIGHTNING:

@@ -288,6 +288,10 @@ class MeshProcesses(SavesFiles):
         """Backend of torch.distributed, if one was given."""
         return self._process_group_backend
 
+    def forget_processes(self) -> None:
+        """Forget the mesh of the Trainer before, which may have had another number of processes."""
+        self._mesh, self._groups, self._device_mesh = None, None, None
+
     def set_world_ranks(self) -> None:
         """Set the rank of this process in the cluster environment and in both copies of `rank_zero_only`."""
         if self.cluster_environment is not None:

@@ -11,12 +11,13 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.compat import patched
 from lightning_parallel.strategies import message_order, reference
 from tests.harness import distributed
-from tests.strategies.models import Net, loader, trainer_for
+from tests.strategies.models import Net, Samples, loader, trainer_for
 
 LAYOUTS = {
     "tensor": (lambda **kw: TensorParallelStrategy(tensor_parallel_size=2, **kw), 2),
@@ -374,3 +375,17 @@ def _network():
 
 def _zero():
     return HybridParallelStrategy(zero_stage=2)
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_one_strategy_for_one_trainer_after_another(layout):
+    """As packages do that keep the arguments of a Trainer."""
+    strategy, module, expected = LAYOUTS[layout][0](), Model().double(), Model().double()
+    for kind, one in ((strategy, module), ("auto", expected)):
+        devices = 1 if kind == "auto" else 2
+        trainer_for(kind, devices, max_epochs=1).fit(one, loader())
+        one.predicted = trainer_for(kind, devices).predict(one, DataLoader(Samples().x, batch_size=8))
+        trainer_for(kind, devices, max_epochs=1).fit(one, loader())
+    torch.testing.assert_close(module.predicted, expected.predicted, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), rtol=1e-9, atol=1e-11)
