@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import functools
@@ -35,7 +36,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
@@ -284,10 +285,30 @@ def _interpret(command: list[str], cwd: str, environment: dict[str, str], folder
     torch.set_num_threads(1)
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
+    _exit_as_interpreter(_status_of(command[0]))
+
+
+def _status_of(path: str) -> int:
+    """Run a script as the main module, and return the status that the interpreter would end with."""
     try:
-        runpy.run_path(command[0], run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()
+        # As in an interpreter, what is global there lives until the very end.
+        sys.modules["__main__"].__dict__.update(runpy.run_path(path, run_name="__main__"))
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _exit_as_interpreter(status: int) -> NoReturn:
+    """End the process as an interpreter does, with all that happens then; `multiprocessing` would by `os._exit`."""
+    ctypes.pythonapi.Py_Exit(status)
+    raise AssertionError("it does not return")
 
 
 def distributed(

@@ -52,6 +52,7 @@ __all__ = [
     "checkpoint_of_run",
     "ddp_hook_state",
     "finish_saves",
+    "follow_sigterm",
     "grad_norm_functions",
     "init_deepspeed_distributed",
     "init_process_group",
@@ -211,6 +212,17 @@ def agree_on_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: P
 
     patches.replace(epoch_loop, "advance", ask_first)
     return end_together
+
+
+def follow_sigterm(trainer: Trainer, agree: Callable[[bool], bool], patches: Patches) -> None:
+    """Let a strategy of Lightning end on all ranks when one gets SIGTERM, until `patches` are undone.
+
+    Lightning's handler broadcasts on the rank that got it, and before each batch all ranks ask the first one. Where
+    another one gets it these messages do not meet. Here they ask all, which takes no longer. Versions that ask nobody
+    end the rank that got the signal.
+    """
+    if trainer.world_size > 1 and hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+        agree_on_sigterm(trainer, agree, patches)
 
 
 class _Requeue:

@@ -23,9 +23,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_parallel.comm import Group, NodeGroups, may_outlive_attempts, start_heartbeat, stop_heartbeat
-from lightning_parallel.compat import ParallelState
-from lightning_parallel.compat.lightning import PathLike, process_group_backend_of, timeout_of
+from lightning_parallel.comm import (
+    Group,
+    NodeGroups,
+    may_outlive_attempts,
+    on_any_rank,
+    report_failure,
+    start_heartbeat,
+    stop_heartbeat,
+)
+from lightning_parallel.compat import ParallelState, Patches
+from lightning_parallel.compat.lightning import PathLike, follow_sigterm, process_group_backend_of, timeout_of
 from lightning_parallel.compat.torch import remove_ddp_hooks
 from lightning_parallel.compression import (
     Auto,
@@ -112,6 +120,7 @@ class SavesCompression(SavesFiles):
 
     compression: Reducer
     kept_state: KeptState = "local"
+    _patches: Patches | None = None
 
     @override
     def setup_environment(self) -> None:
@@ -123,6 +132,9 @@ class SavesCompression(SavesFiles):
         """Watch the other ranks, and bind the compressor to the module; once the processes have met."""
         start_heartbeat()
         module = self.lightning_module
+        self._patches = Patches()
+        if module is not None:
+            follow_sigterm(module.trainer, lambda flag: on_any_rank([flag], self.every_rank)[0], self._patches)
         # For fitting only: to evaluate another module must not reset the compressor.
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING and self.compression is not None:
             bind_to_module(module, self.compression)
@@ -144,7 +156,15 @@ class SavesCompression(SavesFiles):
         tell_costs(self.compression, module, replicas)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        # Before the teardown, which ends the heartbeat: the peers that miss this rank look for the reason.
+        report_failure(exception)
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
+        if self._patches is not None:
+            self._patches.undo()
         stop_heartbeat()
         if self.compression is not None:
             self.compression.leave_device()
