@@ -10,7 +10,7 @@ import pytest
 from tests.harness import free_port, start_script
 
 SCRIPT = Path(__file__).with_name("ending.py")
-SOON_S = 60.0  # where a rank waits for one that is gone, it would be half an hour
+SOON_S = 120.0  # where a rank waits for one that is gone, it would be half an hour
 
 
 def ends_of(kind, end):
