@@ -252,7 +252,8 @@ class DataShardingMonitor(MeasuringCallback[ShardingAccumulator]):
 
     Args:
         every_n_steps: Batches between two audits; there is one at the end of each epoch, too.
-        dirpath, show_table: See `MeasuringCallback`.
+        dirpath: See `MeasuringCallback`.
+        show_table: See `MeasuringCallback`.
 
     Raises:
         ValueError: If `every_n_steps` is not positive.

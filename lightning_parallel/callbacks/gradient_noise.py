@@ -294,7 +294,8 @@ class GradientNoiseScale(MeasuringCallback[GradientNoiseAccumulator]):
         every_n_steps: Optimizer steps between two that are measured.
         decay: Of the exponential means of both estimates, per measured step.
         samples: Counts the samples of a batch; by default the length of its tensors.
-        dirpath, show_table: See `MeasuringCallback`.
+        dirpath: See `MeasuringCallback`.
+        show_table: See `MeasuringCallback`.
 
     Raises:
         ValueError: If an argument is out of range; at the start of `fit`, on every rank, where it cannot be measured.

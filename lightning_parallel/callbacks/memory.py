@@ -137,7 +137,8 @@ class MemoryProfiler(MeasuringCallback[MemoryAccumulator]):
         every_n_steps: Optimizer steps between two measured ones; the first two are always measured.
         activations: Whether to count what autograd saves. Set it to False for models that use `torch.func`, which does
             not work with the hooks needed for it.
-        dirpath, show_table: See `MeasuringCallback`.
+        dirpath: See `MeasuringCallback`.
+        show_table: See `MeasuringCallback`.
 
     Raises:
         ValueError: If `every_n_steps` is not positive.

@@ -318,7 +318,8 @@ class ReplicaDriftMonitor(MeasuringCallback[DriftAccumulator]):
             reads all values once.
         action: `warn`; `raise` an error on every rank; or `heal`: overwrite values that differ with that of the
             majority, or of the first rank that holds it if there is none.
-        dirpath, show_table: See `MeasuringCallback`.
+        dirpath: See `MeasuringCallback`.
+        show_table: See `MeasuringCallback`.
 
     Raises:
         ValueError: If an argument is none of these.

@@ -183,7 +183,10 @@ class StepBreakdown(MeasuringCallback[BreakdownAccumulator]):
     Logged: `step_breakdown/<phase>`, seconds per step of rank 0, mean over the steps since the last logging.
 
     Args:
-        every_n_steps, warmup_steps, dirpath, show_table: See `MeasuringCallback`.
+        every_n_steps: See `MeasuringCallback`.
+        warmup_steps: See `MeasuringCallback`.
+        dirpath: See `MeasuringCallback`.
+        show_table: See `MeasuringCallback`.
         gpu_every_n_steps: On CUDA, one in so many steps runs under `torch.profiler`, which tells why the GPU stands
             idle; that step, the one before it and the one after it, in which the trace is read, are not counted. None
             for no such step. Under Lightning's PyTorchProfiler, and while a profiler of torch runs, it is left out.
@@ -483,7 +486,10 @@ class StragglerMonitor(MeasuringCallback[StragglerAccumulator]):
 
     Args:
         threshold: Share of the step's time, between 0 and 1.
-        every_n_steps, warmup_steps, dirpath, show_table: See `MeasuringCallback`.
+        every_n_steps: See `MeasuringCallback`.
+        warmup_steps: See `MeasuringCallback`.
+        dirpath: See `MeasuringCallback`.
+        show_table: See `MeasuringCallback`.
 
     Raises:
         ValueError: If `threshold` is not between 0 and 1.

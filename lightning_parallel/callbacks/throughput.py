@@ -223,7 +223,10 @@ class Throughput(MeasuringCallback[ThroughputAccumulator]):
             where gradients are taken with `create_graph=True`, which are not counted. None: no utilisation.
         peak_flops: Operations per second of one device. `"auto"`: from a table of dense peaks; on CPU calibrated with a
             matrix product. None: no utilisation.
-        every_n_steps, warmup_steps, dirpath, show_table: See `MeasuringCallback`.
+        every_n_steps: See `MeasuringCallback`.
+        warmup_steps: See `MeasuringCallback`.
+        dirpath: See `MeasuringCallback`.
+        show_table: See `MeasuringCallback`.
 
     `report()` has, besides the common keys:
 

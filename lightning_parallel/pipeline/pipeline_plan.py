@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ __all__ = ["Costs", "PipelinePlan", "PlannedParameter", "TiedParameter", "Tensor
 
 # To be raised when `to_dict` changes: an old file is refused instead of misread.
 _VERSION = 2
+_MOST_ACTIONS = 1 << 20
+"""Of a kind, in the schedule of a plan that is read: it is built, whatever a file says."""
 
 
 @dataclass(frozen=True)
@@ -329,7 +332,7 @@ class PipelinePlan:
             raise ValueError(f"expected a pipeline plan of version {_VERSION}, got {found!r}")
         try:
             return cls._read(data)
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+        except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ValueError(
                 f"expected a pipeline plan as `save` writes it, but an entry is missing or of another kind "
                 f"({type(error).__name__}: {error})"
@@ -338,6 +341,9 @@ class PipelinePlan:
     @classmethod
     def _read(cls, data: Mapping[str, Any]) -> PipelinePlan:
         built = data["schedule"]
+        sizes = built["num_ranks"], built["num_microbatches"], built["virtual_stages"]
+        if not all(type(size) is int and size > 0 for size in sizes) or prod(sizes) > _MOST_ACTIONS:
+            raise ValueError(f"its schedule is said to have {sizes[0]} ranks, {sizes[1]} microbatches")
         costs = data["costs"]
         link = data["link"]
         # JSON makes lists of tuples, and a plan that was read has to equal the one that was written.
@@ -382,7 +388,7 @@ class PipelinePlan:
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"cannot read the pipeline plan `{path}`: {error}") from error
 
     def __str__(self) -> str:

@@ -53,8 +53,11 @@ class AutoParallelStrategy(HybridParallelStrategy):
     Args:
         memory_limit_bytes: Most bytes that a rank may hold; by default the memory of its device, or its share of the
             machine's.
-        plan, sequence_parallel: See `TensorParallelStrategy`.
-        layers, split_batch, microbatch_weight: See `PipelineParallelStrategy`.
+        plan: See `TensorParallelStrategy`.
+        sequence_parallel: See `TensorParallelStrategy`.
+        layers: See `PipelineParallelStrategy`.
+        split_batch: See `PipelineParallelStrategy`.
+        microbatch_weight: See `PipelineParallelStrategy`.
         kwargs: See `MeshStrategy`.
 
     Raises:

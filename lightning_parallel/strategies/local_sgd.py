@@ -82,7 +82,9 @@ class LocalSGDStrategy(HybridParallelStrategy):
         overlap_steps: Take the mean so many steps after the drift was sent, while training goes on; what was changed
             meanwhile is kept. 0 waits for it; `every_n_steps` is asynchronous, one exchange late.
         start_step: Optimizer steps in which gradients are averaged, as in DDP, before local steps begin.
-        data_parallel_size, pipeline_parallel_size, tensor_parallel_size: See `HybridParallelStrategy`.
+        data_parallel_size: See `HybridParallelStrategy`.
+        pipeline_parallel_size: See `HybridParallelStrategy`.
+        tensor_parallel_size: See `HybridParallelStrategy`.
         kwargs: Those of `HybridParallelStrategy`.
 
     Raises:

@@ -158,7 +158,10 @@ class HybridParallelStrategy(_StagedStrategy):
         data_parallel_size: Number of replicas. `"auto"`: what the other axes leave.
         pipeline_parallel_size: Number of ranks that share the layers of one replica.
         tensor_parallel_size: Number of ranks that share each layer.
-        plan, sequence_parallel, gather_logits: See `TensorParallelStrategy`.
+        plan: How layers are divided: `"auto"`, or a dict from globs over module paths to styles, see
+            `TensorParallelStrategy`.
+        sequence_parallel: Also divide the activations between the layers of stacked blocks along the sequence.
+        gather_logits: Gather the output of a divided head at once, also in training.
         kwargs: Those of `PipelineParallelStrategy`.
 
     Raises:

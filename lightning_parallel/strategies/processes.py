@@ -176,7 +176,9 @@ class MeshProcesses(SavesFiles):
 
     Args:
         sizes: Ranks along each axis, or `"auto"`.
-        process_group_backend, timeout, start_method: See `MeshStrategy`.
+        process_group_backend: See `MeshStrategy`.
+        timeout: See `MeshStrategy`.
+        start_method: See `MeshStrategy`.
         kwargs: All arguments of `ParallelStrategy`.
     """
 

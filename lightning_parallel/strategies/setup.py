@@ -59,7 +59,9 @@ __all__ = [
     "shard_tensors",
 ]
 
-PLAN_FILE = "pipeline_plan.json"  # in the folder of a checkpoint; a resumed run takes its plan from it
+# In the folder of a checkpoint; a resumed run takes its plan from it. Hidden from code that lists checkpoints.
+PLAN_FILE = ".pipeline_plan.json"
+_EARLIER_PLAN_FILE = "pipeline_plan.json"
 
 _MOST_TIED = 0.5  # share of the parameters that may be on several stages without a word
 
@@ -404,13 +406,15 @@ def _plan_of_checkpoint(module: LightningModule, request: dict[str, Any], world:
 
     def found() -> dict[str, Any] | None:
         path = checkpoint_of_run(module.trainer)
-        if not path or not (Path(path).parent / PLAN_FILE).is_file():
+        names = (PLAN_FILE, _EARLIER_PLAN_FILE) if path else ()
+        file = next((Path(path).parent / name for name in names if (Path(path).parent / name).is_file()), None)
+        if file is None:
             return None
         try:
-            data = json.loads((Path(path).parent / PLAN_FILE).read_text())
+            data = json.loads(file.read_text())
             plan = PipelinePlan.from_dict(data)
             plan.check_fits(module, request["pipeline_ranks"])
-        except (ValueError, KeyError, TypeError):  # of another model or version: made anew
+        except Exception:  # of another model or version, or damaged: made anew
             return None
         return data if dict(plan.request) == request else None
 

@@ -1,10 +1,14 @@
 """Strategies with compression by name and from the YAML of a LightningCLI."""
 
+import inspect
+
+import docstring_parser
 import pytest
 import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
+import lightning_parallel
 from lightning_parallel import (
     CompressedDDPStrategy,
     CompressedDeepSpeedStrategy,
@@ -101,3 +105,20 @@ def test_names_train(group):
     trainer.fit(Net(hidden=96), loader(2, group.rank, dtype=torch.float32))
     assert trainer.strategy.compression.step == 8
     assert trainer.strategy.compression.residual_norm > 0
+
+
+def documented(kind):
+    texts = (text for base in kind.__mro__ for text in (base.__doc__, base.__init__.__doc__))
+    return {found.arg_name for text in texts for found in docstring_parser.parse(text or "").params}
+
+
+def test_help_of_a_project_describes_every_argument():
+    """`--help` takes one argument a line from docstrings: of `a, b: See ...` it takes none."""
+    kinds = [kind for kind in vars(lightning_parallel).values() if inspect.isclass(kind)]
+    assert HybridParallelStrategy in kinds
+    missing = {}
+    for kind in kinds:
+        given = inspect.signature(kind).parameters.values()
+        names = {one.name for one in given if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+        missing[kind.__name__] = sorted(names - documented(kind))
+    assert {name: names for name, names in missing.items() if names} == {}

@@ -253,7 +253,8 @@ class ProfileReport(MeasuringCallback):
     Args:
         dirpath: Where to write; by default `profile` in the trainer's log folder.
         trace_steps: Last steps that the trace holds; 0 for no trace.
-        every_n_steps, warmup_steps: See `MeasuringCallback`.
+        every_n_steps: See `MeasuringCallback`.
+        warmup_steps: See `MeasuringCallback`.
         show_diagnosis: Print the diagnosis and the paths at the end of training.
 
     `report()` gives the contents of `report.json`, on rank 0.
