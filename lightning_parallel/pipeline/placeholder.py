@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.compat import innermost_users_line
 from lightning_parallel.compat.torch import (
@@ -36,8 +37,10 @@ __all__ = [
     "in_dry_run",
     "inside_module",
     "missing",
+    "nothing_written",
     "reveal",
     "sources_of",
+    "step_of_stage",
     "watch_parameters",
 ]
 
@@ -163,7 +166,10 @@ class PlaceholderTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        asking = sys._getframe(1).f_globals.get("__name__", "")
+        frame = sys._getframe(1)
+        if frame.f_code is _Assignments.__torch_function__.__code__ and frame.f_back is not None:
+            frame = frame.f_back
+        asking = frame.f_globals.get("__name__", "")
         # Values are put in above autograd, so that gradients flow back to what was received. In `__torch_dispatch__`,
         # below autograd, the graph would already end at the placeholder.
         if func in _GRADIENT_QUESTIONS and _cannot_answer(args[0], asking):
@@ -190,6 +196,11 @@ class PlaceholderTensor(Tensor):
         _collect(kwargs, placeholders)
         _check(func, placeholders)
         written = _written(func, args, kwargs)
+        if any(not isinstance(value, PlaceholderTensor) for value in written):
+            _require_data_to_write(f"`{func}`", placeholders)
+            # It stays as it is: all that matters here are shapes. What does not return a list returns what it wrote.
+            returned = schema_of(func).returns
+            return None if not returned else written[0] if len(returned) == 1 else tuple(written)
         for value in written:
             _require_no_parameter(value)
         if _draws_numbers and torch.Tag.nondeterministic_seeded in func.tags:
@@ -201,7 +212,7 @@ class PlaceholderTensor(Tensor):
         if torch.Tag.inplace_view in func.tags:
             _require_shape(func, written[0], args, kwargs)
         try:
-            result = _shapes(func, args, kwargs)
+            result = _shapes_with_data(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             what = "`.item()`, `float()` or `if`" if "local_scalar" in str(func) else f"`{func}`"
             raise PlaceholderError(
@@ -385,26 +396,72 @@ def _check(func: Any, placeholders: list[PlaceholderTensor]) -> None:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return what `func` writes in place.
-
-    Raises:
-        PlaceholderError: If it is a real tensor, whose contents would be lost.
-    """
+    """Return what `func` writes in place."""
     place = _written_argument(func)
     if place is None:
         return []
     position, name = place
     given = args[position] if position < len(args) else kwargs.get(name)
     written = list(given) if isinstance(given, (list, tuple)) else [given]
-    if any(isinstance(value, Tensor) and not isinstance(value, PlaceholderTensor) for value in written):
-        placeholders: list[PlaceholderTensor] = []
-        _collect([args, kwargs], placeholders)
+    return [value for value in written if isinstance(value, Tensor)]
+
+
+def _require_data_to_write(what: str, placeholders: list[PlaceholderTensor]) -> None:
+    """Refuse to write placeholders into a real tensor, whose contents would be lost.
+
+    In a dry run this is fine where the data would be there; in a trace, which looks at no contents, always.
+    """
+    lacking = [placeholder for placeholder in placeholders if not (_in_dry_run and placeholder.available)]
+    if lacking and (_in_dry_run or not _in_trace):
         raise PlaceholderError(
-            f"`{func}` writes {placeholders[0].provenance}, which is on another pipeline stage, into a tensor of this "
-            "stage. Build the tensor out of place (`torch.cat`, `torch.where`) instead",
-            placeholders,
+            f"{what} in {innermost_users_line()} writes {lacking[0].provenance}, which is on another pipeline stage,"
+            " into a tensor of this stage. Build the tensor out of place (`torch.cat`, `torch.where`) instead",
+            lacking,
         )
-    return written
+
+
+class _Assignments(TorchFunctionMode):
+    """Handles `tensor.data = placeholder`, which never reaches the dispatcher, and leaves a tensor without memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and _is_empty(args[1]) and not isinstance(args[0], PlaceholderTensor):
+            _require_data_to_write("`.data = ...`", [args[1]])
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def _is_empty(value: Any) -> bool:
+    """Return whether `value` is a placeholder that has not received its data."""
+    return isinstance(value, PlaceholderTensor) and value.value is None
+
+
+_in_trace = False
+
+
+@contextmanager
+def nothing_written() -> Iterator[None]:
+    """Let placeholders be written into real tensors inside the block, which stay as they are."""
+    global _in_trace
+    before, _in_trace = _in_trace, True
+    try:
+        with _Assignments():
+            yield
+    finally:
+        _in_trace = before
+
+
+_in_step = False
+
+
+@contextmanager
+def step_of_stage() -> Iterator[None]:
+    """Refuse inside the block what a step must not do on a stage, such as to write into parameters of others."""
+    global _in_step
+    before, _in_step = _in_step, True
+    try:
+        yield
+    finally:
+        _in_step = before
 
 
 # By `p.data = ...`, which is no operation.
@@ -412,9 +469,9 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _require_no_parameter(written: Any) -> None:
-    """Refuse a step that writes into a parameter outside of modules, in a dry run."""
+    """Refuse a step that writes into a parameter outside of modules."""
     # The proof does not see a teacher that equals its student, nor a bound that is not reached before the first step.
-    if _in_dry_run and getattr(written, "view_of", None):
+    if (_in_dry_run or (_in_step and not _in_trace)) and getattr(written, "view_of", None):
         error = PlaceholderError(
             f"the step writes into the parameter `{written.view_of}` in {innermost_users_line()}: a pipeline runs it"
             " once for each microbatch, and each of its stages has other parameters. Do it in a hook, such as"
@@ -476,6 +533,16 @@ def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+def _shapes_with_data(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what `_shapes` does, also where it depends on the data of other arguments, such as lengths."""
+    try:
+        return _shapes(func, args, kwargs)
+    except (RuntimeError, NotImplementedError):
+        with suppress(RuntimeError, NotImplementedError):
+            return func(*_on_meta(args, with_data=True), **_on_meta(kwargs, with_data=True))
+        raise
+
+
 def _key(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
@@ -495,18 +562,23 @@ def _to_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _on_meta(value: Any, copied: bool = False) -> Any:
+def _on_meta(value: Any, copied: bool = False, with_data: bool = False) -> Any:
+    """Replace tensors by those on the meta device, or copies of them; with `with_data`, placeholders only."""
     if isinstance(value, Tensor):
+        if with_data and not isinstance(value, PlaceholderTensor):
+            return value
         return torch.empty_like(_to_meta(value)) if copied else _to_meta(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_on_meta(item, copied) for item in value)
+        return type(value)(_on_meta(item, copied, with_data) for item in value)
     if isinstance(value, dict):
-        return {key: _on_meta(item, copied) for key, item in value.items()}
+        return {key: _on_meta(item, copied, with_data) for key, item in value.items()}
     return value
 
 
 def _wrap(value: Any, device: torch.device, provenance: str, available: bool, sources: frozenset[Any]) -> Any:
     if isinstance(value, Tensor):
+        if not value.is_meta:
+            return value  # made of other arguments, such as lengths
         placeholder = PlaceholderTensor(value, torch.device(device), provenance, available=available)
         placeholder.sources = sources
         return placeholder

@@ -40,7 +40,9 @@ from lightning_parallel.pipeline.placeholder import (
     PlaceholderError,
     PlaceholderTensor,
     missing,
+    nothing_written,
     reveal,
+    step_of_stage,
 )
 from lightning_parallel.pipeline.random_streams import seeded
 from lightning_parallel.pipeline.skips import NO_SKIPS, StageSkips
@@ -239,7 +241,8 @@ def _seen_by_step(stages: PipelineStages) -> Iterator[None]:
     global _seen_stages
     before, _seen_stages = _seen_stages, stages
     try:
-        yield
+        with step_of_stage():
+            yield
     finally:
         _seen_stages = before
 
@@ -359,14 +362,20 @@ class InterceptedModel:
             seed: Of the random numbers; None goes on with those of outside.
         """
         # What layers leave in their attributes is made of random data here, such as a moving average of an `.item()`.
-        attributes = [SavedAttributes(child) for child in self.intercepted]
+        # What the step itself leaves in attributes and buffers would be no better: placeholders.
+        attributes, buffers = (
+            SavedAttributes(self.module),
+            [(child, dict(buffers_of(child))) for child in self.module.modules()],
+        )
         try:
-            with self.active.use(handler), nullcontext() if seed is None else seeded(seed):
+            with self.active.use(handler), nothing_written(), nullcontext() if seed is None else seeded(seed):
                 yield
         finally:
             self.restore_forwards()
-            for saved in attributes:
-                saved.restore()
+            attributes.restore()
+            for child, held in buffers:
+                buffers_of(child).clear()
+                buffers_of(child).update(held)
 
 
 class PipelineStages:

@@ -25,7 +25,7 @@ from lightning_parallel.compat import patched
 from lightning_parallel.compat.torch import FakeTensor, buffers_of, non_persistent_buffers_of, parameters_of, pytree
 from lightning_parallel.pipeline.attributes import SavedAttributes, own_attributes, parameter_lists, replaced
 from lightning_parallel.pipeline.interception import VARIANTS, Call, has_listeners, run_variant
-from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers
+from lightning_parallel.pipeline.placeholder import PlaceholderError, PlaceholderTensor, draws_numbers, nothing_written
 from lightning_parallel.pipeline.random_streams import random_state_kept
 from lightning_parallel.pipeline.unknown_value import UnknownValue
 
@@ -145,7 +145,7 @@ class StubOutputs:
         originals: dict[int, Any] = {}
         # Tensor-parallel layers communicate in their forward; the ranks of other stages do not take part here.
         saved = SavedAttributes(call.module)
-        with comm.skip_communication(), random_state_kept(), draws_numbers(False):
+        with comm.skip_communication(), random_state_kept(), draws_numbers(False), nothing_written():
             try:
                 given = copy_args(arguments, originals)
                 with stubbed(call.module, self.device, available):

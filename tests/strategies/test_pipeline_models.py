@@ -104,11 +104,14 @@ class NanoGPT(nn.Module):
         self.embed, self.head = nn.Embedding(27, width), nn.Linear(width, 27)
         self.blocks = nn.ModuleList(NanoBlock(width) for _ in range(4))
 
-    def loss(self, windows):
-        x = self.embed(windows[:, :-1])
+    def forward(self, ids):
+        x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), windows[:, 1:].flatten())
+        return self.head(x)
+
+    def loss(self, windows):
+        return F.cross_entropy(self(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
 def nano_gpt():

@@ -1,15 +1,18 @@
 """Values that a stage cannot know: equal to those of one process, or refused on every rank before the first step."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy
 from tests.harness import distributed
 from tests.strategies.models import loader, trainer_for
-from tests.strategies.test_pipeline import Deep, fit
+from tests.strategies.test_pipeline import Deep, assert_same, fit
 
 
 class Reading(nn.Module):
@@ -189,3 +192,77 @@ def test_what_is_logged_of_other_stages_is_sent():
         assert module.losses == pytest.approx(expected.losses, rel=1e-10)
         for name, value in truth.callback_metrics.items():
             torch.testing.assert_close(found.callback_metrics[name], value, rtol=1e-10, atol=0)
+
+
+class Moving(Deep):
+    """A buffer that follows what the model computes, written in one way or another."""
+
+    def __init__(self, way, place):
+        super().__init__()
+        self.way, self.place = way, place
+        self.register_buffer("center", torch.zeros(8, dtype=torch.float64))
+
+    def move(self, x):
+        new = 0.9 * self.center + 0.1 * x.detach().mean(0)
+        if self.way == "data":
+            self.center.data = new
+        elif self.way == "set":
+            self.center.set_(new)
+        elif self.way == "copy":
+            self.center.copy_(new)
+        elif self.way == "register":
+            self.register_buffer("center", new)
+        else:
+            self.center = new
+        return x - self.center
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = self.move(x) if self.place == "before" else x
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            x = self.move(x) if number == 1 and self.place == "between" else x
+        return self.head(self.move(x) if self.place == "after" else x)
+
+
+class FilledInPlace(Deep):
+    """Validates by a tensor that it fills with features; packs sequences in front of its blocks."""
+
+    def features(self, x):
+        found, x = [], self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+            found.append(x)
+        return found
+
+    def forward(self, x):
+        x = self.embed(x)[:, None].expand(-1, 3, -1)
+        packed = pack_padded_sequence(x, torch.full((len(x),), 3), batch_first=True, enforce_sorted=False)
+        x, _ = pad_packed_sequence(packed, batch_first=True)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+    def validation_step(self, batch, index):
+        product = torch.ones(len(batch[0]), 8, dtype=torch.float64)
+        for found in self.features(batch[0]):
+            product *= found
+        self.log("val_loss", product.mean())
+
+    def on_validation_epoch_end(self):
+        pass
+
+
+@distributed(world_size=2)
+def test_what_is_written_in_place_is_right_or_refused():
+    """By `.data` it was a tensor without memory in dry runs: the process died."""
+    cases = [Moving(way, "after") for way in ("data", "set", "copy", "register", "assign")]
+    cases += [Moving("data", "between"), Moving("copy", "before"), FilledInPlace()]
+    for expected in cases:
+        module = copy.deepcopy(expected)
+        expected_trainer = fit(expected, "auto", 1, max_epochs=1)
+        trainer = fit(module, PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=1), 2, max_epochs=1)
+        assert_same(trainer, module, expected_trainer, expected)
+    strategy = PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=4, verify="always")
+    with pytest.raises(RuntimeError, match="num_microbatches=1"):
+        fit(Moving("data", "between"), strategy, 2, max_epochs=1)
