@@ -83,6 +83,7 @@ class PlaceholderTensor(Tensor):
         signature: (shape, dtype), without the cost of asking a tensor subclass.
         sources: In a dry run, the outputs of modules that it is computed from and that this rank would not have.
         view_of: Name of the parameter whose data it shares, if any.
+        is_trained: Whether the parameter that it represents requires a gradient, which the placeholder does not.
     """
 
     meta: Tensor
@@ -93,6 +94,7 @@ class PlaceholderTensor(Tensor):
     signature: tuple[torch.Size, torch.dtype]
     sources: frozenset[Any] = frozenset()
     view_of: str | None = None
+    is_trained: bool = False
 
     @staticmethod
     def __new__(
@@ -121,7 +123,12 @@ class PlaceholderTensor(Tensor):
         available: bool = False,
     ) -> PlaceholderTensor:
         """Return a placeholder with the shape, strides and dtype of `tensor`, on its device unless another is given."""
-        return cls(_to_meta(tensor), tensor.device if device is None else device, provenance, parameter, available)
+        placeholder = cls(
+            _to_meta(tensor), tensor.device if device is None else device, provenance, parameter, available
+        )
+        if parameter is not None:
+            placeholder.is_trained = getattr(tensor, "is_trained", False) or tensor.requires_grad
+        return placeholder
 
     def __repr__(self) -> str:  # type: ignore[override]
         # `Tensor.__repr__` would read the data.
@@ -132,7 +139,7 @@ class PlaceholderTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> PlaceholderTensor:
         # `Tensor.__deepcopy__` would copy a storage. A copy has received nothing.
         copied = PlaceholderTensor(self.meta, self.device, self.provenance, self.parameter, self.available)
-        copied.sources = self.sources
+        copied.sources, copied.is_trained = self.sources, self.is_trained
         return copied
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,6 +185,9 @@ class PlaceholderTensor(Tensor):
                 "pipeline stage: it may be another one there. Let the step do the same whatever it is",
                 [args[0]],
             )
+        is_own = asking.partition(".")[0] in ("torch", __name__.partition(".")[0])
+        if func == _REQUIRES_GRAD and isinstance(args[0], PlaceholderTensor) and args[0].is_trained and not is_own:
+            return True
         if func is Tensor.__bool__ and args[0].value is None and asking == "torch.distributions.distribution":
             return True  # it validates its arguments, and raises on the stage that has them if they are wrong
         if func == _SET_DATA:
@@ -234,6 +244,8 @@ class PlaceholderTensor(Tensor):
             wrapped.view_of = placeholders[0].view_of
         return wrapped
 
+
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 # Placeholders have no graph, so torch would answer as for a constant.
 _GRADIENT_QUESTIONS = {getattr(Tensor, name).__get__: name for name in ("requires_grad", "grad_fn", "is_leaf")}

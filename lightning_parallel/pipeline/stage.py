@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.compat import Patches
+from lightning_parallel.compat import Patches, innermost_users_line
 from lightning_parallel.compat.torch import buffers_of, non_persistent_buffers_of, parameters_of, pytree
 from lightning_parallel.pipeline.attributes import SavedAttributes, SavedForwards
 from lightning_parallel.pipeline.interception import (
@@ -186,6 +186,9 @@ class StageForward:
         return self.skips.call(call.with_arguments(arguments), self._run)
 
     def _infer(self, call: Call) -> Any:
+        if _seen_stages is not None:
+            leaves = pytree.tree_leaves((call.args, call.kwargs))
+            _seen_stages.given_to_others += [leaf for leaf in leaves if type(leaf) is Tensor and leaf.requires_grad]
         return self.stubs.infer(call)
 
     def _run(self, call: Call) -> Any:
@@ -245,6 +248,27 @@ def _seen_by_step(stages: PipelineStages) -> Iterator[None]:
             yield
     finally:
         _seen_stages = before
+        stages.given_to_others.clear()
+
+
+def _differentiated(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `autograd.grad` that refuses what reaches the loss by other stages, too, in a step."""
+
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in [inputs] if isinstance(inputs, Tensor) else inputs if _seen_stages is not None else ():
+            if _seen_stages is None:
+                break
+            is_placeholder = isinstance(value, PlaceholderTensor)
+            if is_placeholder or any(value is other for other in _seen_stages.given_to_others):
+                what = value.provenance if is_placeholder else "an input of the model"
+                raise PlaceholderError(
+                    f"the step asks for the gradient of {what} by `autograd.grad` in {innermost_users_line()}: it would"
+                    " pass through earlier pipeline stages, which have not begun their backward by then. Use"
+                    " TensorParallelStrategy, whose ranks run a step as a whole"
+                )
+        return original(outputs, inputs, *args, **kwargs)
+
+    return grad
 
 
 def in_whole_model(patches: Patches) -> None:
@@ -268,6 +292,7 @@ def in_whole_model(patches: Patches) -> None:
 
     patches.replace(nn.Module, "named_parameters", seen)
     patches.replace(nn.Module, "get_parameter", seen_one)
+    patches.replace_function(torch.autograd.grad, _differentiated)
 
 
 def _leaves_of(loss: Tensor, made: Sequence[Any]) -> list[Tensor]:
@@ -416,6 +441,8 @@ class PipelineStages:
         self.note_parameters()
         # What the step computes with directly, see `check_direct`.
         self.direct = {*(plan.direct or ())}
+        # Tensors with gradients that the step passes to modules of earlier stages.
+        self.given_to_others: list[Tensor] = []
         self.is_first_step = True
         # Also before: a module whose parameters are gone is recognized by its site.
         self.sites = InterceptedModel(module, stack, self._holds)

@@ -255,6 +255,44 @@ def test_what_fails_on_one_stage_is_raised_by_all(group, schedule):
         assert texts[0] == texts[1], case
 
 
+class Differentiating(Deep):
+    """Asks for gradients in its step."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def training_step(self, batch, index):
+        x = batch[0].clone().requires_grad_()
+        embedded = hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        loss = F.cross_entropy(self.head(hidden), batch[1])
+        if self.way == "trained parameters":
+            return loss + 0.01 * sum(p.square().sum() for p in self.parameters() if p.requires_grad)
+        mine = [p for p in self.parameters() if p.requires_grad]
+        inputs = {"input": [x], "embedding": [embedded], "parameters": mine, "last": [hidden]}[self.way]
+        found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+        return loss + sum(gradient.square().sum() for gradient in found if gradient is not None)
+
+    def on_train_batch_end(self, outputs, batch, index):
+        pass
+
+
+@distributed(world_size=2)
+def test_gradients_that_would_pass_through_earlier_stages():
+    for way, what in (("input", "an input"), ("embedding", "the output of `embed`"), ("parameters", "the parameter")):
+        with pytest.raises(RuntimeError, match=f"asks for the gradient of {what}"):
+            fit(Differentiating(way), PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=1), 2)
+    for way in ("last", "trained parameters"):
+        expected, module = Differentiating(way), Differentiating(way)
+        fit(expected, "auto", 1)
+        trainer = fit(module, PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=1), 2)
+        full = trainer.strategy.lightning_module_state_dict()
+        for name, value in expected.state_dict().items() if trainer.is_global_zero else ():
+            torch.testing.assert_close(full[name], value, rtol=1e-10, atol=1e-12)
+
+
 class Leaving(Deep):
     """One rank does not come to the second step."""
 
