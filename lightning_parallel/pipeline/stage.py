@@ -178,8 +178,10 @@ class StageForward:
             return self.skips.call(call, self._infer)
         if not call.site.present:
             raise CutError(
-                f"`{call.site.name}` is called on pipeline stage {self.stage}, which does not hold it: the first step "
-                "called it elsewhere or not at all, like a moving average; call it outside of steps, or in every step"
+                f"`{call.site.name}` is called after the first layer of pipeline stage {self.stage}, which does not"
+                " hold it: the first step called it before the layers, or not at all, as a moving average. Call it at"
+                " the same place in every step, or outside of steps; where it is the largest part of the model,"
+                " as an LSTM, there is little to cut, and TensorParallelStrategy or plain data parallelism fits better"
             )
         arguments = reveal(call.args), reveal(call.kwargs)
         _require_data(call.site.name, arguments)
@@ -258,9 +260,9 @@ def _differentiated(original: Callable[..., Any]) -> Callable[..., Any]:
         for value in [inputs] if isinstance(inputs, Tensor) else inputs if _seen_stages is not None else ():
             if _seen_stages is None:
                 break
-            is_placeholder = isinstance(value, PlaceholderTensor)
-            if is_placeholder or any(value is other for other in _seen_stages.given_to_others):
-                what = value.provenance if is_placeholder else "an input of the model"
+            is_given = any(value is other for other in _seen_stages.given_to_others)
+            if is_given or isinstance(value, PlaceholderTensor):
+                what = value.provenance if isinstance(value, PlaceholderTensor) else "an input of the model"
                 raise PlaceholderError(
                     f"the step asks for the gradient of {what} by `autograd.grad` in {innermost_users_line()}: it would"
                     " pass through earlier pipeline stages, which have not begun their backward by then. Use"

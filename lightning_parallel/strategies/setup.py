@@ -173,7 +173,7 @@ def shard_tensors(module: LightningModule, options: TensorOptions, groups: MeshG
     state.order = MessageOrder(group)
     state.sharding = sharding = apply_plan(module, found, group.guarded_by(state.order))
     state.tensor_ranks, state.rules = group.ranks, rules_by_name(module, sharding.shards)
-    print_table(sharding_table(module, sharding, group.size))
+    print_table(sharding_table(module, sharding, group.size, groups.pipeline_parallel.size))
     if advice := repeated_work(sharding):
         rank_zero_warn(advice)
     return sharding
@@ -228,6 +228,11 @@ def cut_stages(
         message_groups=message_groups(groups, plan.schedule),
         seed_group=groups.replica,
     )
+    if plan.schedule.splits_backward and groups.tensor_parallel.size > 1:
+        rank_zero_warn(
+            f"the schedule `{plan.schedule.name}` fills idle time with weight gradients of plain linear layers only;"
+            " those of sharded layers are computed at once, so that its bubble is larger than predicted"
+        )
     # Only what is left of the module moves.
     module.to(device)
     _check_cut(state.engine)

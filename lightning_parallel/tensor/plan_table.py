@@ -54,15 +54,17 @@ def sharding_rows(sharding: Sharding, local_shapes: dict[str, Shape]) -> list[tu
     return rows
 
 
-def sharding_table(module: nn.Module, sharding: Sharding, ranks: int) -> Table:
-    """Return the table that is shown after a model has been divided over `ranks` ranks."""
+def sharding_table(module: nn.Module, sharding: Sharding, ranks: int, stages: int = 1) -> Table:
+    """Return the table that is shown after a model has been divided over `ranks` ranks, before its stages are cut."""
     local_shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     total, held = (sum(map(math.prod, shapes.values())) for shapes in (sharding.full_shapes, local_shapes))
     rows = sharding_rows(sharding, local_shapes)
     notes = list(dict.fromkeys(note for *_, note in rows if note))
     lines = [f"({number}) {note}" for number, note in enumerate(notes, 1)]
     lines += _sequence_lines(sharding)
-    lines.append(f"this rank holds {held:,} of {total:,} parameters ({held / max(total, 1):.0%})")
+    share = f"{held:,} of {total:,} parameters ({held / max(total, 1):.0%})"
+    further = f"the shards of a rank are {share}; the {stages} pipeline stages divide them further, see below"
+    lines.append(f"this rank holds {share}" if stages == 1 else further)
     advice = repeated_work(sharding)
     if advice:
         lines.append(advice)
