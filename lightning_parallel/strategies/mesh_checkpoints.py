@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, Optional, get_args
 
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -29,9 +32,10 @@ from lightning_parallel.checkpoint import (
     is_distributed_checkpoint,
     is_sharded_checkpoint,
 )
-from lightning_parallel.compat import ParallelState
+from lightning_parallel.compat import FOREIGN, ParallelState
 from lightning_parallel.compat.default_group import all_processes_as_default
 from lightning_parallel.compat.lightning import PathLike, move_optimizers
+from lightning_parallel.compat.twins import is_a
 from lightning_parallel.data_parallel import ParameterSlices
 from lightning_parallel.pipeline.engine import PipelineEngine
 from lightning_parallel.strategies.compression_files import remove_compression
@@ -40,6 +44,7 @@ from lightning_parallel.strategies.optimization import WholeGroups
 from lightning_parallel.strategies.processes import MeshProcesses
 from lightning_parallel.strategies.saved_modules import holds_modules, put_whole_copies, weakly
 from lightning_parallel.strategies.setup import save_plan
+from lightning_parallel.strategies.whole import EVERYWHERE_BYTES, share_tensors
 from lightning_parallel.tensor.sharding import Shard
 
 __all__ = ["CheckpointFormat", "MeshCheckpoints"]
@@ -136,6 +141,7 @@ class MeshCheckpoints(MeshProcesses):
         if not self.is_sharded:
             state = self.full_state_dict()
             self._last_state = weakly(state)
+            self._share_with_hooks(state)
             return state
         if self._is_restored:
             return as_parts(self.module.state_dict(), self.is_global_zero)
@@ -176,7 +182,29 @@ class MeshCheckpoints(MeshProcesses):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` with full tensors, see `lightning_module_state_dict`."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self._saved.gather_optimizer(inner, self._recorded_groups(inner))
+        state = self._saved.gather_optimizer(inner, self._recorded_groups(inner))
+        values = {(index, key): value for index, entry in state["state"].items() for key, value in entry.items()}
+        if not self.is_sharded and self._share_with_hooks(values):
+            for (index, key), value in values.items():
+                state["state"][index][key] = value
+        return state
+
+    def _share_with_hooks(self, values: dict[Any, Any]) -> bool:
+        """Give every rank what rank zero has gathered, if hooks look at it and it is not large; tell whether it did."""
+        trainer = self.module.trainer
+        callbacks = [one for one in trainer.callbacks if is_a(one, Callback)]  # type: ignore[attr-defined]
+        owners = [(self.module, LightningModule), *((one, Callback) for one in callbacks)]
+        looks = any(
+            type(owner).__module__.partition(".")[0] not in FOREIGN
+            and is_overridden("on_save_checkpoint", owner, parent=kind)
+            for owner, kind in owners
+        )
+        tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+        if not looks or sum(value.nbytes for value in tensors.values()) > EVERYWHERE_BYTES:
+            return False
+        share_tensors(tensors, self.groups.world, self.root_device)
+        values.update(tensors)
+        return True
 
     def _recorded_groups(self, optimizer: Optimizer) -> list[list[str]]:
         return [] if self._whole is None else self._whole.recorded.get(optimizer, [])

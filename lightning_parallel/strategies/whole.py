@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -25,11 +25,11 @@ from lightning_parallel.compat import ParallelState
 from lightning_parallel.strategies import replicas
 from lightning_parallel.tensor.sharding import Shard
 
-__all__ = ["Restore", "divide_again", "end_run"]
+__all__ = ["EVERYWHERE_BYTES", "Restore", "divide_again", "end_run", "share_tensors"]
 
 Restore = Literal["auto", "all", "rank_zero", "off"]
 
-_EVERYWHERE_BYTES = 1 << 30
+EVERYWHERE_BYTES = 1 << 30
 """Up to this size each rank gets the whole module by default."""
 _MEMORY_SHARE = 0.25
 """Of the host's memory, up to which rank zero gets it by default."""
@@ -74,7 +74,7 @@ def _restore_whole(module: LightningModule, checkpoints: Checkpoints, groups: Me
     trained = set().union(*comm.all_gather_object(trained, groups.pipeline_parallel))
     full = replace(checkpoints, is_saved=is_mine).gather_tensors()
     if where == "all":
-        _share(full, groups.replica, checkpoints.device)
+        share_tensors(full, groups.replica, checkpoints.device)
     if where == "all" or groups.world.rank == 0:
         whole.restore(full, trained)
     if where == "rank_zero" and is_default:
@@ -83,7 +83,7 @@ def _restore_whole(module: LightningModule, checkpoints: Checkpoints, groups: Me
 
 
 def _place_of(total: int, world: Group) -> Restore:
-    if total <= _EVERYWHERE_BYTES:
+    if total <= EVERYWHERE_BYTES:
         return "all"
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -109,11 +109,11 @@ def _total_bytes(module: nn.Module, checkpoints: Checkpoints, groups: MeshGroups
     return sum(sizes.values())
 
 
-def _share(full: dict[str, Tensor], replica: Group, device: torch.device) -> None:
+def share_tensors(full: dict[Any, Tensor], replica: Group, device: torch.device) -> None:
     """Send the tensors, which the first rank of the replica has, to its other ranks."""
     if replica.size == 1:
         return
-    kinds: dict[torch.dtype, list[str]] = {}
+    kinds: dict[torch.dtype, list[Any]] = {}
     for name, tensor in full.items():
         kinds.setdefault(tensor.dtype, []).append(name)
     for dtype, names in kinds.items():
@@ -129,8 +129,8 @@ def _share(full: dict[str, Tensor], replica: Group, device: torch.device) -> Non
                     full[name] = part.view(full[name].shape).clone()
 
 
-def _chunks(names: Sequence[str], sizes: Sequence[int]) -> list[list[str]]:
-    chunks: list[list[str]] = [[]]
+def _chunks(names: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    chunks: list[list[Any]] = [[]]
     num_bytes = 0
     for name, size in zip(names, sizes):
         if chunks[-1] and num_bytes + size > _CHUNK_BYTES:

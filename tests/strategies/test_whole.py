@@ -389,3 +389,35 @@ def test_one_strategy_for_one_trainer_after_another(layout):
         trainer_for(kind, devices, max_epochs=1).fit(one, loader())
     torch.testing.assert_close(module.predicted, expected.predicted, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()), rtol=1e-9, atol=1e-11)
+
+
+class Sums(Model):
+    """Computes with what is saved, in hooks of its own and of a callback."""
+
+    def configure_callbacks(self):
+        class Norms(Callback):
+            def on_save_checkpoint(self, trainer, module, checkpoint):
+                states = checkpoint["optimizer_states"][0]["state"].values()
+                module.found["norms"] = [state["momentum_buffer"].norm().item() for state in states]
+
+        return [Norms()]
+
+    def on_save_checkpoint(self, checkpoint):
+        self.found["sums"] = {name: value.sum().item() for name, value in checkpoint["state_dict"].items()}
+        checkpoint["half"] = {name: value.half() for name, value in checkpoint["state_dict"].items()}
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@distributed(world_size=2)
+def test_hooks_compute_with_what_is_saved_on_every_rank(group, layout):
+    folder = Path(comm.broadcast_object(tempfile.mkdtemp(), group))
+    found = []
+    for devices in (1, 2):
+        module = Sums().double()
+        module.found = {}
+        options = {"enable_checkpointing": True, "default_root_dir": folder / f"{devices} {group.rank % devices}"}
+        trainer_for("auto" if devices == 1 else LAYOUTS[layout][0](), devices, max_epochs=1, **options).fit(
+            module, loader()
+        )
+        found.append(module.found)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-8, atol=1e-10)
