@@ -200,6 +200,8 @@ class MeshStrategy(MeshCheckpoints):
         with deferred_init(self.root_device):
             self.precision_plugin.convert_module(module)
         self.parallelize(module)
+        if (order := ParallelState.of(module).order) is not None:
+            order.chance = self._chance if self.engine is None else None
         self.model_to_device()
         # Each replica has built its own model, perhaps from other random numbers.
         replicas.start_equal(module, self.groups.data_parallel)
@@ -478,7 +480,10 @@ class MeshStrategy(MeshCheckpoints):
                 return self._steps.training_step(args, kwargs, audit, reducer if is_last else None)
         step = super().training_step
         # Callbacks may look at what the step returns on some ranks only.
-        return whole_logits((step if audit is None else audit.wrap(step))(*args, **kwargs))
+        output = whole_logits((step if audit is None else audit.wrap(step))(*args, **kwargs))
+        if self._chance is not None and self.groups.replica.size > 1:
+            self._chance.end_step()
+        return output
 
     @override
     def on_train_start(self) -> None:

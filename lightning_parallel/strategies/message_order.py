@@ -24,6 +24,7 @@ from torch import nn
 from lightning_parallel.comm import ApartError, Group, RollCall
 from lightning_parallel.compat import ParallelState, users_line
 from lightning_parallel.compat.torch import has_compiled_parts
+from lightning_parallel.strategies.shared_chance import SharedChance
 
 __all__ = ["MessageOrder", "in_step"]
 
@@ -54,6 +55,9 @@ class MessageOrder:
         # The messages since the step began, as a number, and all such numbers that the ranks have agreed on.
         self._sent = 0
         self._known: set[int] = set()
+        # Compares the random numbers with which a step begins, if it draws from the global generators.
+        self.chance: SharedChance | None = None
+        self._state = ""
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -70,6 +74,8 @@ class MessageOrder:
             self._sent = hash(name)
             # Backward follows on a step in which the ranks were together.
             self._is_first = name != "backward"
+            if self._is_first and self.chance is not None:
+                self._state = str(self.chance.state())
         self._block = name
         try:
             yield
@@ -98,14 +104,16 @@ class MessageOrder:
             default_pg_timeout.total_seconds() if is_first else COMPILING_S if self._is_compiled else STEP_WAIT_S
         )
         place = users_line(lambda frame: frame.f_code.co_name == "run_in_step")
-        self._meet(place or f"`{self._block}`", patience_s)
+        states = self._meet(place or f"`{self._block}`", patience_s, self._state if is_first else "")
+        if is_first and self.chance is not None:
+            self.chance.refuse(states)
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known.add(self._sent)
 
-    def _meet(self, place: str, patience_s: float) -> None:
+    def _meet(self, place: str, patience_s: float, note: str = "") -> list[str]:
         try:
-            self._calls.meet(place, patience_s)
+            return self._calls.meet(place, patience_s, note)
         except ApartError as error:
             mine = self._group.ranks[self._group.rank]
             absent = [str(rank) for rank, where in error.places.items() if not where]

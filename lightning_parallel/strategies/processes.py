@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal, NamedTuple, Optional, Union
 from uuid import uuid4
 
@@ -43,6 +44,7 @@ from lightning_parallel.mesh import AXES, DATA, TENSOR, Axis, Mesh, Size
 from lightning_parallel.strategies.checkpoint_files import SavesFiles
 from lightning_parallel.strategies.deferred_init import deferred_init
 from lightning_parallel.strategies.replicas import seed_workers, share_random_state
+from lightning_parallel.strategies.shared_chance import SharedChance
 
 __all__ = [
     "MeshProcesses",
@@ -201,6 +203,7 @@ class MeshProcesses(SavesFiles):
         self._device_mesh: DeviceMesh | None = None
         self._built_apart = False
         self._batches: RollCall | None = None
+        self._chance: SharedChance | None = None
         # Of the batches so far, see `content_of`.
         self._content = 0
 
@@ -348,6 +351,7 @@ class MeshProcesses(SavesFiles):
         if 1 < self.groups.replica.size <= RollCall.MOST_RANKS:
             self._batches = RollCall(self.groups.replica, "batches")
         share_random_state(self.groups.replica)
+        self._chance = SharedChance(self.groups.replica)
         set_device_mesh(self.module, self.device_mesh)
         self.groups.make_data_default()
 
@@ -384,7 +388,20 @@ class MeshProcesses(SavesFiles):
     def keep_together(self, trainer: Trainer, patches: Patches) -> Callable[[], None]:
         """Let all ranks of a run end on a signal, or on a loader that fails on one of them; see `agree_on_sigterm`."""
         agree_on_loaders(trainer, self._raise_on_all, patches)
+        if self.groups.replica.size > 1 and self._chance is not None:
+            self._chance.follow(trainer, self.module, self.groups.pipeline_parallel.size == 1, patches)
+            # Before loaders draw the order of an epoch.
+            for loop, name in ((trainer.fit_loop, "setup_data"), (trainer.fit_loop.epoch_loop, "on_run_start")):
+                patches.replace(loop, name, self._met(f"the start of an epoch ({name})", getattr(loop, name)))
         return agree_on_sigterm(trainer, self.begin_batch, patches)
+
+    def _met(self, place: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._meet_replica(place, False)
+            return method(*args, **kwargs)
+
+        return call
 
     @property
     def replicas_meet(self) -> bool:
@@ -430,18 +447,20 @@ class MeshProcesses(SavesFiles):
         replica = self.groups.replica
         if replica.size == 1:
             return flag
+        assert self._chance is not None
         if self._batches is None:
-            return comm.on_any_rank([flag], replica)[0]
+            return self._meet_many(flag)
         try:
             patience = self._timeout or default_pg_timeout
-            notes = self._batches.meet(place, patience.total_seconds(), f"{int(flag)} {self._content}")
+            note = f"{int(flag)} {self._content} {self._chance.note()}"
+            notes = self._batches.meet(place, patience.total_seconds(), note)
         except ApartError as error:
             listed = ", ".join(f"{where or 'another place'} on rank {rank}" for rank, where in error.places.items())
             raise RuntimeError(
                 f"the run is at different places at once: {listed}. These ranks hold parts of one model and read the"
                 " same data; let loaders and callbacks do the same on each of them, without a condition on the rank"
             ) from error
-        flags, contents = zip(*(note.split() for note in notes))
+        flags, contents, *_ = zip(*(note.split() for note in notes))
         if len(set(contents)) > 1:
             different = [str(rank) for rank, other in zip(replica.ranks, contents) if other != contents[0]]
             raise ValueError(
@@ -450,7 +469,18 @@ class MeshProcesses(SavesFiles):
                 " the data-parallel coordinate (`trainer.strategy.distributed_sampler_kwargs`), not by the global rank,"
                 " and use the same seed and the same files on every rank"
             )
+        self._chance.compare([note.split()[2:] for note in notes])
         return "1" in flags
+
+    def _meet_many(self, flag: bool) -> bool:
+        """Do the same where the store would be asked by too many ranks, but for the batches."""
+        assert self._chance is not None
+        note = self._chance.note()
+        bits = [bool(zlib.crc32(note.encode()) >> place & 1) for place in range(32)]
+        flag, *found = comm.on_any_rank([flag, *bits, *(not bit for bit in bits)], self.groups.replica)
+        if any(one and zero for one, zero in zip(found[:32], found[32:])):
+            self._chance.compare([other.split() for other in comm.all_gather_object(note, self.groups.replica)])
+        return flag
 
     # ------------------------------------------------------------------------------------------------ collectives
 

@@ -1,16 +1,21 @@
 """Calls of a divided model outside of steps: on all ranks together, or refused at once."""
 
+import random
 import re
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
 
 from lightning_parallel import TensorParallelStrategy
-from lightning_parallel.compat import ParallelState
+from lightning_parallel.comm import RollCall
+from lightning_parallel.compat import ParallelState, patched
 from tests.harness import distributed, free_port, start_script
-from tests.strategies.models import Net, loader, trainer_for
+from tests.strategies.models import Net, Samples, loader, trainer_for
 from tests.strategies.test_pipeline import Deep
 
 HOOKS = ["on_fit_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_validation_end"]
@@ -225,3 +230,64 @@ def test_one_rank_may_look_at_logits_that_are_gathered(group):
     module = LookingNet([0]).double()
     trainer_for(TensorParallelStrategy(tensor_parallel_size=2, gather_logits=True), 2).fit(module, loader())
     assert bool(module.seen) == (group.rank == 0)
+
+
+class Drawing(Callback):
+    """Draws from a generator in one hook, where the run has one process, or on rank zero."""
+
+    def __init__(self, hook, draw):
+        self.draw = draw
+        setattr(self, hook, self.on_rank_zero)
+
+    def on_rank_zero(self, trainer, *_):
+        if trainer.is_global_zero:
+            self.draw()
+
+
+class Masked(Net):
+    """Drops what all ranks hold, by each of the generators."""
+
+    def __init__(self, in_step=False):
+        super().__init__()
+        self.in_step = in_step
+
+    def training_step(self, batch, index):
+        if self.in_step and self.global_rank == 0:
+            torch.rand(3)
+        x = F.dropout(batch[0], 0.3) * (1 + random.random()) * float(np.random.rand())
+        return super().training_step((x, batch[1]), index)
+
+
+def weights_of(callbacks, strategy="auto", devices=1, **kwargs):
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    module = Masked(**kwargs).double()
+    train = DataLoader(Samples(), batch_size=8, shuffle=True)
+    trainer_for(strategy, devices, callbacks=callbacks, limit_train_batches=3).fit(module, train)
+    return dict(module.named_parameters())
+
+
+@distributed(world_size=2)
+def test_generators_that_part_are_put_back_to_those_of_the_first_rank(group):
+    cases = [("on_train_epoch_end", torch.rand, (3,)), ("on_train_batch_end", np.random.rand, ())]
+    cases += [("on_fit_start", torch.rand, (3,)), ("on_before_optimizer_step", random.random, ())]
+    for many in (False, True):
+        with patched(RollCall, "MOST_RANKS", 1 if many else 64):
+            for hook, draw, args in cases:
+                expected = weights_of([Drawing(hook, lambda draw=draw, args=args: draw(*args))])
+                callbacks = [Drawing(hook, lambda draw=draw, args=args: draw(*args))]
+                warned = pytest.warns(match=f"`Drawing.{hook}` draws random numbers on some of the ranks 0, 1 only")
+                with warned if group.rank == 0 else nullcontext():
+                    found = weights_of(callbacks, TensorParallelStrategy(tensor_parallel_size=2), 2)
+                for name, value in expected.items():
+                    torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=f"{hook} {name}")
+
+
+@distributed(world_size=2)
+def test_a_step_that_begins_or_ends_with_other_generators_is_refused(group):
+    strategy = TensorParallelStrategy(tensor_parallel_size=2)
+    with pytest.raises(RuntimeError, match=r"`Drawing.on_train_batch_start` draws random numbers before this step"):
+        weights_of([Drawing("on_train_batch_start", lambda: torch.rand(1))], strategy, 2)
+    with pytest.raises(RuntimeError, match="have drawn random numbers in the last step, and the others have not"):
+        weights_of([], TensorParallelStrategy(tensor_parallel_size=2), 2, in_step=True)
