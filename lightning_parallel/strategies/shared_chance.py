@@ -134,8 +134,8 @@ class SharedChance:
         if len(set(after_steps)) > 1:
             raise RuntimeError(
                 f"some of the ranks {ranks}, which hold one replica, have drawn random numbers in the last step, and"
-                " the others have not: dropout masks and weights that they share would part. Draw on all of them, without"
-                " a condition on the rank (`global_rank`, `is_global_zero`)"
+                " the others have not: dropout masks and weights that they share would part. Draw on all of them,"
+                " without a condition on the rank (`global_rank`, `is_global_zero`)"
             )
         name = _first_that_differs(comm.all_gather_object(drawn, self._group))
         share_random_state(self._group)
