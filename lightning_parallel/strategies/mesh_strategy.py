@@ -471,7 +471,7 @@ class MeshStrategy(MeshCheckpoints):
     @in_step
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._begin_step(args, kwargs)
-        # To watch every function slows a step down several times; the graph is checked in each `backward`.
+        # To watch every function slows a step down several times; the graph is checked in `backward`.
         audit = self._audit if self._is_first_batch else None
         self._is_first_batch = False
         if self._steps is not None:
@@ -564,8 +564,7 @@ class MeshStrategy(MeshCheckpoints):
     @in_step
     def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
         if self._audit is not None and self._steps is None:
-            # Each time: a term may join after a warmup, or for some batches only.
-            self._audit.check_output(closure_loss, "the loss")
+            self._audit.check_loss(closure_loss, self.module.current_epoch)
         if self._watch is not None and self._watch.has_new_model:
             self.adopt_changes()  # in the step
         self.pre_backward(closure_loss)

@@ -392,7 +392,7 @@ class MeshProcesses(SavesFiles):
             self._chance.follow(trainer, self.module, self.groups.pipeline_parallel.size == 1, patches)
             # Before loaders draw the order of an epoch.
             for loop, name in ((trainer.fit_loop, "setup_data"), (trainer.fit_loop.epoch_loop, "on_run_start")):
-                patches.replace(loop, name, self._met(f"the start of an epoch ({name})", getattr(loop, name)))
+                patches.replace(loop, name, self._met("the start of an epoch (train)", getattr(loop, name)))
         return agree_on_sigterm(trainer, self.begin_batch, patches)
 
     def _met(self, place: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,6 +41,7 @@ DIVIDES = {"_ColumnLinearFunctionBackward", "_ScatterToGroupBackward", "_CopyToG
 STAYS_DIVIDED = {"_AllGatherToGroupBackward", "_ReduceScatterToGroupBackward"}
 LEAF = "torch::autograd::AccumulateGrad"
 RECEIVED = "_ReceivedBackward"  # what a pipeline stage got from the stage before
+_TERMS = 32
 LEAVE_WHOLE = "keep the layers of that region whole with plan={..., '<their path>': 'replicate'}"
 
 
@@ -67,6 +68,8 @@ class StepAudit:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._divided = sharding.shards.keys() | sharding.partial
         self._may_send_pieces = cuts_are_proven or bool(sharding.plan.sequence_regions)
+        self._count, self._epoch = 0, -1
+        self._known: set[tuple[str, ...]] = set()
 
     def wrap(self, step: Callable[P, R]) -> Callable[P, R]:
         """Return `step` with the audit around it: its loss is checked too, a tensor or the `"loss"` of a mapping.
@@ -115,6 +118,23 @@ class StepAudit:
                 raise
             self._check_graph(tensor, name, inside=True)
 
+    def check_loss(self, loss: Tensor, epoch: int) -> None:
+        """Check a loss before its backward: the first ones, 1, 2, 4, 8, ..., each epoch's first, and any new one.
+
+        A loss is new if the operations that make it of its terms are not those of an earlier one: a term may join after
+        a warmup, or for some batches only.
+
+        Raises:
+            RuntimeError: See `check_output`.
+        """
+        self._count += 1
+        terms = _terms(loss)
+        is_due = not self._count & (self._count - 1) or epoch != self._epoch
+        if is_due or terms not in self._known:
+            self.check_output(loss, "the loss")
+            self._known.add(terms)
+            self._epoch = epoch
+
     def check_output(self, output: Tensor, name: str) -> None:
         """Check that `output` depends on divided activations only through operations that join them.
 
@@ -161,6 +181,16 @@ class StepAudit:
                 " features, positions), so each rank would have a part of its gradient, and the ranks would drift"
                 f" apart. Use it outside of the region, or {LEAVE_WHOLE}"
             )
+
+
+def _terms(loss: Tensor) -> tuple[str, ...]:
+    """Return the kinds of the operations nearest to a loss, in breadth."""
+    nodes, kinds = [loss.grad_fn], []
+    for node in nodes:
+        if node is not None and len(kinds) < _TERMS:
+            kinds.append(node.name())
+            nodes += [following for following, _ in node.next_functions]
+    return tuple(kinds)
 
 
 def _divided_before(node: Any, kind: str, inside: bool, name: str, names: Mapping[int, str]) -> list[bool]:

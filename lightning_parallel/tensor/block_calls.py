@@ -105,7 +105,9 @@ def _without_data(module: nn.Module, known: dict[int, Any]) -> nn.Module:
     """Return a copy of `module` whose tensors are on the meta device, without its hooks."""
     if id(module) in known:
         return known[id(module)]
-    hollow = known[id(module)] = copy.copy(module)
+    # Not by `copy.copy`: modules with a parametrization, such as a weight norm, refuse it.
+    hollow = known[id(module)] = object.__new__(type(module))
+    vars(hollow).update(vars(module))
     for name in [name for name in vars(hollow) if name.endswith("_hooks")]:
         vars(hollow)[name] = type(vars(hollow)[name])()
 

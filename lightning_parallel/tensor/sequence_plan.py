@@ -150,7 +150,7 @@ def _sequence_plan(block: nn.Module, inside: Plan, verifier: PlanVerifier, call:
     if found is not None:
         return found
     runs = verifier.first_verified(block, inside, [Plan()], source="alone", call=call) is not None
-    return DIFFERS if runs else CANNOT_RUN
+    return DIFFERS if runs else f"{CANNOT_RUN}{f' ({verifier.failure})' if verifier.failure else ''}"
 
 
 def _has_positions_first(block: nn.Module) -> bool:

@@ -48,11 +48,15 @@ class PlanVerifier:
 
     Args:
         group: The tensor-parallel group; all its ranks must call the methods in the same order.
+
+    Attributes:
+        failure: Why the last block that failed did not run, in a line; the same on all ranks.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self._lacks_precision = False  # whether what failed last did so because of its precision
+        self.failure = ""
         self._known: dict[object, Plan | None] = {}
         self._refused: set[object] = set()
         self._verdicts: dict[object, bool | None] = {}
@@ -157,12 +161,12 @@ class PlanVerifier:
         divided.train(training)
         with DropoutOff():
             # Wrong shapes show in a run without communication, before one rank could be left waiting in a collective.
+            # On a copy: a run in training may change buffers, such as those of a spectral norm, and attributes.
             with comm.skip_communication():
-                if self._run_together(lambda: _run(divided, x)) is None:
+                if self._run_together(lambda: _run(copy.deepcopy(divided), x)) is None:
                     return False
             if self.group.is_pretended:
                 return True  # the shapes fit; with what values, only ranks that are there could tell
-            divided.zero_grad()
             outputs, gradients = _run(divided, x)
         full_outputs, full_gradients = expected
         right = not all_outputs or len(outputs) == len(full_outputs)
@@ -213,10 +217,12 @@ class PlanVerifier:
         try:
             result = run()
         except Exception as failure:  # the user's code on an input it may not be made for
-            result, error = None, str(failure)
-        found = comm.all_gather_object((result is not None, bool(_ABOUT_PRECISION.search(error))), self.group)
-        self._lacks_precision = any(is_about for _, is_about in found)
-        return result if all(is_there for is_there, _ in found) else None
+            result, error = None, str(failure) or type(failure).__name__
+        line = next(iter(error.splitlines()), "")[:160]
+        found = comm.all_gather_object((result is not None, bool(_ABOUT_PRECISION.search(error)), line), self.group)
+        self._lacks_precision = any(is_about for _, is_about, _ in found)
+        self.failure = next((line for is_there, _, line in found if not is_there), self.failure)
+        return result if all(is_there for is_there, *_ in found) else None
 
 
 @dataclass(frozen=True)

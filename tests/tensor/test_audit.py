@@ -137,3 +137,17 @@ def test_a_backward_without_the_strategy_is_checked(group):
     with pytest.raises(RuntimeError, match="the loss depends on an activation"), StepAudit(net, sharding).watch():
         (net(torch.randn(3, 4)).sum() + net[0].hidden.mean()).backward()
     assert all(parameter.grad is None for parameter in net.parameters())
+
+
+@distributed(world_size=2)
+def test_a_loss_is_checked_in_the_first_steps_and_when_its_terms_are_new(group):
+    net, sharding = _net(group)
+    audit, checked = StepAudit(net, sharding), []
+    check = audit.check_output
+    audit.check_output = lambda *args: (checked.append(step), check(*args))
+    for step in range(1, 21):
+        audit.check_loss(net(torch.randn(3, 4)).pow(2).sum(), epoch=step // 13)
+    assert checked == [1, 2, 4, 8, 13, 16]
+    step = 21
+    with pytest.raises(RuntimeError, match="computes with `0.up.weight` outside of its layer"):
+        audit.check_loss(net(torch.randn(3, 4)).pow(2).sum() + net[0].up.weight.square().sum(), epoch=1)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel import comm
@@ -376,3 +377,33 @@ def test_experts_of_different_widths_are_no_stack_of_blocks(group):
     model, whole, sharding = divided(group, Both)
     compare(group, model, whole, sharding)
     assert not any("experts" in path for region in sharding.plan.sequence_regions for path in region.blocks)
+
+
+class Parametrized(Block):
+    def __init__(self, norm):
+        super().__init__()
+        norm(self.mlp[0])
+
+
+class Counting(Routed):
+    """Changes a buffer in each step, as a router without a loss for its balance does."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp.register_buffer("bias", torch.zeros(1))
+
+    def forward(self, *args):
+        x = super().forward(*args) + self.mlp.bias
+        if self.training:
+            self.mlp.bias += 0.1
+        return x
+
+
+@pytest.mark.parametrize("kind", ["weight norm", "spectral norm", "a buffer that changes"])
+@distributed(world_size=2)
+def test_blocks_that_change_in_a_trial_or_refuse_to_be_copied(group, kind):
+    norms = {"weight norm": parametrizations.weight_norm, "spectral norm": parametrizations.spectral_norm}
+    make = Counting if kind not in norms else functools.partial(Parametrized, norms[kind])
+    model, whole, sharding = divided(group, lambda: Language([make() for _ in range(2)]))
+    assert sharding.plan.sequence_regions
+    compare(group, model, whole, sharding)
