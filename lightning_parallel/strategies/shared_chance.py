@@ -65,7 +65,7 @@ class SharedChance:
         """
         self._generators = OwnGenerators(module.modules())
         self._steps_draw_alike = steps_draw_alike
-        profiler: Any = trainer.profiler
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         start, stop = profiler.start, profiler.stop
 
         @wraps(start)

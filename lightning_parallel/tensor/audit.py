@@ -185,7 +185,8 @@ class StepAudit:
 
 def _terms(loss: Tensor) -> tuple[str, ...]:
     """Return the kinds of the operations nearest to a loss, in breadth."""
-    nodes, kinds = [loss.grad_fn], []
+    nodes: list[Any] = [loss.grad_fn]
+    kinds: list[str] = []
     for node in nodes:
         if node is not None and len(kinds) < _TERMS:
             kinds.append(node.name())
