@@ -212,6 +212,8 @@ class ParallelState:
             their mean by samples although they are weighted by something else, `entries` of a list to which each adds
             as many as one step, even if that is one per sample in the proof; empty, if what microbatches leave one
             after another is what one step leaves.
+        doubt: Two microbatches together, and what the loss of a sketch of the model is on them, if that is not the mean
+            of their losses.
         followed: Paths of the modules that are not intercepted: all stages run their code, and the last one knows what
             it leaves in attributes.
     """
@@ -229,6 +231,7 @@ class ParallelState:
     skipped_steps: int = 0
     logged: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     attributes: dict[str, str] = field(default_factory=dict)
+    doubt: tuple[Any, str] | None = None
     followed: tuple[str, ...] = ()
 
     @classmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_parallel.compat.torch import BatchNormalization, version_of
 from lightning_parallel.pipeline.dry_runs import Places, StageInputs, dry_run_stages
 from lightning_parallel.pipeline.message_layout import MessageLayouts
 from lightning_parallel.pipeline.microbatch import (
+    UNCOUNTED,
     SplitBatch,
     StepResult,
     map_tensors,
@@ -37,7 +38,7 @@ from lightning_parallel.pipeline.microbatch import (
 from lightning_parallel.pipeline.module_use import unpaired_copies
 from lightning_parallel.pipeline.p2p import MessageGroups
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan, TiedParameter, device_of
-from lightning_parallel.pipeline.random_streams import OwnGenerators
+from lightning_parallel.pipeline.random_streams import OwnGenerators, ReplayedDraws
 from lightning_parallel.pipeline.runtime import ScheduleRun
 from lightning_parallel.pipeline.schedule import SCHEDULES, Schedule, build_schedule, forward_only
 from lightning_parallel.pipeline.skips import Skips
@@ -140,6 +141,7 @@ class PipelineEngine:
         seed_group: Ranks whose random numbers before the layers must be the same; by default `group`.
 
     Attributes:
+        draws: What microbatches are given as their random numbers while a step is compared; else None.
         unpaired: Copies of the model, and their originals, of which stages do not hold the same parameters.
         tied_are_summed: Whether the gradients of tied parameters are sums over their owners, until others are added.
 
@@ -187,6 +189,7 @@ class PipelineEngine:
         self._changes_batch: dict[bool, bool] = {}  # in training, in evaluation
         self._shared_seeds = 0
         self.tied_are_summed = False
+        self.draws: ReplayedDraws | None = None
         self._stage_inputs: dict[int, list[StageInputs]] = {}
         self._schedules = {self.schedule.num_microbatches: self.schedule}
         self.share_seed()
@@ -323,7 +326,7 @@ class PipelineEngine:
             )
         # The last batch of an epoch may have fewer samples than there are microbatches.
         schedule = self._schedule_for(len(microbatches))
-        sizes = [float(self.microbatch_weight(microbatch)) for microbatch in microbatches]
+        sizes = self._sizes_of(microbatches)
         if not 0 < sum(sizes) < math.inf or min(sizes) < 0:
             raise ValueError(f"expected microbatches of a positive weight, none negative or infinite, got {sizes}")
         step_on_copies = StepOnCopies(step, self._changes_batch.get(training, True), len(self.stages) == 1)
@@ -342,6 +345,7 @@ class PipelineEngine:
             message_groups=self.message_groups,
             skips=self.plan.skips if skips is None else skips,
             end_stage=end_stage,
+            draws=self.draws,
         )
         result = run()
         self.model.is_first_step &= not training
@@ -350,6 +354,16 @@ class PipelineEngine:
         self._changes_batch[training] = known or step_on_copies.changes_batch
         step_on_copies.write_back()
         return result
+
+    def _sizes_of(self, microbatches: Sequence[Any]) -> list[float]:
+        if len(microbatches) == 1:
+            return [1.0]
+        try:
+            return [float(self.microbatch_weight(microbatch)) for microbatch in microbatches]
+        except ValueError as error:
+            if self.microbatch_weight is not num_samples or self.split_batch is split_batch:
+                raise
+            raise ValueError(UNCOUNTED.format(type(microbatches[0]).__name__)) from error
 
     @contextmanager
     def other_precision(self, dtype: torch.dtype) -> Iterator[None]:
@@ -410,7 +424,9 @@ class PipelineEngine:
         return known[num_microbatches]
 
     def _warn_of_batch_norm(self) -> None:
-        if self.schedule.num_microbatches > 1 and any(isinstance(m, BatchNormalization) for m in self.module.modules()):
+        has_norm = any(isinstance(child, BatchNormalization) for child in self.module.modules())
+        # By one rank: the others would say the same.
+        if self.seed_group.ranks[self.seed_group.rank] == 0 and self.schedule.num_microbatches > 1 and has_norm:
             warnings.warn(
                 "the model has batch normalisation, which sees one microbatch at a time in a pipeline: its statistics, "
                 "and so the gradients, differ from those of the whole batch. Use group or layer normalisation for "

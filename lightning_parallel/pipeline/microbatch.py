@@ -19,15 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_parallel.compat.torch import pytree
 
 __all__ = [
+    "UNCOUNTED",
+    "chosen_samples",
     "MissingLossError",
     "loss_of",
     "SplitBatch",
+    "count_samples",
     "entries_of",
     "few_samples",
     "StepResult",
@@ -39,6 +42,7 @@ __all__ = [
     "reduce_logged",
     "split_batch",
     "split_by",
+    "tensors_in",
 ]
 
 
@@ -76,6 +80,8 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     Raises:
         ValueError: If two entries differ in their number of samples, or an entry cannot be cut; names its key.
     """
+    if num_microbatches == 1:
+        return [batch]  # also one that nobody can cut
     # Every rank splits the same batch by itself, so the sizes must not depend on anything but the batch.
     samples = num_samples(batch)
     count = min(num_microbatches, samples)
@@ -110,6 +116,15 @@ def few_samples(batch: Any, count: int) -> Any:
     return _part(batch, chosen, samples)
 
 
+def chosen_samples(batch: Any, chosen: list[int]) -> Any:
+    """Return a batch of the samples at these positions.
+
+    Raises:
+        ValueError: As `split_batch`.
+    """
+    return _part(batch, chosen, num_samples(batch))
+
+
 # The label that `cross_entropy` leaves out by default.
 _IGNORED = -100
 
@@ -124,6 +139,12 @@ def split_by(split: SplitBatch, batch: Any, num_microbatches: int) -> Sequence[A
     if not isinstance(parts, (list, tuple)) or not parts:
         raise ValueError(f"expected `split_batch` to return a list of microbatches, got {parts!r:.200}")
     return parts
+
+
+UNCOUNTED = (
+    "expected to count the samples of each microbatch, but `split_batch` returns a {}, in which nothing tells their"
+    " number; give a `microbatch_weight` function too, which returns by how much a microbatch counts in the loss"
+)
 
 
 def num_samples(batch: Any) -> int:
@@ -146,6 +167,15 @@ def num_samples(batch: Any) -> int:
             f"{samples} and {', '.join(wrong)}; leave shared tensors out of the batch or give a `split_batch` function"
         )
     return samples
+
+
+def count_samples(batch: Any) -> int:
+    """Return the size of the sample dimension of `batch`; -1 where nobody but the user knows it."""
+    try:
+        return num_samples(batch)
+    except ValueError:
+        sizes = {value.shape[0] for _, value in tensors_in(batch) if len(value.shape)}
+        return sizes.pop() if len(sizes) == 1 else -1
 
 
 def entries_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -173,6 +203,28 @@ def entries_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         raise ValueError(
             f"{_quote(key)} is a {type(value).__name__}, which cannot be split; give a `split_batch` function"
         )
+
+
+def tensors_in(value: Any, key: str = "", outer: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor | np.ndarray]]:
+    """Yield every tensor and array that `entries_of` yields, and those in attributes of objects of any class."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        if isinstance(value, np.ndarray) or (value.layout == torch.strided and not value.is_nested):
+            yield key, value
+        return
+    if len(outer) > _DEEPEST or id(value) in outer or isinstance(value, (*_WHOLE, type, nn.Module)):
+        return
+    items: Any = ()
+    if isinstance(value, (Mapping, UserDict)):
+        items = [(f"{key}.{name}" if key else str(name), item) for name, item in value.items()]
+    elif isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence):
+        items = [(f"{key}[{position}]", item) for position, item in enumerate(value)]
+    elif hasattr(value, "__dict__"):
+        items = [(f"{key}.{name}" if key else name, item) for name, item in vars(value).items()]
+    for name, item in items:
+        yield from tensors_in(item, name, (*outer, id(value)))
+
+
+_DEEPEST = 6  # objects inside of objects, where a batch is looked into
 
 
 def _quote(key: str) -> str:

@@ -11,15 +11,22 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "DrawRecorder",
     "OwnGenerators",
+    "RecordedDraws",
+    "ReplayedDraws",
     "call_seed",
     "layer_seed",
     "random_state_kept",
@@ -188,3 +195,243 @@ def _restore(generator: _Generator, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.set_state(state)
+
+
+# ------------------------------------------------------------------------------------------------------ pinned draws
+
+
+_DRAWING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_sample_dirichlet",
+        "_standard_gamma",
+        "bernoulli",
+        "bernoulli_",
+        "binomial",
+        "cauchy",
+        "cauchy_",
+        "exponential",
+        "exponential_",
+        "geometric",
+        "geometric_",
+        "log_normal",
+        "log_normal_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "poisson",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+        "random",
+        "random_",
+        "randperm",
+        "uniform",
+        "uniform_",
+    )
+)
+"""Operators of torch whose result is drawn. Those that also compute, as of dropout, are left out."""
+
+_MOST_BYTES = 64 << 20
+
+
+@dataclass
+class RecordedDraws:
+    """What a step has drawn for all its samples.
+
+    Attributes:
+        values: By the stream and the number of the draw in it; and among what was drawn, if these are integers.
+        is_complete: Whether they are all there.
+    """
+
+    values: dict[tuple[str, int], tuple[Tensor, tuple[Any, ...]]] = field(default_factory=dict)
+    is_complete: bool = True
+
+    def shapes(self) -> dict[tuple[str, int], tuple[int, ...]]:
+        """Return the shape of each draw."""
+        return {key: tuple(value.shape) for key, (value, _) in self.values.items()}
+
+    def counts(self) -> dict[str, int]:
+        """Return how many draws there were in each stream."""
+        found: dict[str, int] = {}
+        for stream, number in self.values:
+            found[stream] = max(found.get(stream, 0), number + 1)
+        return found
+
+
+class _Draws(TorchDispatchMode):
+    """Sees what is drawn while it is entered, from the generators as `enter` has found them or from a module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter("")
+
+    def enter(self, stream: str, microbatch: int = 0) -> None:
+        """Count the draws that follow in `stream`, which has just been seeded."""
+        self.stream, self.number, self.microbatch = stream, 0, microbatch
+        self.seeds = _seeds()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not hasattr(func, "name") or func.name().partition(".")[0] not in _DRAWING:
+            return func(*args, **kwargs)
+        # With a stream of its own, as inside of divided layers, it is no draw of the step's.
+        is_ours = kwargs.get("generator") is not torch.default_generator and _seeds() == self.seeds
+        before = self.state(kwargs.get("generator")) if is_ours else ""
+        value = func(*args, **kwargs)
+        # Not on the meta device: modules of other stages are run there for the shapes of their outputs.
+        if isinstance(value, Tensor) and type(value).__module__.startswith("torch") and not value.is_meta:
+            if is_ours:
+                self.drawn(value, _among(func.name(), args, kwargs), before)
+            else:
+                self.drawn_apart()
+        elif is_ours and self.state(kwargs.get("generator")) != before:
+            self.passed_over()  # of another stage's data: with as many numbers, for nobody
+        return value
+
+    def state(self, generator: torch.Generator | None) -> str:
+        """Return what tells draws apart that are made again; empty where nobody asks."""
+        return ""
+
+    def drawn(self, value: Tensor, among: tuple[Any, ...], before: str) -> None:
+        """Take note of a draw."""
+        raise NotImplementedError
+
+    def drawn_apart(self) -> None:
+        """Take note of a draw from another stream."""
+
+    def passed_over(self) -> None:
+        """Take note of a draw whose values nobody sees."""
+        self.number += 1
+
+
+def _seeds() -> tuple[int, int]:
+    return torch.initial_seed(), torch.cuda.initial_seed() if torch.cuda.is_initialized() else 0
+
+
+def _among(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return among how many integers a draw chooses."""
+    if name.startswith(("aten::randint", "aten::random", "aten::randperm")):
+        return tuple(value for value in (*args, *kwargs.values()) if type(value) is int)
+    return (args[0].shape[-1],) if name.startswith("aten::multinomial") else ()
+
+
+class DrawRecorder(_Draws):
+    """Records what a step on all samples draws.
+
+    Attributes:
+        found: What it has drawn.
+    """
+
+    def __init__(self) -> None:
+        self.found = RecordedDraws()
+        self._bytes = 0
+        super().__init__()
+
+    def around(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a step that is recorded."""
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return step(*args, **kwargs)
+
+        return recorded
+
+    def drawn(self, value: Tensor, among: tuple[Any, ...], before: str) -> None:
+        """Keep a copy."""
+        self._bytes += value.nbytes
+        if self._bytes > _MOST_BYTES:
+            self.found.is_complete = False
+        else:
+            self.found.values[self.stream, self.number] = (value.detach().cpu().clone(), among)
+        self.number += 1
+
+    def drawn_apart(self) -> None:
+        """Nobody can draw that for a part of the samples."""
+        self.found.is_complete = False
+
+
+class ReplayedDraws(_Draws):
+    """Gives each microbatch its rows of what a step on all samples has drawn.
+
+    Args:
+        recorded: What that was.
+        sizes: The samples in each microbatch, in the order of the samples; empty if they cannot be counted.
+        by_views: Where there are several rows per sample: whether those of all samples follow each other, as of two
+            views that are concatenated, and not those of each sample.
+
+    Attributes:
+        missed: Whether a draw could not be given.
+        has_views: Whether one had several rows per sample.
+    """
+
+    def __init__(self, recorded: RecordedDraws, sizes: Sequence[int], by_views: bool = False) -> None:
+        self._recorded, self._sizes, self._by_views = recorded, sizes, by_views
+        self._starts = list(accumulate(sizes, initial=0))
+        self._given: dict[Any, Tensor] = {}
+        self._counts: dict[tuple[str, int], int] = {}
+        self._is_backward = False
+        self.missed = not recorded.is_complete
+        self.has_views = False
+        super().__init__()
+
+    def enter(self, stream: str, microbatch: int = 0) -> None:
+        """Count the draws that follow in `stream`, which has just been seeded, as those of a microbatch."""
+        super().enter(stream, microbatch)
+        self._is_backward = False
+
+    def enter_backward(self, microbatch: int) -> None:
+        """Give what is drawn again, as layers are recomputed, as it was given before."""
+        self.microbatch, self._is_backward = microbatch, True
+        self.seeds = _seeds()
+
+    def counts(self) -> dict[tuple[str, int], int]:
+        """Return how many draws there were, by stream and microbatch."""
+        return dict(self._counts)
+
+    def state(self, generator: torch.Generator | None) -> str:
+        """Return the state that a draw begins with: a recomputation begins with it again."""
+        states = [torch.get_rng_state() if generator is None else generator.get_state()]
+        if generator is None and torch.cuda.is_initialized():
+            states.append(torch.cuda.get_rng_state())
+        return hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states), digest_size=8).hexdigest()
+
+    def drawn(self, value: Tensor, among: tuple[Any, ...], before: str) -> None:
+        """Replace a draw by what the step on all samples has drawn in its place."""
+        again = (self.microbatch, before, value.shape, value.dtype)
+        if self._is_backward:
+            rows = self._given.get(again)
+        else:
+            recorded = self._recorded.values.get((self.stream, self.number))
+            rows = None if recorded is None or recorded[1] != among else self._rows(recorded[0], value)
+            self.number += 1
+            self._counts[self.stream, self.microbatch] = self.number
+        if rows is None:
+            self.missed = True
+            return
+        self._given[again] = rows
+        value.copy_(rows)
+
+    def drawn_apart(self) -> None:
+        """Nobody has drawn that for all samples."""
+        self.missed = True
+
+    def _rows(self, whole: Tensor, value: Tensor) -> Tensor | None:
+        if whole.shape == value.shape:
+            return whole  # one draw for all samples
+        other = [dim for dim, size in enumerate(value.shape) if dim < whole.dim() and whole.shape[dim] != size]
+        if whole.dim() != value.dim() or len(other) != 1 or not self._sizes:
+            return None
+        dim, size, samples = other[0], self._sizes[self.microbatch], self._starts[-1]
+        views, rest = divmod(value.shape[dim], size)
+        if rest or whole.shape[dim] != views * samples:
+            return None
+        start = self._starts[self.microbatch]
+        self.has_views |= views > 1
+        if views == 1 or not self._by_views:
+            return whole.narrow(dim, start * views, size * views)
+        index = torch.cat([torch.arange(start, start + size) + view * samples for view in range(views)])
+        return whole.index_select(dim, index)

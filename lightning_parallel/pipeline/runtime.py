@@ -14,6 +14,7 @@ activations that say so, and gradients of zeros. All ranks then raise the error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -39,6 +40,7 @@ from lightning_parallel.pipeline.placeholder import (
 )
 from lightning_parallel.pipeline.random_streams import (
     OwnGenerators,
+    ReplayedDraws,
     call_seed,
     layer_seed,
     random_state_kept,
@@ -108,6 +110,7 @@ class ScheduleRun:
         message_groups: Groups for messages between stages; see `MessageGroups`.
         skips: What each stage is sent besides the arguments of its first layer; empty for none.
         end_stage: Called with each stage of this rank after its last action.
+        draws: What the step has drawn for all samples, of which microbatches get their rows.
     """
 
     model: PipelineStages
@@ -124,6 +127,7 @@ class ScheduleRun:
     message_groups: MessageGroups | None = None
     skips: Skips = ()
     end_stage: Callable[[int], None] | None = None
+    draws: ReplayedDraws | None = None
 
     def __post_init__(self) -> None:
         self.messages = StageMessages(self.group, self.schedule, self.model.device, self.layouts, self.message_groups)
@@ -156,7 +160,7 @@ class ScheduleRun:
         last = {action.stage: action for action in row}
         self.messages.post()
         # Once per step, not per action: saving the state of all generators takes longer than seeding them.
-        with random_state_kept(), self.generators.kept():
+        with random_state_kept(), self.generators.kept(), self.draws or nullcontext():
             for action in row:
                 phase = "forward" if action.kind is Kind.F else "backward"
                 with tracing.span(str(action), phase, "pipeline", action.stage, action.microbatch) as self.open:
@@ -266,13 +270,21 @@ class ScheduleRun:
 
     def _seed(self, microbatch: int, number: int = 0) -> None:
         """Seed what the step draws before its layers, after so many calls of outer modules."""
-        seed_all(call_seed(self.seed + microbatch, number))
-        self.generators.seed(call_seed(microbatch, number))
+        seed_all(call_seed(self._seed_of(microbatch), number))
+        self.generators.seed(call_seed(self._seed_of(microbatch) - self.seed, number))
+        if self.draws is not None:
+            self.draws.enter(f"call {number}", microbatch)
+
+    def _seed_of(self, microbatch: int) -> int:
+        # What is drawn once for all samples is the same in all microbatches, where draws are those of one step.
+        return self.seed + (microbatch if self.draws is None else 0)
 
     def _seed_layer(self, microbatch: int, index: int) -> None:
         """Seed what a layer draws, and what follows it."""
-        seed_all(layer_seed(self.seed + microbatch, index))
-        self.generators.seed(layer_seed(microbatch, index))
+        seed_all(layer_seed(self._seed_of(microbatch), index))
+        self.generators.seed(layer_seed(self._seed_of(microbatch) - self.seed, index))
+        if self.draws is not None:
+            self.draws.enter(f"layer {index}", microbatch)
 
     def _require_end(self, stage: int, handler: StageForward, is_last: bool) -> None:
         if not is_last or not handler.entered:
@@ -448,6 +460,8 @@ class ScheduleRun:
             gradients = self.messages.receive_gradients(action)
             self._has_received = True
         self.open.restart()
+        if self.draws is not None:
+            self.draws.enter_backward(microbatch)
         # If the output requires no gradient, received tensors may still need one, of zeros: the sender waits for it.
         if roots:
             torch.autograd.backward(roots, gradients)

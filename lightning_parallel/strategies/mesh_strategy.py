@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -267,6 +268,9 @@ class MeshStrategy(MeshCheckpoints):
                 lambda: steps.example(module.trainer),
                 materialize,
             )
+        doubt = ParallelState.of(module).doubt
+        if doubt is not None and self.verify == "off":  # else the self-check looks into it
+            rank_zero_warn(doubt[1])
         steps.bind(self.engine, self._patches)
         self._steps = steps
         self._shows_stages = is_new

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
@@ -28,21 +28,23 @@ from lightning_parallel.compat.torch import pytree
 from lightning_parallel.pipeline.interception import Call
 from lightning_parallel.pipeline.measure import TruncatedModel
 from lightning_parallel.pipeline.microbatch import (
+    UNCOUNTED,
     SplitBatch,
-    entries_of,
+    count_samples,
     few_samples,
     loss_of,
     map_tensors,
     num_samples,
     split_batch,
     split_by,
+    tensors_in,
 )
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
-from lightning_parallel.pipeline.random_streams import seed_torch
+from lightning_parallel.pipeline.random_streams import DrawRecorder, OwnGenerators, ReplayedDraws, seed_torch
 from lightning_parallel.strategies.pinned import doubled, in_double
 from lightning_parallel.strategies.step_effects import buffers_kept
 
-__all__ = ["TokenCount", "find_microbatch_weight"]
+__all__ = ["RowCount", "TokenCount", "find_microbatch_weight"]
 
 _IGNORED = (-100, -1, 0)
 """Labels that are left out: torch's default, and two that people choose; 0 in masks, too."""
@@ -65,7 +67,7 @@ class TokenCount:
 
     def __call__(self, microbatch: Any) -> float:
         """Count; a microbatch without the tensor, as in evaluation, counts its samples."""
-        value = next((torch.as_tensor(value) for key, value in entries_of(microbatch) if key == self.key), None)
+        value = _entry(microbatch, self.key)
         if value is None:
             return float(num_samples(microbatch))
         if self.start or self.stop:
@@ -80,9 +82,52 @@ class TokenCount:
         )
 
 
+@dataclass(frozen=True)
+class RowCount:
+    """A weight of microbatches of an unknown class: the rows of a tensor in the batch, as of graphs or nodes."""
+
+    key: str
+
+    def __call__(self, microbatch: Any) -> float:
+        """Count.
+
+        Raises:
+            ValueError: If the microbatch has no such tensor.
+        """
+        value = _entry(microbatch, self.key)
+        if value is None:
+            raise ValueError(f"expected a tensor `{self.key}` in each batch, by which its parts are weighted; got none")
+        return float(len(value))
+
+    def __str__(self) -> str:
+        return f"the rows of `{self.key}`"
+
+
+def _entry(microbatch: Any, key: str) -> Tensor | None:
+    return next((value for name, value in _tensors(microbatch) if name == key), None)
+
+
+def _tensors(batch: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors and arrays of numbers in a batch, by key."""
+    found = []
+    for key, value in tensors_in(batch):
+        if isinstance(value, Tensor) or value.dtype.kind in "biuf":
+            found.append((key, torch.as_tensor(value)))
+    return found
+
+
+def _row_counts(batch: Any) -> list[RowCount]:
+    """Return the counts of rows in a batch, those of few rows first: samples are no more than what they are made of."""
+    rows: dict[int, str] = {}
+    for key, value in _tensors(batch):
+        if value.dim():
+            rows.setdefault(len(value), key)
+    return [RowCount(rows[count]) for count in sorted(rows) if count > 1]
+
+
 def _candidates(batch: Any) -> Iterator[TokenCount]:
     """Yield the counts that a batch offers, the most usual first."""
-    tensors = [(key, torch.as_tensor(value)) for key, value in entries_of(batch)]
+    tensors = _tensors(batch)
     for ignored in _IGNORED:
         for key, value in tensors:
             is_mask = value.is_floating_point() and bool(((value == 0) | (value == 1)).all())
@@ -112,12 +157,16 @@ def _candidates(batch: Any) -> Iterator[TokenCount]:
 class _Probe(TruncatedModel):
     """Runs a step on a truncated model, and differentiates its loss by factors of what the last layer returns."""
 
-    def run_loss(self, step: Callable[[Any], Any], batch: Any, seed: int) -> tuple[Tensor, Tensor]:
+    def run_loss(
+        self, step: Callable[[Any], Any], batch: Any, draws: DrawRecorder | ReplayedDraws
+    ) -> tuple[Tensor, Tensor]:
         """Return the loss, and its gradient by a factor for each feature."""
         self.factors: list[Tensor] = []
-        with isolate_rng(), torch.enable_grad():
-            seed_torch(seed)
-            loss = loss_of(self.run(step, batch, seed=None))
+        with isolate_rng(), OwnGenerators(self._module.modules()).preserved(), torch.enable_grad():
+            seed_torch(0)
+            draws.enter("step", draws.microbatch)
+            with draws:
+                loss = loss_of(self.run(step, batch, seed=None))
             found: Sequence[Tensor | None] = []
             if loss.requires_grad and self.factors:
                 found = torch.autograd.grad(loss.sum(), self.factors, allow_unused=True)
@@ -158,7 +207,10 @@ class _Seen:
 
     def fits(self, weight: Callable[[Any], float]) -> bool:
         """Tell whether the mean by `weight` over the parts is the whole."""
-        shares = torch.tensor([float(weight(part)) for part in self.parts], dtype=torch.float64)
+        try:
+            shares = torch.tensor([float(weight(part)) for part in self.parts], dtype=torch.float64)
+        except ValueError:
+            return False  # of a class whose samples nobody can count
         if not bool((shares >= 0).all()) or not 0 < float(shares.sum()) < float("inf"):
             return False
         shares = shares / shares.sum()
@@ -172,10 +224,6 @@ class _Seen:
             if not bool(((mean - whole).abs() <= self.tolerance * largest).all()):
                 return False
         return True
-
-    def equals(self, other: tuple[Tensor, Tensor]) -> bool:
-        """Tell whether another run of all together gave the same."""
-        return torch.allclose(self.values[0][0], other[0], rtol=self.tolerance)
 
 
 class _MeanCheck:
@@ -203,12 +251,15 @@ class _MeanCheck:
                 return seen
         return None  # the analysis, or the first step, tells what is wrong with it
 
-    def is_random(self, pair: Any, seen: _Seen) -> bool:
-        """Tell whether the step gives another loss with other random numbers."""
-        return not seen.equals(self._run(pair, seen.tolerance < _LOOSE, seed=1)[0])
-
     def _see(self, pair: Any, parts: Sequence[Any], double: bool) -> _Seen | None:
-        runs = [self._run(batch, double) for batch in (pair, *parts)]
+        recorder = DrawRecorder()
+        runs = [self._run(pair, double, recorder)]
+        # Each gets what was drawn for its samples.
+        sizes = [count_samples(part) for part in parts]
+        replayed = ReplayedDraws(recorder.found, sizes if min(sizes) > 0 else ())
+        for number, part in enumerate(parts):
+            replayed.microbatch = number
+            runs.append(self._run(part, double, replayed))
         loss = runs[0][0][0]
         if loss.dim() or not loss.is_floating_point():
             return None  # no loss: what `predict_step` returns
@@ -216,7 +267,9 @@ class _MeanCheck:
         tolerance = _SINGLE if is_exact else _LOOSE
         return _Seen(parts, [values for values, _ in runs], tolerance, [logs for _, logs in runs])
 
-    def _run(self, batch: Any, double: bool, seed: int = 0) -> tuple[tuple[Tensor, Tensor], _Logged]:
+    def _run(
+        self, batch: Any, double: bool, draws: DrawRecorder | ReplayedDraws
+    ) -> tuple[tuple[Tensor, Tensor], _Logged]:
         logged: _Logged = {}
 
         def log(name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
@@ -232,9 +285,9 @@ class _MeanCheck:
             self.module.eval()
             try:
                 try:
-                    return self._probe(False, double).run_loss(self.step, batch, seed), logged
+                    return self._probe(False, double).run_loss(self.step, batch, draws), logged
                 except Exception:
-                    return self._probe(True, double).run_loss(self.step, batch, seed), logged
+                    return self._probe(True, double).run_loss(self.step, batch, draws), logged
             finally:
                 for child, mode in modes.items():
                     child.training = mode
@@ -251,7 +304,10 @@ _SINGLE = 1e-5
 _LOOSE = 5e-3
 """Layers may compute in half precision."""
 
-_WARNING = (
+_MOST_PAIRS = 16
+"""Further microbatches, two by two, on which other weights than samples are tried."""
+
+_DOUBT = (
     "The loss of {} microbatches together is {:.6g}, but the mean of their losses is {:.6g}: it is not a mean over"
     " samples, so a pipeline trains on another loss than one process. Where it is a mean over tokens, count them by"
     " `microbatch_weight`; divide a sum by the number of samples; where the samples of a batch depend on each other,"
@@ -271,8 +327,8 @@ def find_microbatch_weight(
 ) -> Callable[[Any], float]:
     """Return the weight by which the loss of a batch is the mean over those of its microbatches.
 
-    That is `weight` where it is right, or was given by the user; else a `TokenCount`. Where none is right, `weight`
-    and a warning. Compares two microbatches: the first, the last, and of samples unlike in what they leave out.
+    That is `weight` where it is right, or was given by the user; else a `TokenCount`, or a `RowCount`. Where none is
+    right, `weight`, and `ParallelState.doubt` has what that was seen on.
 
     Args:
         module: The user's module, whole.
@@ -283,19 +339,26 @@ def find_microbatch_weight(
         split: Splits a batch into so many parts.
         weight: Gives the share of each.
         world: The ranks that call this.
+
+    Raises:
+        ValueError: If nothing tells how many samples a microbatch has.
     """
-    check = _MeanCheck(module, plan, device, step, split)
+    check, given = _MeanCheck(module, plan, device, step, split), weight
     # Two at a time: a device that is to train on one may not have room for the whole batch.
     pairs = split_by(split, batch, plan.schedule.num_microbatches // 2)
-    tried = [pairs[0], *pairs[1:][-1:]]
-    if split is split_batch and len(pairs) > 1:
-        tried.append(few_samples(batch, num_samples(pairs[0])))  # with the sample least like the first
-    found = [(pair, check.see(pair, world)) for pair in tried]
+    found = _seen_pairs(check, pairs, batch, weight, world)
     known = [(pair, seen) for pair, seen in found if seen is not None]
+    rules: list[Callable[[Any], float]] = [weight]
+    if weight is num_samples:
+        rules = [*rules, *_candidates(batch)]
+        if not all(comm.all_gather_object(_is_counted(pairs[0]), world)):
+            rules = [*_row_counts(pairs[0]), *rules[1:]]
+            if not all(comm.all_gather_object(bool(rules), world)):
+                raise ValueError(UNCOUNTED.format(type(pairs[0]).__name__))
+            weight = rules[0]
     if len(known) < len(found):
         return weight
-    rules = [weight, *(_candidates(batch) if weight is num_samples else ())]
-    names = ["given", *map(str, rules[1:])]
+    names = ["samples" if rule is num_samples else "given" if rule is given else str(rule) for rule in rules]
     fitting = [name for name, rule in zip(names, rules) if all(seen.fits(rule) for _, seen in known)]
     # Replicas see other samples: what fits all of them counts, and all choose alike.
     everyone = comm.all_gather_object(fitting, world)
@@ -304,14 +367,35 @@ def find_microbatch_weight(
         whole, *parts = seen.logged
         _learn_logged(module, whole, parts, [float((chosen or weight)(part)) for part in seen.parts], seen.parts)
     if chosen is None:
-        is_random = any(check.is_random(pair, seen) for pair, seen in known)
-        if not any(comm.all_gather_object(is_random, world)):
-            seen = next((seen for _, seen in known if not seen.fits(weight)), known[0][1])
-            rank_zero_warn(_WARNING.format(len(seen.parts), float(seen.values[0][0]), _mean(seen, weight)))
+        pair, seen = next(((pair, seen) for pair, seen in known if not seen.fits(weight)), known[0])
+        text = _DOUBT.format(len(seen.parts), float(seen.values[0][0]), _mean(seen, weight))
+        ParallelState.of(module).doubt = (pair, text)
         return weight
     if chosen is not weight:
         rank_zero_info(f"the loss is a mean over tokens: microbatches are weighted by {chosen}")
     return chosen
+
+
+def _seen_pairs(
+    check: _MeanCheck, pairs: Sequence[Any], batch: Any, weight: Callable[[Any], float], world: Group
+) -> list[tuple[Any, _Seen | None]]:
+    """Run the step on the first two microbatches, the last and two unlike each other; on more if `weight` is wrong."""
+    tried = [pairs[0], *pairs[1:][-1:]]
+    if check.split is split_batch and len(pairs) > 1:
+        tried.append(few_samples(batch, num_samples(pairs[0])))  # with the sample least like the first
+    found = [(pair, check.see(pair, world)) for pair in tried]
+    if not all(comm.all_gather_object(all(seen is None or seen.fits(weight) for _, seen in found), world)):
+        # Other counts fit a few samples by chance.
+        more = min(comm.all_gather_object(len(pairs) - 2, world))
+        found += [(pair, check.see(pair, world)) for pair in pairs[1 : 1 + max(0, min(more, _MOST_PAIRS))]]
+    return found
+
+
+def _is_counted(batch: Any) -> bool:
+    try:
+        return num_samples(batch) > 0
+    except ValueError:
+        return False
 
 
 def _mean(seen: _Seen, weight: Callable[[Any], float]) -> float:

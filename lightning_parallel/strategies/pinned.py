@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.compat import FOREIGN, Patches
-from lightning_parallel.compat.torch import buffers_of, version_of
+from lightning_parallel.compat.torch import BatchNormalization, buffers_of, version_of
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.random_streams import OwnGenerators, call_seed, layer_seed, seed_all
+from lightning_parallel.pipeline.random_streams import (
+    DrawRecorder,
+    OwnGenerators,
+    call_seed,
+    layer_seed,
+    seed_all,
+)
 from lightning_parallel.tensor.verify import DropoutOff
 
 __all__ = [
@@ -29,6 +36,7 @@ __all__ = [
     "communication_refused",
     "doubled",
     "in_double",
+    "with_fixed_norm",
     "without_dropout",
 ]
 
@@ -173,15 +181,38 @@ def without_dropout(module: nn.Module) -> Iterator[DropoutOff]:
         patches.undo()
 
 
+@contextmanager
+def with_fixed_norm(module: nn.Module) -> Iterator[None]:
+    """Let batch normalisation use its running statistics inside the block, or none where it keeps none."""
+    patches = Patches()
+    try:
+        for child in module.modules():
+            if isinstance(child, BatchNormalization) and child.training:
+                patches.replace(child, "training", False)
+                if child.running_mean is None:
+                    patches.replace(child, "forward", partial(_scaled, child))
+        yield
+    finally:
+        patches.undo()
+
+
+def _scaled(norm: Any, value: Tensor) -> Tensor:
+    if norm.weight is None:
+        return value
+    shape = (1, -1, *[1] * (value.dim() - 2))
+    return value * norm.weight.view(shape) + norm.bias.view(shape)
+
+
 class Draws:
     """Tells whether random numbers were drawn, though generators may be seeded in between.
 
     Attributes:
         found: Whether there were any, up to the last `check`.
+        others: Whether there were any from other generators than those of torch.
     """
 
     def __init__(self, generators: OwnGenerators) -> None:
-        self.found = False
+        self.found = self.others = False
         self._generators = generators
         self.mark()
 
@@ -191,7 +222,12 @@ class Draws:
 
     def check(self) -> None:
         """See whether the states have moved since `mark`."""
-        self.found |= self._states() != self._state
+        state = self._states()
+        self.found |= state != self._state
+        self.others |= state[2:4] != self._state[2:4] or any(
+            not isinstance(generator, torch.Generator) and before != after
+            for generator, before, after in zip(self._generators.generators, self._state[4], state[4])
+        )
 
     def _states(self) -> Any:
         numpy_state = np.random.get_state(legacy=False)
@@ -206,11 +242,20 @@ class Draws:
 
 
 class StageStreams:
-    """Seeds a step on the whole model as a pipeline seeds one microbatch: see `microbatch` and `runtime`."""
+    """Seeds a step on the whole model as a pipeline seeds one microbatch: see `microbatch` and `runtime`.
 
-    def __init__(self, engine: PipelineEngine, draws: Draws) -> None:
+    Args:
+        engine: The pipeline.
+        draws: Tells whether any are drawn.
+        recorder: Records them.
+        seed: Of the step.
+    """
+
+    def __init__(self, engine: PipelineEngine, draws: Draws, recorder: DrawRecorder, seed: int = SEED) -> None:
         self._engine = engine
         self._draws = draws
+        self._recorder = recorder
+        self._step_seed = seed
         self._calls = 0
         self._is_inside = False
 
@@ -237,8 +282,9 @@ class StageStreams:
 
     def _seed(self, number: int) -> None:
         self._draws.check()
-        seed_all(call_seed(SEED, number))
-        self._engine.generators.seed(call_seed(0, number))
+        seed_all(call_seed(self._step_seed, number))
+        self._engine.generators.seed(call_seed(self._step_seed - SEED, number))
+        self._recorder.enter(f"call {number}")
         self._draws.mark()
 
     def _after_outer_call(self, *_: Any) -> None:
@@ -255,8 +301,9 @@ class StageStreams:
             if number is None:
                 return
             self._draws.check()
-            seed_all(layer_seed(SEED, number))
-            self._engine.generators.seed(layer_seed(0, number))
+            seed_all(layer_seed(self._step_seed, number))
+            self._engine.generators.seed(layer_seed(self._step_seed - SEED, number))
+            self._recorder.enter(f"layer {number}")
             self._is_inside = True
             self._draws.mark()
 

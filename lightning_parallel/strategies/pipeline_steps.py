@@ -35,7 +35,7 @@ from lightning_parallel.compat.lightning import (
 from lightning_parallel.compat.precision import kept_casts, shared_casts
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine, StepOnCopies
-from lightning_parallel.pipeline.microbatch import StepResult, loss_of, merge_outputs, num_samples
+from lightning_parallel.pipeline.microbatch import StepResult, count_samples, loss_of, merge_outputs
 from lightning_parallel.pipeline.placeholder import PARAMETERS_ELSEWHERE, PlaceholderError, PlaceholderTensor
 from lightning_parallel.pipeline.skips import Skips
 from lightning_parallel.pipeline.stage import StageExit, in_whole_model
@@ -341,7 +341,7 @@ class PipelineSteps:
 
     def _shared(self, name: str, result: StepResult, effects: StepEffects) -> Any:
         """Bring what the last stage found to every rank of the pipeline."""
-        samples = [_samples(microbatch) for microbatch in result.microbatches]
+        samples = [count_samples(microbatch) for microbatch in result.microbatches]
 
         def found() -> tuple[Any, Any, Any]:
             output: Any = merge_outputs(result.outputs, samples, result.weights)
@@ -430,13 +430,6 @@ def _outside_of(module: nn.Module, intercepted: Sequence[str]) -> tuple[str, ...
             parts = path.split(".")
             found.update(dict.fromkeys(".".join(parts[: length + 1]) for length in range(len(parts))))
     return tuple(found)
-
-
-def _samples(microbatch: Any) -> int:
-    try:
-        return num_samples(microbatch)
-    except ValueError:  # a batch that only the user's `split_batch` understands
-        return -1
 
 
 # ------------------------------------------------------------------------------------------------------------ metrics

@@ -6,7 +6,7 @@
 
 Dropout is off in the first comparison, since the ranks draw other numbers in divided layers than one process does. With
 dropout, a pipeline is compared once more, by the streams of its stages; of divided layers the ranks are compared with
-each other. A step that draws numbers by itself runs as one microbatch, so that both runs draw the same.
+each other. What a step draws by itself is recorded in the whole run; each microbatch is given its samples' part of it.
 
 A difference is looked into before it is reported: values that differ from run to run on one process, such as times, are
 left out; then it is seen whether the microbatches make it, what code uses pieces, or which module differs first.
@@ -21,13 +21,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_parallel import comm
 from lightning_parallel.comm import MeshGroups
 from lightning_parallel.compat import ParallelState
 from lightning_parallel.compat.torch import BatchNormalization
-from lightning_parallel.pipeline.microbatch import few_samples, num_samples, split_batch, split_by
+from lightning_parallel.pipeline.microbatch import chosen_samples, few_samples, num_samples, split_batch, split_by
 from lightning_parallel.strategies.checks import check_same_batch
 from lightning_parallel.strategies.observed_step import (
     ObservedStep,
@@ -41,6 +42,7 @@ from lightning_parallel.strategies.observed_step import (
     relative_difference,
     tolerance_of,
 )
+from lightning_parallel.strategies.pinned import SEED
 from lightning_parallel.strategies.step_runs import DividedRun, StepCall, StepRuns, Way, WholeRun
 from lightning_parallel.strategies.step_state import Snapshot, complete_rules
 from lightning_parallel.tensor.audit import StepAudit
@@ -65,6 +67,17 @@ _READS_GRADIENTS = (
     " which each rank has a part: their norm would be another one. Where it treats them element by element, go on"
     " without this comparison: `verify='off'`"
 )
+_NORM = (
+    "In microbatches they differ: batch normalisation computes its statistics, and so the gradients, of each microbatch"
+    " by itself."
+)
+_FIXED_NORM = "With its running statistics, microbatches give the same as one process."
+_DRAWS = (
+    "In microbatches they were not compared: how many random numbers the step draws, or from where, depends on the"
+    " number of samples. Set `num_microbatches=1` where all samples must be drawn together."
+)
+_MIXED = 8
+"""Samples on which it is seen whether a step that draws numbers mixes them."""
 _ORDER = ("loss", "logged value", "output", "attribute", "gradient", "buffer")
 
 
@@ -142,25 +155,29 @@ class StepProof:
         """
         begun_s = time.perf_counter()
         batch, *rest = args
-        call = StepCall(name, self._first_samples(batch), tuple(rest), kwargs)
+        call = StepCall(name, self._first_samples(name, batch), tuple(rest), kwargs)
         with self.runs.nothing_left():
-            verdict = _Comparison(self.runs, call)
+            verdict = _Comparison(self.runs, call, batch)
             differs = not self.runs.fits_in_double and verdict.anywhere(verdict.differences)
             if (verdict.failure or differs) and call.batch is not batch:
                 # Some steps are made for one size of batch, or take another path for a single sample.
-                verdict = _Comparison(self.runs, replace(call, batch=batch))
+                verdict = _Comparison(self.runs, replace(call, batch=batch), batch)
+        if name == "training_step":
+            ParallelState.of(self.module).doubt = None
         self._report(verdict, time.perf_counter() - begun_s)
 
-    def _first_samples(self, batch: Any) -> Any:
+    def _first_samples(self, name: str, batch: Any) -> Any:
         """Return two samples; in a pipeline two microbatches, of two samples if the run's have several.
 
         Of one sample where the model is large: a step for which one sample is different, fails or has another loss,
         and is then compared on the whole batch.
         """
-        steps = self.runs.steps
+        steps, state = self.runs.steps, ParallelState.of(self.module)
         try:
             if steps is None:
                 return few_samples(batch, 2)
+            if name == "training_step" and state.doubt is not None and self.runs.microbatches == 2:
+                return state.doubt[0]
             parts = steps.engine.schedule.num_microbatches
             if self.runs.microbatches > 2:
                 return batch
@@ -190,7 +207,10 @@ class StepProof:
             return
         of = "" if name == "training_step" else f"`{name}` "
         left_out = f", but for {', '.join(varying)}, which differ from run to run on one process too" if varying else ""
-        text = f"{of}verified on {verdict.summary}{left_out}"
+        alike = ", with the same random numbers" if verdict.way.draws is not None and not verdict.limits else ""
+        text = f"{of}verified on {verdict.summary}{alike}{left_out}"
+        if verdict.limits:
+            text = f"{of}checked as one microbatch on {verdict.summary}{left_out}. {' '.join(verdict.limits)}"
         rank_zero_info(f"{text} ({seconds:.1f} s)")
 
 
@@ -218,11 +238,13 @@ class _Comparison:
         hint: Why, and what to do.
         summary: What was compared.
         varying: What was left out, as runs on one process do not agree in it.
+        limits: Why the run's microbatches do not give what was compared as one microbatch.
     """
 
-    def __init__(self, runs: StepRuns, call: StepCall) -> None:
+    def __init__(self, runs: StepRuns, call: StepCall, full: Any) -> None:
         self.runs = runs
         self.call = call
+        self.full = full
         self.replica = runs.groups.replica
         self.failure = ""
         self.differences: list[StepDifference] = []
@@ -230,6 +252,7 @@ class _Comparison:
         self.summary = ""
         self.varying: list[str] = []
         self.way = Way()
+        self.limits: list[str] = []
         self._ignored: set[tuple[str, str]] = set()
         self._run()
 
@@ -241,23 +264,102 @@ class _Comparison:
         else:
             self.failure = f"it cannot be run by one rank alone ({whole.failure})"
             return
-        self.way = way
-        if self.runs.microbatches == 1 or whole.draws or self._has_batch_norm():
-            way = replace(way, splits=False)
-        divided = self.runs.divided(self.call, way)
-        self.differences = self._found(whole, divided)
-        if self.anywhere(self.differences):
-            self._explain(way, whole, divided)
-        elif whole.dropout:
-            self._compare_dropout()
+        splits = self.runs.microbatches > 1
+        has_norm = splits and self._has_batch_norm()
+        self.way = replace(way, splits=splits and not has_norm, draws=whole.recorded if whole.draws else None)
+        self._compare(whole)
         self.summary = self._counted(whole)
+        if has_norm:
+            self.limits.append(_NORM)
+            # The rest of the step has to be right in microbatches all the same.
+            self.way = replace(self.way, splits=True, fixed_norm=True)
+            fixed = None if self.anywhere(self.differences) else self.runs.whole(self.call, self.way)
+            if fixed is not None and not fixed.failure:
+                self.way = replace(self.way, draws=fixed.recorded if fixed.draws else None)
+                self.limits.append(_FIXED_NORM)
+                self._compare(fixed)
         names = [*whole.effects.attributes, *whole.effects.counters]
         complete_rules(ParallelState.of(self.runs.module).attributes, names, Snapshot(self.runs.module))
+
+    def _compare(self, whole: WholeRun) -> None:
+        divided = self._divided(whole)
+        self.differences = self._found(whole, divided)
+        if self.anywhere(self.differences):
+            self._explain(self.way, whole, divided)
+        elif whole.dropout and not self.way.fixed_norm:
+            self._compare_dropout()
+        if self.way.splits and self.way.draws is not None and not self.anywhere(self.differences):
+            alike = self._draws_alike(divided)
+            self.differences = self._mixing(alike)
+            if self.differences:
+                self.hint = _MICROBATCHES
+            elif not alike:
+                self.limits.append(_DRAWS)
+
+    def _divided(self, whole: WholeRun) -> DividedRun:
+        """Run the sharded step with the draws of the whole one, whose order for several rows per sample is tried."""
+        divided = self.runs.divided(self.call, self.way)
+        has_views = divided.replayed is not None and divided.replayed.has_views
+        if self.anywhere([has_views]) and self.anywhere(self._found(whole, divided)):
+            self.way = replace(self.way, by_views=True)
+            divided = self.runs.divided(self.call, self.way)
+        return divided
+
+    def _draws_alike(self, divided: DividedRun) -> bool:
+        """Tell whether the microbatches have drawn what the whole step has drawn for their samples."""
+        replayed = divided.replayed
+        found = None if replayed is None else (replayed.missed, replayed.counts())
+        everyone = comm.all_gather_object(found, self.replica)
+        if self.way.draws is None or any(each is None or each[0] for each in everyone):
+            return self.way.draws is None
+        counts: dict[tuple[str, int], int] = {}
+        for _, theirs in filter(None, everyone):
+            for key, count in theirs.items():
+                counts[key] = max(count, counts.get(key, 0))
+        microbatches = {microbatch for _, microbatch in counts} or {0}
+        expected = self.way.draws.counts()
+        return counts == {(stream, each): expected[stream] for stream in expected for each in microbatches}
+
+    def _mixing(self, alike: bool) -> list[StepDifference]:
+        """Return what depends on which samples come together; the same on all ranks.
+
+        Args:
+            alike: Whether microbatches are equal to the whole with its draws; then an order of samples alone is missing
+                that has left them in their microbatches by chance.
+
+        A mean over samples does not: L(a, b) + L(b, a) = L(a, a) + L(b, b) for two halves of them, by their weights.
+        That needs no draws of microbatches, as all four runs draw the same.
+        """
+        if self.call.name != "training_step" or self.runs.engine is None:
+            return []
+        try:
+            samples = few_samples(self.full, _MIXED) if self.runs.fits_in_double else self.call.batch
+            half = num_samples(samples) // 2
+            halves = list(range(half)), list(range(half, 2 * half))
+            orders = [halves[0] + halves[1], halves[1] + halves[0], halves[0] * 2, halves[1] * 2]
+            calls = [replace(self.call, batch=chosen_samples(samples, order)) for order in orders if half]
+            weights = [float(self.runs.engine.microbatch_weight(chosen_samples(samples, each))) for each in halves]
+        except ValueError:
+            return []
+        if not calls or not all(0 < weight < math.inf for weight in weights):
+            return []
+        # Samples that are shuffled may stay in their halves, but not each time.
+        tries = 2 if half >= 4 else 4 if half > 1 else 6
+        for number in range(tries // 2 if alike else tries):
+            way = replace(self.way, seed=SEED + number, splits=False)
+            runs = [self.runs.whole(call, way) for call in calls]
+            if any(run.failure for run in runs) or len({str(run.recorded.shapes()) for run in runs}) > 1:
+                return []  # a draw of another kind for other samples
+            if self.anywhere(_second_differences(runs, weights)):
+                return [
+                    StepDifference("loss", "loss", math.inf, "of a sample depends on the other samples of its batch")
+                ]
+        return []
 
     def _has_batch_norm(self) -> bool:
         return any(isinstance(child, BatchNormalization) and child.training for child in self.runs.module.modules())
 
-    def anywhere(self, differences: Sequence[StepDifference]) -> bool:
+    def anywhere(self, differences: Sequence[Any]) -> bool:
         """Tell on all ranks of the replica whether one of them has found any."""
         return any(comm.all_gather_object(bool(differences), self.replica))
 
@@ -371,8 +473,11 @@ class _Comparison:
         one = replace(way, splits=False)
         can_split = self.runs.engine is not None and way.splits
         if can_split and not self.anywhere(self._found(whole, self.runs.divided(self.call, one))):
-            self._learn_attributes(way, whole)
-            self.hint = _MICROBATCHES
+            if self._draws_alike(divided):
+                self.hint = _MICROBATCHES
+                self._learn_attributes(way, whole)
+            else:
+                self.differences = []
             return
         self.hint = self._audited() or self._first_module(replace(one, traces=True))
 
@@ -465,6 +570,22 @@ class _Comparison:
         if self.runs.sharding is not None:
             remedy = f"keep what is around it whole by plan={{..., '{block}*': 'replicate'}}"
         return f"The first module that differs is {text}. A way out: {remedy}."
+
+
+def _second_differences(runs: Sequence[WholeRun], weights: Sequence[float]) -> list[str]:
+    """Return which values are no mean over samples in runs on the halves (a, b), (b, a), (a, a), (b, b)."""
+    tolerance = max(10 * tolerance_of(runs[0].precisions), 1e-8)
+    losses = [{"loss": torch.tensor(run.effects.loss or 0.0, dtype=torch.float64)} for run in runs]
+    of_a, of_b = (2 * weight / sum(weights) for weight in weights)
+    found = []
+    for values in (losses, [run.gradients for run in runs]):
+        largest = max((largest_of(value) for each in values for value in each.values()), default=0.0)
+        for name in set.intersection(*(set(each) for each in values)):
+            ab, ba, aa, bb = (each[name].double() for each in values)
+            difference = largest_of(ab + ba - of_a * aa - of_b * bb)
+            if difference > tolerance * max(largest, _SMALL):  # not where it is no number
+                found.append(name)
+    return found
 
 
 def _loss(effects: ObservedStep) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,9 +24,16 @@ from lightning_parallel.compat import Patches
 from lightning_parallel.compat.torch import dispatch_modes_suspended
 from lightning_parallel.data_parallel import GradientReducer
 from lightning_parallel.pipeline.engine import PipelineEngine
-from lightning_parallel.pipeline.microbatch import loss_of, map_tensors
+from lightning_parallel.pipeline.microbatch import count_samples, loss_of, map_tensors, split_by
 from lightning_parallel.pipeline.placeholder import PlaceholderTensor
-from lightning_parallel.pipeline.random_streams import OwnGenerators, random_state_kept, seed_all
+from lightning_parallel.pipeline.random_streams import (
+    DrawRecorder,
+    OwnGenerators,
+    RecordedDraws,
+    ReplayedDraws,
+    random_state_kept,
+    seed_all,
+)
 from lightning_parallel.pipeline.schedule import SCHEDULES
 from lightning_parallel.strategies.observed_step import (
     ModuleTrace,
@@ -43,6 +50,7 @@ from lightning_parallel.strategies.pinned import (
     StageStreams,
     doubled,
     in_double,
+    with_fixed_norm,
     without_dropout,
 )
 from lightning_parallel.strategies.pipeline_steps import PipelineSteps
@@ -77,6 +85,10 @@ class Way:
         traces: Whether the outputs of modules are recorded.
         double: Whether it computes in double precision, whatever the run does.
         plain: Whether it computes in the precision of its parameters, without autocast.
+        fixed_norm: Whether batch normalisation uses its running statistics.
+        seed: Of what the step on the whole model draws.
+        draws: What a step on all samples has drawn, of which microbatches get their rows.
+        by_views: How several rows per sample lie, see `ReplayedDraws`.
     """
 
     dropout: bool = False
@@ -84,6 +96,10 @@ class Way:
     traces: bool = False
     double: bool = False
     plain: bool = False
+    fixed_norm: bool = False
+    seed: int = SEED
+    draws: RecordedDraws | None = None
+    by_views: bool = False
 
 
 @dataclass
@@ -98,6 +114,7 @@ class WholeRun:
         draws: Whether it drew random numbers.
         dropout: Whether there was dropout to turn off.
         trace: What its modules returned, if it was asked for.
+        recorded: What it drew in a pipeline, as far as it is known.
     """
 
     failure: str
@@ -108,6 +125,7 @@ class WholeRun:
     draws: bool = False
     dropout: bool = False
     trace: ModuleTrace | None = None
+    recorded: RecordedDraws = field(default_factory=RecordedDraws)
 
 
 @dataclass
@@ -120,6 +138,7 @@ class DividedRun:
         buffers: Those that the step changed.
         draws_apart: Whether random numbers were drawn inside divided layers, where each rank has its own.
         trace: What its modules returned, if it was asked for.
+        replayed: What its microbatches were given as their draws; None where each has drawn for itself.
     """
 
     effects: ObservedStep
@@ -127,6 +146,7 @@ class DividedRun:
     buffers: dict[str, Tensor]
     draws_apart: bool = False
     trace: ModuleTrace | None = None
+    replayed: ReplayedDraws | None = None
 
 
 _DOUBLE_BYTES = 64 << 20
@@ -189,15 +209,15 @@ class StepRuns:
         owners = Owners(self.module, self.rules, self.groups, self.device)
         output: dict[str, Any] = {}
 
-        def run() -> tuple[ObservedStep, bool, bool, ModuleTrace | None]:
-            effects, draws, dropout, trace = self._run_whole(call, way)
+        def run() -> tuple[ObservedStep, bool, bool, ModuleTrace | None, RecordedDraws]:
+            effects, draws, dropout, trace, drawn = self._run_whole(call, way)
             # It may be large, and is compared on this rank only.
             output.update(effects.output)
-            return replace(effects, output={}), draws, dropout, trace
+            return replace(effects, output={}), draws, dropout, trace, drawn
 
         with self._state_kept():
             found = run_reference(self.skeleton, owners, run, way.double)
-        effects, draws, dropout, trace = found.result or (ObservedStep(), False, False, None)
+        effects, draws, dropout, trace, drawn = found.result or (ObservedStep(), False, False, None, RecordedDraws())
         return WholeRun(
             found.failure,
             replace(effects, output=output),
@@ -207,26 +227,34 @@ class StepRuns:
             draws,
             dropout,
             trace,
+            drawn,
         )
 
-    def _run_whole(self, call: StepCall, way: Way) -> tuple[ObservedStep, bool, bool, ModuleTrace | None]:
+    def _run_whole(
+        self, call: StepCall, way: Way
+    ) -> tuple[ObservedStep, bool, bool, ModuleTrace | None, RecordedDraws]:
         generators = OwnGenerators(self.module.modules()) if self.engine is None else self.engine.generators
         draws = Draws(generators)
+        recorder = DrawRecorder()
         trace = ModuleTrace(self.module) if way.traces else None
         with ExitStack() as stack:
             if way.double:
                 stack.enter_context(in_double(self.module, with_parameters=False))
             quiet = None if way.dropout else stack.enter_context(without_dropout(self.module))
+            if way.fixed_norm:
+                stack.enter_context(with_fixed_norm(self.module))
             if self.engine is None:
-                seed_all(SEED)
+                seed_all(way.seed)
                 draws.mark()
             else:
-                stack.enter_context(StageStreams(self.engine, draws).followed())
+                stack.enter_context(StageStreams(self.engine, draws, recorder, way.seed).followed())
             if trace is not None:
                 stack.enter_context(trace.recording())
-            effects = self._run_step(call, way)
+            effects = self._run_step(call, way, None if self.microbatches == 1 else recorder.around)
             draws.check()
-        return effects, draws.found, quiet is not None and quiet.found, trace
+        drawn = recorder.found if draws.found else RecordedDraws()
+        drawn.is_complete &= not draws.others
+        return effects, draws.found, quiet is not None and quiet.found, trace, drawn
 
     def divided(self, call: StepCall, way: Way, around: Callable[..., Any] | None = None) -> DividedRun:
         """Run a step as it is about to be run, without the mean over the replicas.
@@ -248,13 +276,16 @@ class StepRuns:
                     stack.enter_context(self.engine.other_precision(torch.float64))
             if not way.dropout:
                 stack.enter_context(without_dropout(self.module))
+            if way.fixed_norm:
+                stack.enter_context(with_fixed_norm(self.module))
             if trace is not None:
                 stack.enter_context(trace.recording())
+            replayed: list[ReplayedDraws] = []
             if self.steps is None:
                 seed_all(SEED)
                 effects = self._run_step(call, way, around)
             else:
-                effects = self._run_stages(self.steps, call, way)
+                effects = self._run_stages(self.steps, call, way, replayed)
             if call.name == "training_step":
                 self._complete_gradients(parameters)
             gradients = {key: p.grad for key, p in parameters.items() if p.requires_grad}
@@ -263,7 +294,9 @@ class StepRuns:
                 for key, value in self.module.named_buffers()
                 if key in buffers and not torch.equal(value, buffers[key])
             }
-        return DividedRun(effects, gradients, changed, RandomRegion.draws > drawn, trace)
+        return DividedRun(
+            effects, gradients, changed, RandomRegion.draws > drawn, trace, replayed[0] if replayed else None
+        )
 
     def _run_step(self, call: StepCall, way: Way, around: Callable[..., Any] | None = None) -> ObservedStep:
         """Run the module's own step on this rank, as the module is now, with its backward pass.
@@ -314,7 +347,9 @@ class StepRuns:
     def _kept(self) -> tuple[Snapshot, dict[str, Any]]:
         return Snapshot(self.module, with_buffers=False, is_exact=True), counters_of(self.module)
 
-    def _run_stages(self, steps: PipelineSteps, call: StepCall, way: Way) -> ObservedStep:
+    def _run_stages(
+        self, steps: PipelineSteps, call: StepCall, way: Way, replayed: list[ReplayedDraws]
+    ) -> ObservedStep:
         before = self._kept()
         calls: list[LogCall] = []
         patches = Patches()
@@ -322,6 +357,10 @@ class StepRuns:
         patches.replace(steps, "gradient_scale", lambda: 1.0)
         split, count = steps.engine.split_batch, self.microbatches if way.splits else 1
         patches.replace(steps.engine, "split_batch", lambda batch, _: [batch] if count == 1 else split(batch, count))
+        if way.draws is not None and count > 1:
+            sizes = [count_samples(part) for part in split_by(split, call.batch, count)]
+            replayed.append(ReplayedDraws(way.draws, sizes if all(size > 0 for size in sizes) else (), way.by_views))
+            patches.replace(steps.engine, "draws", replayed[0])
         arguments = (copied(call.batch, way.double), *call.rest)
         try:
             with log_recorded(self.module, calls), self._precision(way):

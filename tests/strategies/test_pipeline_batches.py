@@ -133,3 +133,52 @@ def test_a_user_defined_split():
     )
     module, _ = train(make, unpack, strategy, 2)
     torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
+
+
+class Graphs:
+    """A batch of a class of its own: three nodes per sample, with as many labels in which some are left out."""
+
+    def __init__(self, nodes, labels):
+        self.store = {"nodes": nodes, "labels": labels}
+
+
+class Hidden:
+    def __init__(self, *values):
+        self.values = lambda: values
+
+
+def parts_of(make, values):
+    def split(batch, count):
+        return [make(*rows) for rows in zip(*(value.tensor_split(count) for value in values(batch))) if len(rows[0])]
+
+    return split
+
+
+@distributed(world_size=2)
+def test_batches_of_unknown_classes_are_split_by_the_function_that_is_given():
+    def values(graphs):
+        return graphs.store["nodes"], graphs.store["labels"]
+
+    def hidden(batch):
+        return batch.values()
+
+    kinds = [(Graphs, values, None), (Hidden, hidden, lambda batch: len(batch.values()[0]))]
+    for make, unpack, weight in kinds:
+        expected, _ = train(make, unpack, "auto", 1)
+        for microbatches in (4, 1):
+            strategy = PipelineParallelStrategy(
+                pipeline_parallel_size=2,
+                num_microbatches=microbatches,
+                split_batch=parts_of(make, unpack),
+                microbatch_weight=weight,
+            )
+            module, _ = train(make, unpack, strategy, 2)
+            torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
+    # One microbatch needs no function.
+    module, _ = train(make, unpack, PipelineParallelStrategy(pipeline_parallel_size=2, num_microbatches=1), 2)
+    torch.testing.assert_close(torch.stack(module.losses), torch.stack(expected.losses), rtol=1e-10, atol=1e-12)
+    strategy = PipelineParallelStrategy(
+        pipeline_parallel_size=2, num_microbatches=4, split_batch=parts_of(Hidden, hidden)
+    )
+    with pytest.raises(ValueError, match="`split_batch` returns a Hidden.*give a `microbatch_weight`"):
+        train(Hidden, hidden, strategy, 2)
