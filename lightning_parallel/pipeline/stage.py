@@ -111,7 +111,7 @@ class StageForward:
         receive: Called once, at the first layer that is not of an earlier stage.
         on_entry: Called just before that.
         after_outer_call: Called with the number of calls of outer modules so far, until the first layer is called.
-        before_layer: Called with the index of each layer that is run.
+        before_layer: Called with the index of each layer, but for those of later stages.
         skips: What this stage gets and gives besides the arguments of layers.
 
     Attributes:
@@ -152,6 +152,8 @@ class StageForward:
         self._require_order(call.site, index)
         stage = self.stage_of[index]
         if stage < self.stage:
+            # What the step draws between layers is the same here as on the stage that runs them.
+            self.before_layer(index)
             return self.skips.call(call, self._infer)
         if not self.entered:
             arguments = self._enter(index, call)
