@@ -326,8 +326,11 @@ class StepRuns:
         self, calls: Sequence[LogCall], output: Any, loss: Tensor | None, before: tuple[Snapshot, dict[str, Any]]
     ) -> ObservedStep:
         logged: dict[str, Any] = {}
-        for name, value, _ in calls:
-            # A metric object stands for its value of this batch.
+        for name, value, arguments in calls:
+            # A metric object stands for its value of this batch, which nobody sees where only the epoch's is logged.
+            on_step = arguments.get("on_step")
+            if hasattr(value, "cache") and not (loss is not None if on_step is None else on_step):
+                continue
             for key, number in numbers_in(getattr(value, "cache", value), name).items():
                 while key in logged:
                     key += "'"

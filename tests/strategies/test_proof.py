@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel import HybridParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, comm
 from lightning_parallel.compat import Patches, patched
@@ -481,6 +482,20 @@ class Diffusion(Tokens):
         return F.mse_loss(self(share.sqrt() * x + (1 - share).sqrt() * noise), noise[:, :5])
 
 
+class EpochMetric(Tokens):
+    """A metric that is no mean over batches; only that of the epoch is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(5, average="macro")
+
+    def training_step(self, batch, index):
+        logits = self(batch[0])
+        self.accuracy(torch.where(batch[0][:, 0] > 0, batch[1], 0), batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return F.cross_entropy(logits, batch[1])
+
+
 class IgnoredTokens(Noisy):
     def loss(self, x, y):
         return F.cross_entropy(self(noisy(x)), y, ignore_index=0)
@@ -506,6 +521,8 @@ def test_steps_that_draw_for_each_sample_are_verified_in_microbatches(group):
     for kind in (Noisy, NoisyBlocks, Paired, Diffusion, IgnoredTokens):
         said = fit(kind(), "pipeline", num_microbatches=4)
         assert group.rank > 0 or "equal one process, with the same random numbers" in said[0], (kind, said)
+    said = fit(EpochMetric(), "pipeline", num_microbatches=4)
+    assert group.rank > 0 or said[0].startswith("verified on 4 samples: loss and 20 gradients equal"), said
     # What is drawn for samples cannot be told, or statistics differ: no word of verification.
     for kind in (NumpyNoise, SampleByItself, NormedNoise):
         said = fit(kind(), "pipeline", num_microbatches=4)
