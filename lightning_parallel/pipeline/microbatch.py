@@ -42,7 +42,7 @@ __all__ = [
     "reduce_logged",
     "split_batch",
     "split_by",
-    "tensors_in",
+    "tensors_inside",
 ]
 
 
@@ -174,7 +174,7 @@ def count_samples(batch: Any) -> int:
     try:
         return num_samples(batch)
     except ValueError:
-        sizes = {value.shape[0] for _, value in tensors_in(batch) if len(value.shape)}
+        sizes = {value.shape[0] for _, value in tensors_inside(batch) if len(value.shape)}
         return sizes.pop() if len(sizes) == 1 else -1
 
 
@@ -205,7 +205,7 @@ def entries_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         )
 
 
-def tensors_in(value: Any, key: str = "", outer: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor | np.ndarray]]:
+def tensors_inside(value: Any, key: str = "", outer: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor | np.ndarray]]:
     """Yield every tensor and array that `entries_of` yields, and those in attributes of objects of any class."""
     if isinstance(value, (Tensor, np.ndarray)):
         if isinstance(value, np.ndarray) or (value.layout == torch.strided and not value.is_nested):
@@ -221,7 +221,7 @@ def tensors_in(value: Any, key: str = "", outer: tuple[int, ...] = ()) -> Iterat
     elif hasattr(value, "__dict__"):
         items = [(f"{key}.{name}" if key else name, item) for name, item in vars(value).items()]
     for name, item in items:
-        yield from tensors_in(item, name, (*outer, id(value)))
+        yield from tensors_inside(item, name, (*outer, id(value)))
 
 
 _DEEPEST = 6  # objects inside of objects, where a batch is looked into

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_parallel.compat.torch import TorchDispatchMode
 
 __all__ = [
     "DrawRecorder",

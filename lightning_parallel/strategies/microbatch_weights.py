@@ -37,7 +37,7 @@ from lightning_parallel.pipeline.microbatch import (
     num_samples,
     split_batch,
     split_by,
-    tensors_in,
+    tensors_inside,
 )
 from lightning_parallel.pipeline.pipeline_plan import PipelinePlan
 from lightning_parallel.pipeline.random_streams import DrawRecorder, OwnGenerators, ReplayedDraws, seed_torch
@@ -110,7 +110,7 @@ def _entry(microbatch: Any, key: str) -> Tensor | None:
 def _tensors(batch: Any) -> list[tuple[str, Tensor]]:
     """Return the tensors and arrays of numbers in a batch, by key."""
     found = []
-    for key, value in tensors_in(batch):
+    for key, value in tensors_inside(batch):
         if isinstance(value, Tensor) or value.dtype.kind in "biuf":
             found.append((key, torch.as_tensor(value)))
     return found
