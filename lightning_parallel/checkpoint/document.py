@@ -264,10 +264,9 @@ _SCALARS: list[tuple[type, str, Callable[[Any], Any]]] = [
     (slice, "$slice", lambda value: [value.start, value.stop, value.step]),
 ]
 
-_CONTENTS = dict.fromkeys(("$tuple", "$set", "$frozenset", "$deque", "$size", "$dict", "$defaultdict"), list) | {
-    "$counter": dict,
-    "$ordered": dict,
-}
+_LISTS = ("$tuple", "$set", "$frozenset", "$deque", "$size", "$dict", "$defaultdict")
+_LISTS += ("$complex", "$numpy", "$timedelta", "$range", "$slice")
+_CONTENTS = dict.fromkeys(_LISTS, list) | dict.fromkeys(("$counter", "$ordered", "$namespace"), dict)
 """What is packed in a container: not a range, say, whose numbers were never in the file."""
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
@@ -276,10 +275,10 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$frozenset": frozenset,
     "$deque": deque,
     "$size": torch.Size,
-    "$dict": dict,
+    "$dict": lambda value: {key: entry for key, entry in value},  # noqa: C416 `dict` would make a list of a range
     "$counter": Counter,
     "$ordered": OrderedDict,
-    "$defaultdict": lambda value: defaultdict(_FACTORIES[value[0]], value[1]),
+    "$defaultdict": lambda value: defaultdict(_FACTORIES[value[0]], {**value[1]}),
     "$namespace": lambda value: Namespace(**value),
     "$float": float,
     "$int": int,

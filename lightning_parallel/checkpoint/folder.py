@@ -452,7 +452,7 @@ def find(folder: Folder) -> Folder | None:
         remove_abandoned(folder.parent.path)
         return folder if folder.has(MANIFEST) else None
     if folder.has(LATEST):
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
+        with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError):
             name = json.loads(folder.read(LATEST))["checkpoint"]
             if is_file_name(name) and folder.within(name).has(MANIFEST):
                 return folder.within(name)

@@ -14,7 +14,6 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from functools import cache
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint.document import decode
 from lightning_parallel.checkpoint.folder import Folder, replacing, retried, sync_file, sync_folder
 from lightning_parallel.checkpoint.manifest import SavedTensor, dtype_named
 from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, bands_of, bytes_of
@@ -75,8 +73,7 @@ class _Merged:
     def write(self) -> None:
         arrays = set(_array_names(self.saved.manifest.document))
         # Arrays are in the pickle itself.
-        tensor = cache(lambda name: self.saved.read(name) if name in arrays else self._stand_in(name))
-        content = decode(self.saved.manifest.document, tensor)
+        content = self.saved.decoded(lambda name: self.saved.read(name) if name in arrays else self._stand_in(name))
         with torch.serialization.skip_data():
             torch.save(content, self.path)
         places = dict(_records(self.path))

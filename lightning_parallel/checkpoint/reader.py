@@ -107,7 +107,20 @@ class SavedCheckpoint:
 
     def checkpoint(self) -> Any:
         """Return the checkpoint's dict; tensors of the model and its optimizers are read when they are used."""
-        return decode(self.manifest.document, cache(self._tensor))
+        return self.decoded(self._tensor)
+
+    def decoded(self, tensor: Callable[[str], Tensor]) -> Any:
+        """Return the checkpoint's dict, with what `tensor` gives for the names of tensors.
+
+        Raises:
+            ValueError: If the dict is damaged.
+        """
+        try:
+            return decode(self.manifest.document, cache(tensor))
+        except ValueError as error:
+            if str(self.folder) in str(error):
+                raise
+            raise ValueError(f"the checkpoint {self.folder} is damaged: {error}") from error
 
     def facts(self, name: str) -> tuple[Sequence[int], torch.dtype]:
         """Return the shape and the dtype of a tensor.

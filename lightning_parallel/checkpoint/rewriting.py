@@ -10,12 +10,10 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
 from uuid import uuid4
 
 from torch import Tensor
 
-from lightning_parallel.checkpoint.document import decode
 from lightning_parallel.checkpoint.folder import Folder, NewFolder, new_key
 from lightning_parallel.checkpoint.manifest import Manifest, SavedTensor, check_coverage
 from lightning_parallel.checkpoint.merging import num_bytes_of
@@ -184,10 +182,10 @@ def export_weights(
 
 def _weights(saved: SavedCheckpoint, prefix: str) -> tuple[dict[str, StoredTensor], int]:
     """Return the model's tensors that are to be written, by name, and how many there are besides them."""
-    content = decode(saved.manifest.document, cache(lambda name: StoredTensor.of(saved, name)))
-    state = content.get("state_dict")
+    content = saved.decoded(lambda name: StoredTensor.of(saved, name))
+    state = content.get("state_dict") if isinstance(content, Mapping) else None
     if not isinstance(state, Mapping):
-        raise ValueError(f"expected a checkpoint with a `state_dict` at {saved.folder}, found {', '.join(content)}")
+        raise ValueError(f"expected a checkpoint with a `state_dict` at {saved.folder}, found none")
     tensors = {name: value for name, value in state.items() if isinstance(value, StoredTensor)}
     chosen = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
     if not chosen:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.distributed import DistributedCheckpoint, is_distributed_checkpoint, load_safely
-from lightning_parallel.checkpoint.document import decode
 from lightning_parallel.checkpoint.folder import is_sharded_checkpoint
 from lightning_parallel.checkpoint.manifest import check_places, checked_shape, is_file_name
 from lightning_parallel.checkpoint.reader import SavedCheckpoint, StoredTensor, new_tensor
@@ -122,7 +120,7 @@ def stored_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
     text = os.fspath(path)
     if is_sharded_checkpoint(text):
         saved = SavedCheckpoint.open(text)
-        content = decode(saved.manifest.document, cache(lambda name: StoredTensor.of(saved, name)))
+        content = saved.decoded(lambda name: StoredTensor.of(saved, name))
         return _state_in(content, text)
     if is_distributed_checkpoint(text):
         return _state_in(DistributedCheckpoint.open(text, Group.alone("weights")).checkpoint(), text)
@@ -150,7 +148,8 @@ def _files_at(path: Path) -> list[Path]:
             names = sorted(set(json.loads((path / _INDEX).read_text("utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"expected an index of `safetensors` files in {path / _INDEX}: {error}") from error
-        wrong = [str(name) for name in names if not is_file_name(name) or not (path / name).is_file()]
+        there = {one.name for one in path.iterdir() if one.is_file()}
+        wrong = [str(name)[:100] for name in names if not is_file_name(name) or name not in there]
         if wrong or not names:
             raise ValueError(f"expected the files that {path / _INDEX} names, found no {', '.join(wrong) or 'names'}")
         return [path / name for name in names]

@@ -76,6 +76,11 @@ _HERE = {
 }
 
 
+def _with_here() -> list[str]:
+    """Return Python's path with the working directory last: no file in it takes the place of an installed package."""
+    return [*(entry for entry in sys.path if entry), ""]
+
+
 def captured_script(path: str, arguments: Sequence[str]) -> Project:
     """Run a script up to `Trainer.fit`.
 
@@ -105,7 +110,7 @@ def captured_config(paths: Sequence[str]) -> Project:
     arguments = [word for path in paths for word in ("--config", path)]
 
     def run() -> None:
-        with patched(sys, "path", ["", *sys.path]):
+        with patched(sys, "path", _with_here()):
             LightningCLI(
                 LightningModule,
                 LightningDataModule,
@@ -206,7 +211,7 @@ def project_of_class(path: str, arguments: str = "{}") -> Project:
         ValueError: If there is no such class, or it cannot be built so.
     """
     name, _, attribute = path.partition(":")
-    with patched(sys, "path", ["", *sys.path]):
+    with patched(sys, "path", _with_here()):
         try:
             kind = getattr(importlib.import_module(name), attribute)
         except (ImportError, AttributeError, ValueError) as error:

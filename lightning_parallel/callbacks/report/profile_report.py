@@ -146,9 +146,9 @@ def reading_report(path: Path) -> Iterator[None]:
     """Say of what file it is that its values cannot be drawn: somebody else may have written it."""
     try:
         yield
-    except ValueError:
-        raise
-    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, TemplateError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, TemplateError) as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
         what = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"expected in {path} a report as `ProfileReport` writes it, found other values: {what}"
